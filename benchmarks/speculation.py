@@ -93,7 +93,7 @@ def requests(runner: Runner, batch: int, rounds: int, num_tokens: int) -> dict[s
     prompts = [[rng.randrange(1, runner.vocab_size) for _ in range(64)] for _ in range(batch)]
     # Token 0, which is drafted, never comes.
     sampling = Sampling(max_new_tokens=num_tokens, ignore_eos=True, logit_bias={0: -1e9})
-    speculating = Engine(runner, speculate=Speculation(Wrong(), max_tokens=DRAFTS))
+    speculating = Engine(runner, speculate=Speculation(Wrong(), num_drafts=DRAFTS))
     engines = {"without": Engine(runner), "never right": speculating}
     contestants = {
         name: lambda engine=engine: list(engine.generate(prompts, sampling))  # type: ignore[misc]
@@ -124,14 +124,14 @@ def demo(rounds: int, num_tokens: int, device: str) -> dict[str, Times]:
     sampling = Sampling(max_new_tokens=num_tokens, ignore_eos=True)
     engines = {
         "without": Engine(runner),
-        "n-grams": Engine(runner, speculate=Speculation("ngram", max_tokens=DRAFTS)),
-        "its head": Engine(with_head, speculate=Speculation("mtp", max_tokens=HEAD_DRAFTS)),
+        "n-grams": Engine(runner, speculate=Speculation("ngram", num_drafts=DRAFTS)),
+        "its head": Engine(with_head, speculate=Speculation("mtp", num_drafts=HEAD_DRAFTS)),
         "its head, always as many": Engine(
-            with_head, speculate=Speculation("mtp", max_tokens=HEAD_DRAFTS, adapts=False)
+            with_head, speculate=Speculation("mtp", num_drafts=HEAD_DRAFTS, adapts=False)
         ),
         NOT_ASKED: Engine(with_head),
         WRONG: Engine(
-            with_head, speculate=Speculation(WrongHead(with_head), max_tokens=HEAD_DRAFTS)
+            with_head, speculate=Speculation(WrongHead(with_head), num_drafts=HEAD_DRAFTS)
         ),
     }
     served: dict[str, list[list[int]]] = {}

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.step import Model
-from torch_hybrid.host.surroundings import calmly
+from torch_hybrid.host.surroundings import in_isolation
 from torch_hybrid.ops.formats.fp8_kv import LARGEST
 from torch_hybrid.specs import AttentionSpec, LatentSpec
 
 _MAX_TOKENS = 2048
 
 
-@calmly
+@in_isolation
 def kv_scales(
     model: Model, prompts: Sequence[Sequence[int]], *, headroom: float = 2.0
 ) -> dict[int, Tensor]:

@@ -29,7 +29,7 @@ from torch_hybrid.graphs.options.options import Options
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.step import Inputs, Model, UpdatableModel, Variant
-from torch_hybrid.graphs.stepping.background import Compile, StepsBeside
+from torch_hybrid.graphs.stepping.background import BackgroundSteps, Compile
 from torch_hybrid.graphs.stepping.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.stepping.embeds import Embeds
 from torch_hybrid.graphs.stepping.planner import Logits
@@ -183,7 +183,7 @@ class Runner(Shown):
         self._decodes = Mode.DECODE in modes
         self._extend_mode = next((each for each in modes if each.tokens_per_seq is None), None)
         self._planner, self._steps, self._execution = parts.planner, parts.steps, parts.execution
-        self._beside = parts.steps if isinstance(parts.steps, StepsBeside) else None
+        self._beside = parts.steps if isinstance(parts.steps, BackgroundSteps) else None
         self._stepper, self._drafting = parts.stepper, parts.drafting
 
     def within(self) -> Runner:
@@ -422,7 +422,7 @@ class Runner(Shown):
         known_tokens = [(0,) if new is None else new for new in given]
         self._check_extend(known_tokens, len(seqs), positions=positions, embeds=embeds)
         places = self._cache.places_of(seqs)
-        fed = self._last.fed(seqs, places, given)
+        fed = self._last.fill(seqs, places, given)
         variant, planned = self._plan(seqs, fed, logits="last", positions=positions, embeds=embeds)
         launched = self._stepper.advance(
             seqs,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.backends.mode import Form, Mode
+from torch_hybrid.backends.mode import LayerForm, Mode
 from torch_hybrid.backends.step import Plan, Step
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
@@ -87,7 +87,7 @@ class UpdatableModel(Model, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BatchPart:
     """A batch with its plans: a whole step, or one half of it."""
 
     batch: Batch
@@ -102,11 +102,11 @@ class Inputs:
     after the other; None is all of them.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[BatchPart, ...]
     rows: Tensor | None  # [R] int64
 
 
-register_value(Part)
+register_value(BatchPart)
 register_value(Inputs)
 
 
@@ -119,7 +119,7 @@ class Variant:
     in_halves: bool
 
     @classmethod
-    def of(cls, mode: Mode, forms: Mapping[str, Form], *, in_halves: bool) -> Variant:
+    def of(cls, mode: Mode, forms: Mapping[str, LayerForm], *, in_halves: bool) -> Variant:
         """The variant of a step."""
         names = tuple((kind, form.name) for kind, form in forms.items())
         return cls(mode=mode, forms=names, in_halves=in_halves)
@@ -156,7 +156,7 @@ def make_step(model: Model) -> StepFunction:
     """The function that is traced: each part through the model, then the logits that are wanted."""
 
     def step(inputs: Inputs, caches: Caches) -> Tensor:
-        def run(part: Part) -> Tensor:
+        def run(part: BatchPart) -> Tensor:
             layers = Step(plans=part.plans, caches=caches, table=model.table)
             batch = part.batch
             if batch.embed_rows is None:

@@ -16,7 +16,7 @@ from functools import partial, wraps
 from threading import RLock
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from torch_hybrid.host.surroundings import calm
+from torch_hybrid.host.surroundings import isolated
 
 ParamT = ParamSpec("ParamT")
 ResultT = TypeVar("ResultT")
@@ -35,7 +35,7 @@ class Turn:
         self._posted: deque[Callable[[], object]] = deque()
 
     def run(self, name: str, call: Callable[[], ResultT]) -> ResultT:
-        """Run a call, and what was posted before its end, each in a ``calm`` context.
+        """Run a call, and what was posted before its end, each in a ``isolated`` context.
 
         Raises:
             RuntimeError: a call of this thread is in progress.
@@ -46,7 +46,7 @@ class Turn:
                 try:  # no context manager of Python's: Ctrl-C finds gaps at its ends
                     self._call = name
                     self._settle()
-                    with calm():
+                    with isolated():
                         return call()
                 finally:
                     try:
@@ -93,7 +93,7 @@ class Turn:
         """Do what was posted, in order; what Ctrl-C cuts off stays the first to be done."""
         while self._posted:
             try:
-                with calm():
+                with isolated():
                     self._posted[0]()
             except Exception:
                 self._posted.popleft()

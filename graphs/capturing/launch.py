@@ -120,7 +120,7 @@ class LastTokens:
         self._of_place = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device)
         self._known: set[int] = set()  # ids of the sequences that have one
 
-    def fed(
+    def fill(
         self,
         seqs: Sequence[HeldSequence],
         places: Sequence[int],
@@ -148,7 +148,7 @@ class LastTokens:
         """These sequences were freed, or went on with tokens of the host."""
         self._known.difference_update(seq.id for seq in seqs)
 
-    def around(
+    def wrap(
         self, step: Callable[[Inputs], Tensor], kind: DrawKind | None
     ) -> Callable[[StepInputs], Tensor]:
         """A step with all that a launch does around it, which returns the tokens, [R] int64; or,

@@ -259,7 +259,7 @@ def _symbols(fake: Any) -> set[Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RegionPlan:
     """The regions of a graph: the distinct ones, and which of them is called at each place."""
 
     regions: tuple[Region, ...]  # at each place
@@ -272,7 +272,7 @@ class Plan:
         return tuple(map(self.numbers.count, range(len(self.distinct))))
 
 
-def plan_regions(graph: Graph) -> Plan:
+def plan_regions(graph: Graph) -> RegionPlan:
     """Cut a graph, and find the regions that are one."""
     placeholders = graph.find_nodes(op="placeholder")
     sizes = {value_of(node).node.expr: node for node in placeholders if _is_size(node)}
@@ -280,14 +280,14 @@ def plan_regions(graph: Graph) -> Plan:
     known: dict[object, int] = {}
     numbers = [known.setdefault(region.key(), len(known)) for region in regions]
     first = dict(zip(reversed(numbers), reversed(regions), strict=True))
-    return Plan(
+    return RegionPlan(
         regions=tuple(regions),
         numbers=tuple(numbers),
         distinct=tuple(first[number] for number in range(len(known))),
     )
 
 
-def step_text(graph: Graph, plan: Plan) -> str:
+def step_text(graph: Graph, plan: RegionPlan) -> str:
     """The step as Python text: ``step(a0, a1, ...)`` of the graph's placeholders calls its regions
     ``f0``, ``f1`` and so on in turn."""
     placeholders = list(graph.find_nodes(op="placeholder"))

@@ -23,7 +23,7 @@ from torch import nn
 
 from torch_hybrid.backends.mode import Mode, modes_of
 from torch_hybrid.backends.select import Backends, Choice
-from torch_hybrid.backends.step import Backend, chunk_grid, make_backends
+from torch_hybrid.backends.step import LayerBackend, chunk_grid, make_backends
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
@@ -44,7 +44,7 @@ from torch_hybrid.graphs.options.measure_kv_tokens import KvRoom, measure_room
 from torch_hybrid.graphs.options.measure_overlap import Trial, measure_overlap, policy_of
 from torch_hybrid.graphs.options.options import MakeTrial, Options
 from torch_hybrid.graphs.step import Caches, Model, kinds_of_head
-from torch_hybrid.graphs.stepping.background import StepsBeside, check_compile
+from torch_hybrid.graphs.stepping.background import BackgroundSteps, check_compile
 from torch_hybrid.graphs.stepping.buckets import StepSizes
 from torch_hybrid.graphs.stepping.drafting import Drafting
 from torch_hybrid.graphs.stepping.embeds import GivenRows
@@ -56,7 +56,7 @@ from torch_hybrid.graphs.stepping.steps import Steps
 from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap_policy
 from torch_hybrid.host.memory import replace_inference_tensors
 from torch_hybrid.host.progress import tell
-from torch_hybrid.host.surroundings import calm
+from torch_hybrid.host.surroundings import isolated
 from torch_hybrid.ops.native.ahead import Builds
 from torch_hybrid.specs import LayerTable
 
@@ -78,16 +78,16 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class RunnerParts:
     """All that a runner has beside its options."""
 
     cache: HybridCache
     given: GivenRows | None
     choices: tuple[Choice, ...]
-    backends: dict[str, Backend]
+    backends: dict[str, LayerBackend]
     modes: tuple[Mode, ...]  # of the model's own steps, without those of its head
     planner: StepPlanner
-    steps: Steps | StepsBeside
+    steps: Steps | BackgroundSteps
     last: LastTokens
     execution: Execution
     stepper: Stepper
@@ -118,7 +118,7 @@ def decide(model: Model, options: Options, make_trial: MakeTrial) -> Decided:
     table = kept_table(model.table, options.kv_dtype)
     if isinstance(model, nn.Module):
         replace_inference_tensors(model)
-    with calm():
+    with isolated():
         trials: tuple[Trial, ...] = ()
         if options.two_batch_overlap == "auto":
             trials = measure_overlap(model, options, make_trial)
@@ -164,14 +164,14 @@ def _uncompiled(options: Options, setting: str) -> Options:
     return replace(options, compile=False)
 
 
-def assemble(decided: Decided, owner: object) -> Parts:
+def assemble(decided: Decided, owner: object) -> RunnerParts:
     """Make the parts of a runner; what compiles beside its steps ends with ``owner``.
 
     Raises:
         UnsupportedError, CapacityError, ValueError: as ``Runner`` does.
     """
     model, options, device = decided.model, decided.options, decided.device
-    with calm():
+    with isolated():
         cache = _make_cache(decided)
         given = GivenRows.of(model, options.max_tokens, options.takes_embeds)
         caches = {} if given is None else given.caches
@@ -186,7 +186,7 @@ def assemble(decided: Decided, owner: object) -> Parts:
         all_modes = (*modes, *_modes_of_head(options.max_drafts)) if kinds else modes
         planner = _make_planner(decided, cache, backends, all_modes, kinds, given is not None)
         steps = _make_steps(decided, cache, caches, choices, planner, all_modes, store, builds)
-        if isinstance(steps, StepsBeside):
+        if isinstance(steps, BackgroundSteps):
             finalize(owner, steps.close)
         last = LastTokens(options.max_seqs, device)
         execution = Execution(
@@ -215,7 +215,7 @@ def assemble(decided: Decided, owner: object) -> Parts:
         max_tokens=options.max_tokens,
         num_position_axes=model.num_position_axes,
     )
-    return Parts(
+    return RunnerParts(
         cache=cache,
         given=given,
         choices=choices,
@@ -285,7 +285,7 @@ def _modes_of_head(max_drafts: int) -> tuple[Mode, ...]:
 def _make_planner(
     decided: Decided,
     cache: HybridCache,
-    backends: dict[str, Backend],
+    backends: dict[str, LayerBackend],
     modes: tuple[Mode, ...],
     drafting: frozenset[str],
     takes_embeds: bool,
@@ -342,7 +342,7 @@ def _make_steps(
     modes: tuple[Mode, ...],
     store: StepStore | None,
     builds: Builds,
-) -> Steps | StepsBeside:
+) -> Steps | BackgroundSteps:
     """A step for each variant, compiled when it is first wanted, or from now on beside others."""
     model, options = decided.model, decided.options
     batch_invariant = decided.backends.batch_invariant
@@ -362,5 +362,5 @@ def _make_steps(
         by_row=batch_invariant,
     )
     if options.compile == "background" and store is not None:
-        return StepsBeside(make_steps, model, store, builds)
+        return BackgroundSteps(make_steps, model, store, builds)
     return make_steps(model, store=store)

@@ -39,7 +39,7 @@ from torch_hybrid.graphs.compiling.toolchain import check_cache, missing_tools
 from torch_hybrid.graphs.step import Inputs, Model, Variant
 from torch_hybrid.graphs.stepping.steps import Steps, be_alone, compiling
 from torch_hybrid.host.progress import bar, tell
-from torch_hybrid.host.surroundings import calm
+from torch_hybrid.host.surroundings import isolated
 from torch_hybrid.ops.native.ahead import Builds
 
 Compile = bool | Literal["background"]
@@ -84,7 +84,7 @@ def check_compile(compile: object, model: Model) -> None:
         )
 
 
-class StepsBeside:
+class BackgroundSteps:
     """The steps of a runner, as ``Steps``: eager ones, until compiled ones are there.
 
     Compiling begins at once, and ends with ``close``, or when all is there.
@@ -286,7 +286,7 @@ def _prepared(model: Model, store: StepStore) -> Iterator[None]:
         if missing := missing_tools(model.device):
             raise UnsupportedError(missing)
         check_cache()
-    with calm():
+    with isolated():
         yield
 
 

@@ -11,7 +11,7 @@ from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy
 from torch_hybrid.graphs.capturing.launch import Draws, LastTokens, Launched, StepInputs, num_logits
 from torch_hybrid.graphs.capturing.static_inputs import StaticInputs
 from torch_hybrid.graphs.step import Inputs, Variant
-from torch_hybrid.graphs.stepping.background import StepsBeside
+from torch_hybrid.graphs.stepping.background import BackgroundSteps
 from torch_hybrid.graphs.stepping.planner import StepPlanner
 from torch_hybrid.graphs.stepping.steps import Steps
 from torch_hybrid.sampling import Draw, DrawKind
@@ -33,7 +33,7 @@ class Execution:
 
     def __init__(
         self,
-        steps: Steps | StepsBeside,
+        steps: Steps | BackgroundSteps,
         planner: StepPlanner,
         last: LastTokens,
         capture: CapturePolicy | None,
@@ -102,7 +102,7 @@ class Execution:
         static = self._inputs[variant]
         value = static.refresh(planned)
         with self._steps.running(variant) as step:
-            run = self._last.around(step, kind)
+            run = self._last.wrap(step, kind)
             if self._capture is None or not self._steps.is_final(variant):
                 return run(value)
             return self._capture.run(variant, run, static, value, planned, kind)

@@ -13,8 +13,8 @@ from itertools import chain
 from torch import nn
 
 from torch_hybrid.backends.mode import Mode
-from torch_hybrid.backends.select import Backends, Choice, Chooses, impls_of, select
-from torch_hybrid.backends.step import Backend
+from torch_hybrid.backends.select import Backends, Choice, HasImplementation, impls_of, select
+from torch_hybrid.backends.step import LayerBackend
 from torch_hybrid.graphs.passes import Pass, without
 from torch_hybrid.graphs.passes.merge_linears import merge_linears
 from torch_hybrid.graphs.passes.narrow_products import narrow_products
@@ -33,9 +33,9 @@ def modules_of(model: Model) -> list[nn.Module]:
     return list(model.modules()) if isinstance(model, nn.Module) else []
 
 
-def choosers_of(model: Model) -> list[Chooses]:
+def choosers_of(model: Model) -> list[HasImplementation]:
     """The experts of all layers of a model, and its linear layers of weights with scales."""
-    return [module for module in modules_of(model) if isinstance(module, Chooses)]
+    return [module for module in modules_of(model) if isinstance(module, HasImplementation)]
 
 
 def choices_of(model: Model, choices: Sequence[Choice]) -> tuple[Choice, ...]:
@@ -64,7 +64,7 @@ def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, .
         "linear": wanted.named("linear", wanted.products),
         "head_linear": "auto",
     }
-    modules: dict[str, list[Chooses]] = {}
+    modules: dict[str, list[HasImplementation]] = {}
     for module in choosers_of(model):
         modules.setdefault(module.kind, []).append(module)
     choices = [
@@ -82,7 +82,7 @@ def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, .
     return tuple(choices)
 
 
-def start_builds(choices: Sequence[Choice], backends: Mapping[str, Backend]) -> Builds:
+def start_builds(choices: Sequence[Choice], backends: Mapping[str, LayerBackend]) -> Builds:
     """Have the kernels of what a model and its backends go by built, should the cache lack them:
     before others what steps of prompts call, which come first."""
     by_mode = [pair for backend in backends.values() for pair in backend.choices.items()]

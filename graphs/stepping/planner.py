@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torch_hybrid.backends.mode import MODES, Form, Mode
-from torch_hybrid.backends.step import Backend, forms_of, plan_all
+from torch_hybrid.backends.mode import MODES, LayerForm, Mode
+from torch_hybrid.backends.step import LayerBackend, forms_of, plan_all
 from torch_hybrid.batch import Batch, chained, pad_to, split
-from torch_hybrid.graphs.step import Inputs, Part, Variant
+from torch_hybrid.graphs.step import BatchPart, Inputs, Variant
 from torch_hybrid.graphs.stepping.buckets import Bucket, StepSizes, round_up
 from torch_hybrid.graphs.two_batch import OverlapPolicy, plan_split, rows_in_halves
 
@@ -41,7 +41,7 @@ class StepPlanner:
 
     def __init__(
         self,
-        backends: Mapping[str, Backend],
+        backends: Mapping[str, LayerBackend],
         *,
         sizes: StepSizes,
         num_position_axes: int,
@@ -152,7 +152,7 @@ class StepPlanner:
         num_tokens = max(part.num_tokens for part in parts)
         return round_up(num_seqs, self._sizes.seqs), round_up(num_tokens, sizes)
 
-    def _backends_of(self, mode: Mode) -> Mapping[str, Backend]:
+    def _backends_of(self, mode: Mode) -> Mapping[str, LayerBackend]:
         """Of the layers that a step of a mode runs."""
         return self._drafting if mode.num_chained else self._backends
 
@@ -163,7 +163,7 @@ class StepPlanner:
             return mode
         return self._idle if part else self._verifying
 
-    def _forms_of_step(self, batches: Sequence[Batch], mode: Mode) -> dict[str, Form]:
+    def _forms_of_step(self, batches: Sequence[Batch], mode: Mode) -> dict[str, LayerForm]:
         """The form of each kind of layer for a step of these batches, padded."""
         planned_as = self._planned_as(mode)
         found = forms_of(self._backends_of(mode), batches, planned_as)
@@ -175,7 +175,7 @@ class StepPlanner:
         sizes = self._sizes.decode_seqs
         return num_seqs if sizes is None else round_up(num_seqs, sizes)
 
-    def _padded(self, kind: str, mode: Mode, form: Form) -> Form:
+    def _padded(self, kind: str, mode: Mode, form: LayerForm) -> LayerForm:
         """A form whose tables have one of a few sizes, where that is asked for."""
         if self._sizes.chunk_rows is None or not form.num_rows:
             return form
@@ -198,18 +198,20 @@ class StepPlanner:
         self,
         batches: Iterable[Batch],
         mode: Mode,
-        forms: Mapping[str, Form],
+        forms: Mapping[str, LayerForm],
         rows: Tensor | None,
     ) -> Inputs:
         backends = self._backends_of(mode)
         parts = [
-            Part(batch=batch, plans=plan_all(backends, batch, self._planned_as(mode, i), forms))
+            BatchPart(
+                batch=batch, plans=plan_all(backends, batch, self._planned_as(mode, i), forms)
+            )
             for i, batch in enumerate(batches)
         ]
         return Inputs(parts=tuple(parts), rows=rows)
 
     def _null_inputs(
-        self, variant: Variant, bucket: Bucket, forms: Mapping[str, Form], num_rows: int
+        self, variant: Variant, bucket: Bucket, forms: Mapping[str, LayerForm], num_rows: int
     ) -> Inputs:
         mode = variant.mode
         batches = [self._null_batch(bucket, mode) for _ in range(1 + variant.in_halves)]
@@ -248,7 +250,7 @@ class StepPlanner:
         halves = [True] if self._overlap.cuts(mode, *largest) else []
         return whole + halves
 
-    def _forms_of(self, mode: Mode) -> Iterator[dict[str, Form]]:
+    def _forms_of(self, mode: Mode) -> Iterator[dict[str, LayerForm]]:
         """Every combination of forms that steps of a mode may take, each at its largest."""
         backends = self._backends_of(mode)
         planned_as = self._planned_as(mode)

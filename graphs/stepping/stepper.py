@@ -15,7 +15,7 @@ from torch_hybrid.caches.sequence import Sequence as HeldSequence
 from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy
 from torch_hybrid.graphs.capturing.cuda_graph import on_capture_stream
 from torch_hybrid.graphs.step import Inputs, Variant
-from torch_hybrid.graphs.stepping.background import StepsBeside
+from torch_hybrid.graphs.stepping.background import BackgroundSteps
 from torch_hybrid.graphs.stepping.embeds import Embeds, GivenRows
 from torch_hybrid.graphs.stepping.execution import Execution
 from torch_hybrid.graphs.stepping.planner import Logits, StepPlanner
@@ -46,7 +46,7 @@ class Stepper:
         self,
         cache: HybridCache,
         planner: StepPlanner,
-        steps: Steps | StepsBeside,
+        steps: Steps | BackgroundSteps,
         execution: Execution,
         *,
         builds: Builds,

@@ -17,7 +17,7 @@ from torch_hybrid.ops.formats.stored_weights import (
     has_zeros,
 )
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.native.cpu_tuning import forms
+from torch_hybrid.ops.native.cpu_tuning import tuning
 
 # Of tokens in one go: it bounds the hidden activations, and their experts' weights are read anew.
 MAX_TOKENS = 2048
@@ -52,7 +52,7 @@ def fused_experts(
     """See ``torch_hybrid.ops.fused_experts.op.fused_experts``."""
     out = x.new_empty(x.shape)
     num_tokens, top_k = expert_ids.shape
-    measured = forms(x.dtype)
+    measured = tuning(x.dtype)
     num_experts, dim, width = *down.shape[:2], depth_of(down)
     groups, zeros = [0, 0], [False, False]
     if gate_up_scales is not None and down_scales is not None:

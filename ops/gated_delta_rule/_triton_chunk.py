@@ -19,7 +19,7 @@ from torch_hybrid.ops.triton.decays import (
     decay_until_end,
 )
 from torch_hybrid.ops.triton.delta_rule import inverse
-from torch_hybrid.ops.triton.delta_scan import Walks
+from torch_hybrid.ops.triton.delta_scan import ScanSegments
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     ROUNDED,
@@ -60,7 +60,7 @@ def chunk_gated_delta_rule(
     prepared, prepare = _prepare(
         q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm, pieces=pieces
     )
-    walks = Walks.of(v, state_indices.shape[0], planned)
+    walks = ScanSegments.of(v, state_indices.shape[0], planned)
     slots = initial_indices, state_indices
     out, walk = scan(prepared, q, v, state, cu_seqlens, *slots, walks=walks)
     side_by_side(prepare, walk, prepared.solve.shape[0], walks.num_segments, q.device)

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch_hybrid.ops.triton.delta_scan import (
     EVERY,
     UNEVEN,
-    Walks,
+    ScanSegments,
     advance,
     is_uneven,
     read_state,
-    scan_forms,
+    scan_configs,
     stages_of_factors,
     write_state,
 )
@@ -66,7 +66,7 @@ def scan(
     initial_indices: Tensor,
     state_indices: Tensor,
     *,
-    walks: Walks,
+    walks: ScanSegments,
 ) -> tuple[Tensor, Launch]:
     """The outputs, and what walks a segment of the chunks of all sequences.
 
@@ -78,7 +78,7 @@ def scan(
     num_seqs = state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     hopper = is_hopper(v.device) and head_dim_k <= 128
-    forms = scan_forms(
+    forms = scan_configs(
         v,
         num_v_heads * num_seqs,
         hopper=hopper,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.registration import check_impl, define_op
 from torch_hybrid.ops.delta_step import SCHEMA, StepTensors, check_step, check_verify
-from torch_hybrid.ops.step_forms import step_implementations, verify_implementations
+from torch_hybrid.ops.step_implementations import step_implementations, verify_implementations
 from torch_hybrid.ops.verify import SCHEMA as RECORDS
 
 GATES = ("silu", "sigmoid")
@@ -76,7 +76,7 @@ def gated_delta_step(
         cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has one token, or
             none, which leaves its slot as it is. Implementations with the feature "extend" take
             several, of sequences that have a slot: as so many calls would, bit by bit; those with
-            "unkept" also of others. Tokens at or past ``cu_seqlens[N]`` are padding.
+            "no_store" also of others. Tokens at or past ``cu_seqlens[N]`` are padding.
         initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
             zero state. Several may start from one slot, which no other one may then write.
         state_indices: [N] int32 slot that receives the state of each sequence, distinct except

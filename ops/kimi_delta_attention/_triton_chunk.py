@@ -14,7 +14,7 @@ from torch_hybrid.ops.kimi_delta_attention._triton_scan import Prepared, scan
 from torch_hybrid.ops.ragged_chunks import FULL_DECAY
 from torch_hybrid.ops.triton.decays import MOST_FIXED, exp, fixed_decay, fixed_exp
 from torch_hybrid.ops.triton.delta_rule import inverse
-from torch_hybrid.ops.triton.delta_scan import Walks
+from torch_hybrid.ops.triton.delta_scan import ScanSegments
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     ROUNDED,
@@ -58,7 +58,7 @@ def chunk_kimi_delta_attention(
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     pieces = state_pieces(q.dtype, qk_l2norm, is_exact=is_exact)
     prepared, prepare = _prepare(q, k, g, beta, cu_seqlens, qk_l2norm=qk_l2norm, pieces=pieces)
-    walks = Walks.of(v, state_indices.shape[0], planned)
+    walks = ScanSegments.of(v, state_indices.shape[0], planned)
     slots = initial_indices, state_indices
     out, walk = scan(prepared, v, state, cu_seqlens, *slots, scale=scale, walks=walks)
     side_by_side(prepare, walk, prepared.solve.shape[0], walks.num_segments, q.device)

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch_hybrid.ops.triton.delta_scan import (
     EVERY,
     UNEVEN,
-    Walks,
+    ScanSegments,
     advance,
     is_uneven,
     read_state,
-    scan_forms,
+    scan_configs,
     stages_of_factors,
     write_state,
 )
@@ -67,7 +67,7 @@ def scan(
     state_indices: Tensor,
     *,
     scale: float,
-    walks: Walks,
+    walks: ScanSegments,
 ) -> tuple[Tensor, Launch]:
     """The outputs, and what walks a segment of the chunks of all sequences.
 
@@ -77,7 +77,7 @@ def scan(
     head_dim_v, num_seqs = v.shape[-1], state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     hopper = is_hopper(v.device)
-    forms = scan_forms(
+    forms = scan_configs(
         v,
         num_heads * num_seqs,
         hopper=hopper,

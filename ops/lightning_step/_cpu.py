@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_hybrid.ops.conv_step import check_have_slots
 from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.native.cpu_tuning import forms
+from torch_hybrid.ops.native.cpu_tuning import tuning
 from torch_hybrid.ops.verify import check_counts
 
 
@@ -102,7 +102,7 @@ def _run(
         q_norm_weight is not None and q_norm_weight.dtype is torch.float32,
         k_norm_weight is not None and k_norm_weight.dtype is torch.float32,
         norm_weight is not None and norm_weight.dtype is torch.float32,
-        forms(qkv.dtype).state_streams,
+        tuning(qkv.dtype).state_streams,
         torch.get_num_threads(),
         scale,
         norm_eps,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_hybrid.ops.formats.stored_weights import are_integers, format_of, group_of, has_zeros
 from torch_hybrid.ops.linear.by_torch import product_by_torch
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.native.cpu_tuning import forms
+from torch_hybrid.ops.native.cpu_tuning import tuning
 
 # Past it, torch's product of one weight after the other may be faster: see ``cpu_tuning``.
 MAX_ROWS = 128
@@ -44,7 +44,7 @@ def linear(
     num_rows, depth = x.shape
     sizes = [weight.shape[0] for weight in weights]
     y = x.new_empty(num_rows, sum(sizes))
-    measured = forms(x.dtype)
+    measured = tuning(x.dtype)
     by_torch = scales is None and measured.many_by_torch and not is_invariant
     if num_rows > MAX_ROWS and by_torch and depth % _TILE_DEPTH == 0:
         return product_by_torch(x, weights, biases, y)

@@ -42,7 +42,7 @@ _LIBRARY_GAIN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forms:
+class CpuTuning:
     """How products are done here, with the figures that decided.
 
     Attributes:
@@ -104,7 +104,7 @@ class Forms:
 
 _NOT_MEASURED = "forms not measured: what measures them cannot be built"
 # Of a process without a compiler, whose kernels came from elsewhere without what measures them.
-_UNMEASURED = Forms(
+_UNMEASURED = CpuTuning(
     streams=4,
     by_hardware=False,
     state_streams=1,
@@ -122,7 +122,7 @@ _UNMEASURED = Forms(
 
 
 @cache
-def forms(dtype: torch.dtype) -> Forms:
+def tuning(dtype: torch.dtype) -> CpuTuning:
     """The forms for weights of a dtype: from the cache, or measured now, in a second.
 
     One thread measures, by its own time, so that what else runs on the machine counts little.
@@ -133,7 +133,7 @@ def forms(dtype: torch.dtype) -> Forms:
         return _UNMEASURED
     file = _file(dtype)
     try:
-        return Forms(**json.loads(file.read_text(encoding="utf-8")))
+        return CpuTuning(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # not there yet, or cut off, or of other fields
         found = _measure(dtype)
     _keep(file, found)
@@ -142,12 +142,12 @@ def forms(dtype: torch.dtype) -> Forms:
 
 def figures(dtype: torch.dtype) -> str:
     """What was measured of products, for a reader."""
-    return forms(dtype).of_products()
+    return tuning(dtype).of_products()
 
 
 def state_figures(dtype: torch.dtype) -> str:
     """What was measured of states, for a reader."""
-    return forms(dtype).of_states()
+    return tuning(dtype).of_states()
 
 
 def _file(dtype: torch.dtype) -> Path:
@@ -165,7 +165,7 @@ def _cpu() -> str:
     return " ".join(found) or platform.processor()
 
 
-def _keep(file: Path, found: Forms) -> None:
+def _keep(file: Path, found: CpuTuning) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
@@ -176,7 +176,7 @@ def _keep(file: Path, found: Forms) -> None:
         pass  # measured anew by the next process
 
 
-def _measure(dtype: torch.dtype) -> Forms:
+def _measure(dtype: torch.dtype) -> CpuTuning:
     shape = (_BYTES // (_DEPTH * dtype.itemsize), _DEPTH)
     [memory] = weight_memory([(shape, dtype)], torch.device("cpu"))  # in pages as a model's
     memory.fill_(1)
@@ -203,7 +203,7 @@ def _measure(dtype: torch.dtype) -> Forms:
     finally:
         torch.set_num_threads(threads)
     flops = 2 * _NUM_ROWS * weight.numel()
-    return Forms(
+    return CpuTuning(
         streams=streams,
         by_hardware=hardware_seconds < kernel_seconds,
         state_streams=_STATE_STREAMS[state_streams_rate > state_rate],

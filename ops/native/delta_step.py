@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_hybrid.ops.conv_step import check_have_slots
 from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.native.cpu_tuning import forms
+from torch_hybrid.ops.native.cpu_tuning import tuning
 from torch_hybrid.ops.verify import check_counts
 
 
@@ -103,7 +103,7 @@ def run_delta_step(
         norm_weight.dtype is torch.float32,
         gate_lower_bound is not None,
         gate == "sigmoid",
-        forms(qkv.dtype).state_streams,
+        tuning(qkv.dtype).state_streams,
         torch.get_num_threads(),
         scale,
         beta_scale,

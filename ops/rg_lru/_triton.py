@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program walks the tokens of some channels, their states in registers
-(``ops.triton.walks``)."""
+(``ops.triton.channel_programs``)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.triton.channel_programs import ChannelPrograms, walk_of, zero_padding
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay
 from torch_hybrid.ops.triton.ragged import fetch_rows
-from torch_hybrid.ops.triton.walks import Walks, walk_of, zero_padding
 
 
 def rg_lru(
@@ -33,7 +33,7 @@ def rg_lru(
     num_tokens, num_channels = x.shape
     num_seqs = state_indices.shape[0]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    walks = Walks.of(num_tokens, num_seqs, num_channels, is_invariant=is_invariant)
+    walks = ChannelPrograms.of(num_tokens, num_seqs, num_channels, is_invariant=is_invariant)
     ends = decays = None
     if walks.segment:
         ends, decays = state.new_empty(2, walks.num_segments, num_channels)

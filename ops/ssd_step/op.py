@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_hybrid.ops.conv_step import check_activation
 from torch_hybrid.ops.core.registration import check_impl, define_op
 from torch_hybrid.ops.ssd_step.validate import check_inputs, check_options
-from torch_hybrid.ops.step_forms import step_implementations, verify_implementations
+from torch_hybrid.ops.step_implementations import step_implementations, verify_implementations
 from torch_hybrid.ops.verify import SCHEMA as RECORDS
 from torch_hybrid.ops.verify import check_records
 

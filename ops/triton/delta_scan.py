@@ -28,7 +28,7 @@ _ALONE: tl.constexpr = tl.constexpr(92)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class ScanConfig:
     """How many rows of V of a state a program walks with, by how many warps, and when."""
 
     block_v: int
@@ -37,7 +37,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walks:
+class ScanSegments:
     """What the host knows of a step's walks.
 
     Attributes:
@@ -50,7 +50,7 @@ class Walks:
     is_even: bool | None = None
 
     @classmethod
-    def of(cls, v: Tensor, num_seqs: int, planned: Sequence[Tensor] = ()) -> Walks:
+    def of(cls, v: Tensor, num_seqs: int, planned: Sequence[Tensor] = ()) -> ScanSegments:
         """What was ``planned``, or what shapes say of sequences of one length."""
         if planned:
             num_segments, is_even = planned[0].tolist()  # a tensor on the host
@@ -103,9 +103,9 @@ def _num_segments(
     return max(1, min(most, num_tokens // _SEGMENT))
 
 
-def scan_forms(
+def scan_configs(
     v: Tensor, num_states: int, *, hopper: bool, num_pieces: int, is_even: bool | None = None
-) -> tuple[Form, ...]:
+) -> tuple[ScanConfig, ...]:
     """Of these, launched one after the other, one walks and the others return at once.
 
     Args:
@@ -113,7 +113,7 @@ def scan_forms(
         num_states: value heads of all sequences of the step, of which most may be empty.
         hopper: registers and shared memory hold more rows.
         num_pieces: in which what reaches a state is kept.
-        is_even: as of ``Walks``.
+        is_even: as of ``ScanSegments``.
     """
     head_dim_v = v.shape[-1]
     num_warps = 8 if v.dtype == torch.float32 else 4
@@ -123,7 +123,10 @@ def scan_forms(
     # More than run at once: two times four warps share what they read. Eight sequences of 1024
     # tokens take 176 us instead of 209 (KDA: 203 and 264), one of 8192 611 instead of 343
     # (743 and 490).
-    narrow, wide = Form(block_v=block_v, num_warps=num_warps), Form(block_v=128, num_warps=8)
+    narrow, wide = (
+        ScanConfig(block_v=block_v, num_warps=num_warps),
+        ScanConfig(block_v=128, num_warps=8),
+    )
     if block_v < 64 or head_dim_v <= 64 or num_pieces != 2 or is_even is False:
         return (narrow,)
     if is_even:

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program walks the tokens of some channels, their states in registers
-(``ops.triton.walks``)."""
+(``ops.triton.channel_programs``)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.triton.channel_programs import ChannelPrograms, walk_of, zero_padding
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay
 from torch_hybrid.ops.triton.ragged import fetch_rows
-from torch_hybrid.ops.triton.walks import Walks, walk_of, zero_padding
 
 # The exponent of a state of nothing: sums have no part of it, whatever they decay by.
 _NOTHING: tl.constexpr = tl.constexpr(-1e38)
@@ -37,7 +37,7 @@ def wkv(
     num_tokens, num_channels = k.shape
     num_seqs = state_indices.shape[0]
     out = torch.empty_like(k, memory_format=torch.contiguous_format)
-    walks = Walks.of(num_tokens, num_seqs, num_channels, is_invariant=is_invariant)
+    walks = ChannelPrograms.of(num_tokens, num_seqs, num_channels, is_invariant=is_invariant)
     ends = state.new_empty(walks.num_segments, 3, num_channels) if walks.segment else None
     for grid, constants in walks.launches():
         _wkv_kernel[grid](

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from tests.backends import planning
 from torch_hybrid.backends import step as step_module
-from torch_hybrid.backends.mode import MODES, Form, Mode
+from torch_hybrid.backends.mode import MODES, LayerForm, Mode
 from torch_hybrid.backends.select import Backends
-from torch_hybrid.backends.step import Backend, Step, chunk_grid, make_backends, plan_all
+from torch_hybrid.backends.step import LayerBackend, Step, chunk_grid, make_backends, plan_all
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
@@ -108,7 +108,7 @@ def make_cache(table: LayerTable = TABLE) -> HybridCache:
 
 
 @pytest.fixture
-def backends() -> dict[str, Backend]:
+def backends() -> dict[str, LayerBackend]:
     return make_backends(TABLE, make_cache().sizes)
 
 
@@ -125,7 +125,9 @@ def storages(tree: object) -> set[int]:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_every_leaf_is_a_tensor_and_the_rest_is_structure(backends: dict[str, Backend], mode: Mode):
+def test_every_leaf_is_a_tensor_and_the_rest_is_structure(
+    backends: dict[str, LayerBackend], mode: Mode
+):
     plans = plan_all(backends, make_batch(make_cache(), [3, 1]), mode)
     leaves, structure = pytree.tree_flatten(plans)
     assert all(isinstance(leaf, Tensor) for leaf in leaves)
@@ -138,7 +140,7 @@ def test_every_leaf_is_a_tensor_and_the_rest_is_structure(backends: dict[str, Ba
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_planning_is_pure(backends: dict[str, Backend], mode: Mode):
+def test_planning_is_pure(backends: dict[str, LayerBackend], mode: Mode):
     batch = make_batch(make_cache(), [3, 1])
     before = [leaf.clone() for leaf in tensors(batch)]
     attributes = {kind: dict(vars(backend)) for kind, backend in backends.items()}
@@ -152,7 +154,7 @@ def test_planning_is_pure(backends: dict[str, Backend], mode: Mode):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_two_plans_share_nothing_but_their_batch(backends: dict[str, Backend], mode: Mode):
+def test_two_plans_share_nothing_but_their_batch(backends: dict[str, LayerBackend], mode: Mode):
     cache = make_cache()
     batch, other = make_batch(cache, [3, 1]), make_batch(cache, [2, 2])
     first, again, second = (plan_all(backends, b, mode) for b in (batch, batch, other))
@@ -160,7 +162,7 @@ def test_two_plans_share_nothing_but_their_batch(backends: dict[str, Backend], m
     assert storages(first) & storages(again) <= storages(batch)
 
 
-def test_modes_and_sizes_have_the_structure_that_they_should(backends: dict[str, Backend]):
+def test_modes_and_sizes_have_the_structure_that_they_should(backends: dict[str, LayerBackend]):
     cache = make_cache()
     batch, other = make_batch(cache, [3, 1]), make_batch(cache, [1])
     decode, extend = (plan_all(backends, batch, mode) for mode in MODES)
@@ -169,7 +171,7 @@ def test_modes_and_sizes_have_the_structure_that_they_should(backends: dict[str,
     assert pytree.tree_structure(decode) == pytree.tree_structure(larger)
 
 
-def test_new_sequences_start_from_zeros(backends: dict[str, Backend]):
+def test_new_sequences_start_from_zeros(backends: dict[str, LayerBackend]):
     cache = make_cache()
     seqs = cache.allocate(2)
     cache.reserve(seqs[:1], [5])
@@ -180,7 +182,7 @@ def test_new_sequences_start_from_zeros(backends: dict[str, Backend]):
     assert plan.state_indices.tolist() == list(map(cache.slot, seqs))
 
 
-def test_a_step_finds_each_layer_by_its_id(backends: dict[str, Backend]):
+def test_a_step_finds_each_layer_by_its_id(backends: dict[str, LayerBackend]):
     cache = make_cache()
     plans = plan_all(backends, make_batch(cache, [1]), Mode.DECODE)
     step = Step(plans=plans, caches=cache.pools, table=TABLE)
@@ -205,10 +207,10 @@ def test_a_backend_is_the_whole_protocol(kind: str):
     entries, sizes = table.of_kind(kind), make_cache().sizes
     made = step_module._BACKENDS[kind](entries, sizes, Backends(), MODES)
     assert set(made.choices) == set(MODES)
-    theirs, ours = inspect.signature(Backend.plan), inspect.signature(type(made).plan)
+    theirs, ours = inspect.signature(LayerBackend.plan), inspect.signature(type(made).plan)
     assert list(ours.parameters) == list(theirs.parameters)
     hints = get_type_hints(type(made).plan)
-    assert (hints["batch"], hints["mode"], hints["form"]) == (Batch, Mode, Form)
+    assert (hints["batch"], hints["mode"], hints["form"]) == (Batch, Mode, LayerForm)
     public = {name for name in dir(made) if not name.startswith("_")}
     assert {"plan", "forms", "form_of", "choices"} <= public
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import torch_hybrid as th
 from torch_hybrid.backends.latent_attention import LatentAttentionBackend, LatentPlan
-from torch_hybrid.backends.mode import Form, Mode
-from torch_hybrid.backends.prefix import Piece, PrefixPolicy, plan_prefix_chunks
+from torch_hybrid.backends.mode import LayerForm, Mode
+from torch_hybrid.backends.prefix import PrefixPiece, PrefixPolicy, plan_prefix_chunks
 from torch_hybrid.backends.step import forms_of, make_backends, plan_all
 
 MLA = th.LatentSpec(num_heads=4, latent_rank=32, nope_dim=16, rope_dim=8, v_dim=16, scale=0.2)
@@ -40,7 +40,7 @@ def make(
 
 def step(
     prefixes: list[int], new: list[int], policy: PrefixPolicy, table: th.LayerTable = PLAIN
-) -> tuple[Form, LatentPlan]:
+) -> tuple[LayerForm, LatentPlan]:
     """The form and the plan of one extend step."""
     cache, backend = make(table, policy)
     seqs = cache.allocate(len(new))
@@ -67,9 +67,9 @@ def test_chunks_hold_every_position_once_and_in_order(lengths: list[int], budget
 def test_chunks_are_counted_by_tokens_not_by_sequences():
     assert len(plan_prefix_chunks([300_000, 10_000, 0], 131_072)) == 3
     assert plan_prefix_chunks([1] * 5, 2) == [
-        [Piece(0, 0, 1), Piece(1, 0, 1)],
-        [Piece(2, 0, 1), Piece(3, 0, 1)],
-        [Piece(4, 0, 1)],
+        [PrefixPiece(0, 0, 1), PrefixPiece(1, 0, 1)],
+        [PrefixPiece(2, 0, 1), PrefixPiece(3, 0, 1)],
+        [PrefixPiece(4, 0, 1)],
     ]
     assert plan_prefix_chunks([0, 0], 7) == []
 
@@ -101,15 +101,15 @@ def test_a_hybrid_plans_as_the_plain_model_does():
 @pytest.mark.parametrize(
     ("prefixes", "new", "form"),
     [
-        ([0, 0], [20, 30], Form(name="one shot", num_chunks=1, num_rows=64)),
-        ([30], [30], Form(name="one shot", num_chunks=1, num_rows=64)),
-        ([30], [35], Form(name="2 chunks", num_chunks=2, num_rows=64)),
-        ([128, 0], [1, 2], Form(name="2 chunks", num_chunks=2, num_rows=64)),
-        ([128, 1], [1, 2], Form(name="8 chunks", num_chunks=8, num_rows=64)),
-        ([0], [65], Form(name="2 chunks", num_chunks=2, num_rows=64)),
+        ([0, 0], [20, 30], LayerForm(name="one shot", num_chunks=1, num_rows=64)),
+        ([30], [30], LayerForm(name="one shot", num_chunks=1, num_rows=64)),
+        ([30], [35], LayerForm(name="2 chunks", num_chunks=2, num_rows=64)),
+        ([128, 0], [1, 2], LayerForm(name="2 chunks", num_chunks=2, num_rows=64)),
+        ([128, 1], [1, 2], LayerForm(name="8 chunks", num_chunks=8, num_rows=64)),
+        ([0], [65], LayerForm(name="2 chunks", num_chunks=2, num_rows=64)),
     ],
 )
-def test_forms_by_length(prefixes: list[int], new: list[int], form: Form):
+def test_forms_by_length(prefixes: list[int], new: list[int], form: LayerForm):
     chosen, plan = step(prefixes, new, EXPANDED)
     assert chosen == form
     assert plan.prefix is not None
@@ -119,13 +119,13 @@ def test_forms_by_length(prefixes: list[int], new: list[int], form: Form):
 def test_rows_are_spread_over_the_chunks():
     policy = dataclasses.replace(EXPANDED, token_budget=128)
     form, _ = step([300], [8], policy)
-    assert form == Form(name="8 chunks", num_chunks=8, num_rows=64)
+    assert form == LayerForm(name="8 chunks", num_chunks=8, num_rows=64)
 
 
 def test_one_shot_has_the_rows_of_the_step_and_no_more():
     policy = PrefixPolicy(absorbed="never", token_budget=None)
     form, plan = step([100], [8], policy)
-    assert form == Form(name="one shot", num_chunks=1, num_rows=128)
+    assert form == LayerForm(name="one shot", num_chunks=1, num_rows=128)
     assert plan.prefix is not None
     assert [len(rows) for rows in plan.prefix.rows] == [128]
 

@@ -367,7 +367,7 @@ def test_a_special_token_ends_an_answer(run, chat_checkpoint, monkeypatch):
     """``--stop`` with a special token's text, which is not in what is printed."""
     special = load_tokenizer(str(chat_checkpoint)).convert_tokens_to_ids("<|user|>")
     draws = iter([40, 41, special, 42])
-    monkeypatch.setattr("torch_hybrid.serving.flight.sample", lambda *args: [next(draws)])
+    monkeypatch.setattr("torch_hybrid.serving.in_flight.sample", lambda *args: [next(draws)])
     options = ("--chat", "hi", "--stop", "<|user|>", "--json")
     code, out, err = run("generate", chat_checkpoint, *EAGER, *options)
     assert code == 0, err
@@ -520,7 +520,9 @@ def test_a_terminal_of_ascii_alone_shows_everything(piped, chat_checkpoint, monk
     options = ("generate", chat_checkpoint, *EAGER, "hi", "--max-new-tokens", len(tokens))
     for flags, shown in (((), b"\\u65e5\\u672c\n"), (("--json",), b'"text": "\\u65e5\\u672c"')):
         draws = iter(tokens)
-        monkeypatch.setattr("torch_hybrid.serving.flight.sample", lambda *args, d=draws: [next(d)])
+        monkeypatch.setattr(
+            "torch_hybrid.serving.in_flight.sample", lambda *args, d=draws: [next(d)]
+        )
         code, read = piped("ascii", *options, *flags)
         assert code == 0
         assert shown in read

@@ -168,7 +168,7 @@ def test_the_head_knows_what_comes():
     model = th.from_pretrained(checkpoint_path(), mtp=True)
     prompts = [prompt for prompt in make_prompts(12, seed=5) if len(prompt.tokens) < 120]
     sizes = {"max_seqs": len(prompts), "max_tokens": 512, "kv_tokens": 4096, "compile": False}
-    speculate = th.Speculation("mtp", max_tokens=4, adapts=False)
+    speculate = th.Speculation("mtp", num_drafts=4, adapts=False)
     engine = th.Engine(th.Runner(model, **sizes, max_drafts=4), speculate=speculate)
     outputs = engine.generate([p.tokens for p in prompts], th.Sampling(max_new_tokens=8))
     tokens = {output.index: output.tokens for output in outputs}

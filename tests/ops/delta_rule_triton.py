@@ -108,8 +108,8 @@ def check_many_chunks(
 @contextmanager
 def scanned_in_one_form(module: ModuleType, index: int) -> Iterator[None]:
     """Of the forms in which ``module`` launches its scan, one alone is launched, or none."""
-    forms = module.scan_forms
-    with mock.patch.object(module, "scan_forms", lambda *a, **k: forms(*a, **k)[index:][:1]):
+    forms = module.scan_configs
+    with mock.patch.object(module, "scan_configs", lambda *a, **k: forms(*a, **k)[index:][:1]):
         yield
 
 

@@ -20,7 +20,7 @@ from tests.ops.contract import (
 )
 from tests.ops.pages import offsets
 from tests.ops.step_family import Family, Inputs
-from torch_hybrid.ops.step_forms import EXTEND
+from torch_hybrid.ops.step_implementations import EXTEND
 
 DEVICE = "cpu"
 

@@ -38,7 +38,7 @@ def test_steps_of_few_long_sequences_are_cut(
 
     def cut(dtype: torch.dtype) -> int:
         v = torch.empty(num_tokens, 32, 128, dtype=dtype, device="meta")
-        walks = delta_scan.Walks.of(v, num_seqs)
+        walks = delta_scan.ScanSegments.of(v, num_seqs)
         assert walks.is_even is None
         return walks.num_segments
 
@@ -77,14 +77,16 @@ def test_a_step_is_cut_by_the_sequences_that_it_has(
     layer = {"num_v_heads": 32, "head_v_dim": 128, "head_k_dim": 128}
     v = torch.empty(num_tokens, 32, 128, device="meta")
 
-    def planned(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> delta_scan.Walks:
+    def planned(
+        device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+    ) -> delta_scan.ScanSegments:
         made = delta_scan.plan(lengths, **layer, dtype=dtype, device=torch.device(device))
         assert made.tensors == ()
-        return delta_scan.Walks.of(v, len(new), [torch.tensor(made.values)])
+        return delta_scan.ScanSegments.of(v, len(new), [torch.tensor(made.values)])
 
     monkeypatch.setattr(delta_scan, "is_hopper", lambda device: device.type == "cuda")
-    assert planned() == delta_scan.Walks(num_segments=segments, is_even=is_even)
-    of_others = delta_scan.Walks(num_segments=1)
+    assert planned() == delta_scan.ScanSegments(num_segments=segments, is_even=is_even)
+    of_others = delta_scan.ScanSegments(num_segments=1)
     assert planned("cpu") == planned(dtype=torch.float32) == of_others
 
 

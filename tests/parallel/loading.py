@@ -60,7 +60,7 @@ def _drafted(model: Any) -> tuple[list[list[int]], list[list[int]]]:
         runner.extend([seq], [text[:-1]])
     drafts = runner.draft(seqs, [text[-1] for text in texts], [3] * len(texts))
     runner.free(seqs)
-    engine = th.Engine(runner, speculate=th.Speculation("mtp", max_tokens=3))
+    engine = th.Engine(runner, speculate=th.Speculation("mtp", num_drafts=3))
     sampling = th.Sampling(max_new_tokens=12, ignore_eos=True)
     outputs = sorted(engine.generate(texts, sampling), key=lambda output: output.index)
     assert engine.stats().drafts.drafted

@@ -11,7 +11,7 @@ import torch
 
 from torch_hybrid.errors import CapacityError
 from torch_hybrid.graphs.turn import Turn
-from torch_hybrid.sampling import Draw, DrawKind, Numbers, draw_tokens, sample, settings_of
+from torch_hybrid.sampling import Draw, DrawKind, RandomNumbers, draw_tokens, sample, settings_of
 
 MODULUS = 1_000_003
 
@@ -198,7 +198,7 @@ def digest_of(tokens):
 def alone(prompt, sampling, **sizes):
     """The tokens of a prompt served by itself: straight from the table, without an engine."""
     runner = FakeRunner(**{**sizes, "max_tokens": 10_000, "num_pages": 10_000})
-    history, numbers = list(prompt), Numbers.of(sampling)
+    history, numbers = list(prompt), RandomNumbers.of(sampling)
     (seq,) = runner.new_sequences(1)
     new = history
     while True:

@@ -103,7 +103,7 @@ class Fuzz:
     def make_engine(self) -> th.Engine:
         # Runs of one token come again often enough to be drafted.
         drafts = th.Speculation(
-            th.Ngram(shortest=1), max_tokens=DRAFTS, adapts=self.rng.random() < 0.5
+            th.Ngram(shortest=1), num_drafts=DRAFTS, adapts=self.rng.random() < 0.5
         )
         return th.Engine(
             self.runner,

@@ -87,7 +87,7 @@ class CallsFuzz(Fuzz):
     def make_engine(self) -> th.Engine:
         rng = self.rng
         drafter = CallingDrafter(partial(self._call, "drafter"))
-        drafts = th.Speculation(drafter, max_tokens=DRAFTS, adapts=rng.random() < 0.5)
+        drafts = th.Speculation(drafter, num_drafts=DRAFTS, adapts=rng.random() < 0.5)
         engine = th.Engine(
             self.runner,
             run_ahead=rng.choice(["off", "on"]),

@@ -47,7 +47,7 @@ def test_any_way_of_serving_gives_the_same_bits(family: str):
         assert keeping.stats().prefix_cache.num_hits > 3
 
     drafter = Knowing(lambda request: alone[request.index][0], vocab_size=VOCAB_SIZE)
-    speculation = th.Speculation(drafter, max_tokens=3, adapts=False)
+    speculation = th.Speculation(drafter, num_drafts=3, adapts=False)
     drafting = th.Engine(runner, speculate=speculation)
     assert serve(drafting, PROMPTS, GREEDY) == alone
     assert drafting.stats().drafts.accepted > 3
@@ -98,7 +98,7 @@ def check_drafts(runner: th.Runner) -> None:
     plain = th.Engine(runner)
     alone = [each for prompt in PROMPTS for each in serve(plain, [prompt], GREEDY)]
     drafter = Knowing(lambda request: alone[request.index][0], vocab_size=VOCAB_SIZE)
-    speculation = th.Speculation(drafter, max_tokens=3, adapts=False)
+    speculation = th.Speculation(drafter, num_drafts=3, adapts=False)
     drafting = th.Engine(runner, speculate=speculation)
     assert serve(drafting, PROMPTS, GREEDY) == alone
     assert drafting.stats().drafts.accepted > 3

@@ -11,7 +11,7 @@ from torch_hybrid.sampling import (
     NOT_FINITE,
     Draw,
     DrawKind,
-    Numbers,
+    RandomNumbers,
     Sampling,
     candidates,
     draw_tokens,
@@ -21,7 +21,7 @@ from torch_hybrid.sampling import (
 
 
 def draws_of(samplings, place=0):
-    numbers = [Numbers.of(sampling) for sampling in samplings]
+    numbers = [RandomNumbers.of(sampling) for sampling in samplings]
     return [
         Draw(sampling) if own is None else Draw(sampling, own[place])
         for sampling, own in zip(samplings, numbers, strict=True)
@@ -29,7 +29,7 @@ def draws_of(samplings, place=0):
 
 
 def draw(logits, sampling, *, times=1):
-    numbers = Numbers.of(sampling)
+    numbers = RandomNumbers.of(sampling)
     return [sample(logits, [Draw(sampling, numbers[place])])[0] for place in range(times)]
 
 
@@ -183,10 +183,10 @@ def test_sums_that_no_double_holds():
 
 def test_numbers_are_those_of_single_draws():
     sampling = Sampling(temperature=1.0, seed=3)
-    numbers, generator = Numbers.of(sampling), sampling.make_generator()
+    numbers, generator = RandomNumbers.of(sampling), sampling.make_generator()
     singly = [float(torch.rand((), dtype=torch.float64, generator=generator)) for _ in range(70)]
     assert [numbers[place] for place in (69, *range(70))] == [singly[69], *singly]
-    assert Numbers.of(Sampling()) is None
+    assert RandomNumbers.of(Sampling()) is None
 
 
 def test_low_precision_logits_are_drawn_in_single_precision():

@@ -13,7 +13,7 @@ from tests.serving.fake_runner import FakeRunner, alone, digest_of
 from torch_hybrid.errors import CapacityError
 from torch_hybrid.sampling import Sampling
 from torch_hybrid.serving import engine as engine_module
-from torch_hybrid.serving import flight as flight_module
+from torch_hybrid.serving import in_flight as flight_module
 from torch_hybrid.serving import request as request_module
 from torch_hybrid.serving import scheduler as scheduler_module
 from torch_hybrid.serving import step_loop as step_loop_module

@@ -119,7 +119,7 @@ def test_an_image_that_ends_a_prompt_is_seen_by_a_step_of_its_last_token(qwen, k
     prompt = Seen(seen.tokens[:-1], seen.inputs)  # its last token is the image's last
     assert (len(prompt.tokens) == 33) != keeps
     plain = th.Engine(th.Runner(model, **SIZES))
-    speculation = th.Speculation(Always(), max_tokens=3, adapts=False)
+    speculation = th.Speculation(Always(), num_drafts=3, adapts=False)
     runner = th.Runner(model, **SIZES, max_drafts=3, max_snapshots=8)
     options = {"prefix_cache": th.PrefixCache(min_tokens=4)} if keeps else {}
     engine = th.Engine(runner, speculate=speculation, **options)
@@ -135,7 +135,7 @@ def test_rows_are_given_up_by_a_step_with_drafts_too(qwen):
     seen = make_seen("qwen3_5", [23, (4, 6), 2])
     assert len(seen.tokens) == 33
     runner = th.Runner(model, **SIZES, max_drafts=3)
-    engine = th.Engine(runner, speculate=th.Speculation(Always(), max_tokens=3, adapts=False))
+    engine = th.Engine(runner, speculate=th.Speculation(Always(), num_drafts=3, adapts=False))
     request = engine.submit(seen.encoded, GREEDY)
     while not request.tokens:
         engine.step()
@@ -147,7 +147,7 @@ def test_rows_are_given_up_by_a_step_with_drafts_too(qwen):
 def test_drafts_go_on_from_where_images_moved_the_positions(qwen):
     model, prompts, expected = qwen
     runner = th.Runner(model, **SIZES, max_drafts=3)
-    speculation = th.Speculation(th.Ngram(shortest=1), max_tokens=3, adapts=False)
+    speculation = th.Speculation(th.Ngram(shortest=1), num_drafts=3, adapts=False)
     engine = th.Engine(runner, speculate=speculation)
     assert tokens_of(engine, prompts) == expected
     assert engine.stats().drafts.drafted > 0

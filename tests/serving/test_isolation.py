@@ -12,7 +12,7 @@ from torch_hybrid.sampling import Sampling
 from torch_hybrid.serving.engine import Engine
 
 
-class Numbers:
+class RandomNumbers:
     """A tokenizer whose text of a token is its number; some tokens it cannot decode."""
 
     def __init__(self, unknown=()):
@@ -66,7 +66,7 @@ def test_a_tokenizer_that_raises_ends_its_request_with_the_reason(stream):
     runner = FakeRunner()
     plain = Sampling(max_new_tokens=8)
     tokens = alone([1, 2], plain)
-    engine = Engine(runner, Numbers(unknown=[tokens[4]]))
+    engine = Engine(runner, RandomNumbers(unknown=[tokens[4]]))
     request = engine.submit([1, 2], plain, stream=stream)
     other = engine.submit([9], plain, stream=stream)
     events = []
@@ -104,7 +104,7 @@ def test_random_requests_of_which_some_raise_leave_the_others_tokens(seed):
     runner = FakeRunner(
         max_seqs=rng.randint(1, 5), max_tokens=rng.randint(4, 20), num_pages=rng.randint(10, 24)
     )
-    engine = Engine(runner, Numbers(unknown=rng.sample(range(50), rng.randint(0, 3))))
+    engine = Engine(runner, RandomNumbers(unknown=rng.sample(range(50), rng.randint(0, 3))))
     requests = []
     for _ in range(10):
         length = rng.randrange(1, 20)

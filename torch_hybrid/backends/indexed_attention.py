@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
+from torch_hybrid.backends.mode import ONLY_FORM, LayerForm, Mode
 from torch_hybrid.backends.recurrent import PARTS, OpChoice, or_parts
-from torch_hybrid.backends.replay import Replay, Walk, plan_replay, walk
+from torch_hybrid.backends.replay import Replay, Segments, plan_replay, walk
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
@@ -124,15 +124,15 @@ class IndexedAttentionBackend:
             for mode in modes
         }
 
-    def forms(self, mode: Mode) -> tuple[Form, ...]:
+    def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
         """Steps of a mode all run in one form."""
         return (ONLY_FORM,)
 
-    def form_of(self, batches: Sequence[Batch], mode: Mode) -> Form:
+    def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
         """As ``forms`` says."""
         return ONLY_FORM
 
-    def plan(self, batch: Batch, mode: Mode, form: Form) -> IndexedPlan:
+    def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> IndexedPlan:
         """The plan of one step. Pure: the batch's own tensors, and what is made of them."""
         return IndexedPlan(
             cu_seqlens=batch.cu_seqlens,
@@ -150,7 +150,7 @@ def over_block(x: Tensor, weight: Tensor, plan: IndexedPlan, cache: LayerCache) 
     """Sums of each channel of x [T, C], weighed, over the tokens of a block up to each token."""
 
     def run(
-        advancing: Sequence[Tensor], reading: Sequence[Tensor], at: IndexedPlan | Walk
+        advancing: Sequence[Tensor], reading: Sequence[Tensor], at: IndexedPlan | Segments
     ) -> Tensor:
         (x,) = advancing
         return causal_conv1d(
@@ -174,7 +174,7 @@ def pooled(
     """Keys [T, D] of the blocks that tokens complete, of the keys and gates [T, D] of tokens."""
 
     def run(
-        advancing: Sequence[Tensor], reading: Sequence[Tensor], at: IndexedPlan | Walk
+        advancing: Sequence[Tensor], reading: Sequence[Tensor], at: IndexedPlan | Segments
     ) -> Tensor:
         keys, gates = advancing
         return pooling.gated_pooling(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.backends.mode import Form, Mode
+from torch_hybrid.backends.mode import LayerForm, Mode
 from torch_hybrid.backends.planned import (
     PlannedTensors,
     plan_layers,
@@ -48,7 +48,7 @@ from torch_hybrid.ops.ragged_attention import op as ragged_op
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import SCALES, LatentSpec, LayerEntry
 
-_ABSORBED = Form(name="absorbed")
+_ABSORBED = LayerForm(name="absorbed")
 _ONE_SHOT = "one shot"
 _CHUNK_STEP = 4  # from one number of chunks that has a graph to the next
 _ROW_STEP = 64  # rows of a chunk are a multiple of it, which bounds how many layouts there are
@@ -150,11 +150,11 @@ class LatentAttentionBackend:
             )
         return tuple(choices)
 
-    def forms(self, mode: Mode) -> tuple[Form, ...]:
+    def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
         """Every form that a step of this mode may take, with as many rows as it ever has."""
         return self._forms[mode]
 
-    def _make_forms(self, mode: Mode) -> tuple[Form, ...]:
+    def _make_forms(self, mode: Mode) -> tuple[LayerForm, ...]:
         policy, capacity = self._policy, self._sizes.num_pages * self._sizes.page_size
         if mode.tokens_per_seq is not None or policy.absorbed == "always":
             return (_ABSORBED,)
@@ -172,7 +172,7 @@ class LatentAttentionBackend:
             forms.append(_chunked(count, budget))
         return tuple(forms)
 
-    def form_of(self, batches: Sequence[Batch], mode: Mode) -> Form:
+    def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
         """The form that costs a step least, from its lengths and the policy alone.
 
         Of several batches, each has room in the form's tables.
@@ -189,7 +189,7 @@ class LatentAttentionBackend:
                 return replace(form, num_rows=min(even, form.num_rows))
         return _ABSORBED  # the policy has no chunks, and one shot does not fit
 
-    def plan(self, batch: Batch, mode: Mode, form: Form) -> LatentPlan:
+    def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> LatentPlan:
         """The plan of one step. Pure; reads lengths and pages on the host."""
         op, prefix, num_keys = "latent_attention", None, batch.seq_lens
         if form.name != _ABSORBED.name:
@@ -247,13 +247,13 @@ def _planners(choices: Sequence[Choice]) -> dict[str, Planner | None]:
     return {choice.op: ops[choice.op][choice.impl].load_planner() for choice in choices}
 
 
-def _one_shot(num_rows: int) -> Form:
-    return Form(name=_ONE_SHOT, num_chunks=1, num_rows=num_rows)
+def _one_shot(num_rows: int) -> LayerForm:
+    return LayerForm(name=_ONE_SHOT, num_chunks=1, num_rows=num_rows)
 
 
-def _chunked(num_chunks: int, num_rows: int) -> Form:
+def _chunked(num_chunks: int, num_rows: int) -> LayerForm:
     plural = "" if num_chunks == 1 else "s"
-    return Form(name=f"{num_chunks} chunk{plural}", num_chunks=num_chunks, num_rows=num_rows)
+    return LayerForm(name=f"{num_chunks} chunk{plural}", num_chunks=num_chunks, num_rows=num_rows)
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -64,7 +64,7 @@ def modes_of(num_drafts: int, *, prefill: bool, is_one_mode: bool) -> tuple[Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class LayerForm:
     """One of the ways in which a kind of layer may run a step: ``name`` is part of the graph.
 
     ``num_chunks`` tables of ``num_rows`` entries each belong to it; ``num_rows`` is a size like
@@ -76,4 +76,4 @@ class Form:
     num_rows: int = 0
 
 
-ONLY_FORM = Form()
+ONLY_FORM = LayerForm()

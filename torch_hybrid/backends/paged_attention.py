@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
+from torch_hybrid.backends.mode import ONLY_FORM, LayerForm, Mode
 from torch_hybrid.backends.planned import (
     PlannedTensors,
     plan_layers,
@@ -99,15 +99,15 @@ class PagedAttentionBackend:
         preferred = backends.named("paged_attention", backends.full, mode)
         return select("paged_attention", IMPLEMENTATIONS, needs, preferred)
 
-    def forms(self, mode: Mode) -> tuple[Form, ...]:
+    def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
         """Steps of a mode all run in one form."""
         return (ONLY_FORM,)
 
-    def form_of(self, batches: Sequence[Batch], mode: Mode) -> Form:
+    def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
         """As ``forms`` says."""
         return ONLY_FORM
 
-    def plan(self, batch: Batch, mode: Mode, form: Form) -> PagedAttentionPlan:
+    def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> PagedAttentionPlan:
         """The plan of one step. Pure: the batch's own tensors, and what is planned with them."""
         return PagedAttentionPlan(
             cu_seqlens=batch.cu_seqlens,

@@ -59,7 +59,7 @@ class PrefixPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PrefixPiece:
     """Positions ``[start, start + length)`` of one sequence's prefix."""
 
     sequence: int
@@ -78,7 +78,7 @@ class PrefixChunks:
 register_value(PrefixChunks)
 
 
-def plan_prefix_chunks(prefix_lens: Sequence[int], token_budget: int) -> list[list[Piece]]:
+def plan_prefix_chunks(prefix_lens: Sequence[int], token_budget: int) -> list[list[PrefixPiece]]:
     """Pack prefixes into chunks of ``token_budget`` tokens, in order; the last may be smaller.
 
     No piece is empty, and there are exactly ``ceil(sum(prefix_lens) / token_budget)`` chunks.
@@ -88,7 +88,7 @@ def plan_prefix_chunks(prefix_lens: Sequence[int], token_budget: int) -> list[li
     """
     if token_budget < 1:
         raise ValueError(f"token_budget must be at least 1, got {token_budget}")
-    chunks: list[list[Piece]] = []
+    chunks: list[list[PrefixPiece]] = []
     room = 0
     for sequence, length in enumerate(prefix_lens):
         start = 0
@@ -97,13 +97,13 @@ def plan_prefix_chunks(prefix_lens: Sequence[int], token_budget: int) -> list[li
                 chunks.append([])
                 room = token_budget
             take = min(length - start, room)
-            chunks[-1].append(Piece(sequence, start, take))
+            chunks[-1].append(PrefixPiece(sequence, start, take))
             start, room = start + take, room - take
     return chunks
 
 
 def chunk_tables(
-    chunks: Sequence[Sequence[Piece]],
+    chunks: Sequence[Sequence[PrefixPiece]],
     page_table: Tensor,
     *,
     page_size: int,
@@ -118,7 +118,9 @@ def chunk_tables(
     )
 
 
-def _rows(pieces: Sequence[Piece], page_table: Tensor, page_size: int, num_rows: int) -> Tensor:
+def _rows(
+    pieces: Sequence[PrefixPiece], page_table: Tensor, page_size: int, num_rows: int
+) -> Tensor:
     rows = torch.zeros(num_rows, dtype=torch.int32, device="cpu")
     end = 0
     for piece in pieces:
@@ -131,7 +133,7 @@ def _rows(pieces: Sequence[Piece], page_table: Tensor, page_size: int, num_rows:
     return rows
 
 
-def _offsets(pieces: Sequence[Piece], num_seqs: int) -> Tensor:
+def _offsets(pieces: Sequence[PrefixPiece], num_seqs: int) -> Tensor:
     lengths = [0] * num_seqs
     for piece in pieces:
         lengths[piece.sequence] += piece.length

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
+from torch_hybrid.backends.mode import ONLY_FORM, LayerForm, Mode
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import KEPT, Batch
@@ -77,15 +77,15 @@ class PreviousHiddenBackend:
             for mode, chosen in self.choices.items()
         }
 
-    def forms(self, mode: Mode) -> tuple[Form, ...]:
+    def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
         """Steps of a mode all run in one form."""
         return (ONLY_FORM,)
 
-    def form_of(self, batches: Sequence[Batch], mode: Mode) -> Form:
+    def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
         """As ``forms`` says."""
         return ONLY_FORM
 
-    def plan(self, batch: Batch, mode: Mode, form: Form) -> PreviousHiddenPlan:
+    def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> PreviousHiddenPlan:
         """The plan of one step. Pure: the batch's own tensors."""
         return PreviousHiddenPlan(
             cu_seqlens=batch.cu_seqlens,

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
+from torch_hybrid.backends.mode import ONLY_FORM, LayerForm, Mode
 from torch_hybrid.backends.planned import PlannedTensors, plan_layers, shape_name
-from torch_hybrid.backends.replay import Replay, Walk, plan_replay, walk
+from torch_hybrid.backends.replay import Replay, Segments, plan_replay, walk
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
@@ -26,7 +26,7 @@ from torch_hybrid.ops.core.capability import (
     Need,
 )
 from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
-from torch_hybrid.ops.step_forms import EXTEND, UNKEPT
+from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry
 
@@ -43,7 +43,7 @@ class RecurrentPlan:
     accepted: Tensor | None = None  # [N] records that are replayed, in a step that verifies drafts
     replay: Replay | None = None  # of such a step, where ops that replay nothing themselves run
 
-    def at(self, walk: Walk) -> RecurrentPlan:
+    def at(self, walk: Segments) -> RecurrentPlan:
         """Of one of the calls that such a step makes of an op."""
         return RecurrentPlan(
             cu_seqlens=walk.cu_seqlens,
@@ -55,7 +55,7 @@ class RecurrentPlan:
 
 
 register_value(RecurrentPlan)
-At = RecurrentPlan | Walk  # where sequences start and what they leave
+At = RecurrentPlan | Segments  # where sequences start and what they leave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ class Recurrence:
         whole = replace(
             self.whole,
             implementations={name: each for name, each in known.items() if name != PARTS},
-            features=EXTEND | UNKEPT if mode.num_drafts else EXTEND,
+            features=EXTEND | NO_STORE if mode.num_drafts else EXTEND,
             preferred=self.decode[0].preferred,
         )
         try:
@@ -262,15 +262,15 @@ class RecurrentBackend:
             common = {"dtype": sizes.dtype, "device": sizes.device}
             self._layers[mode] = {shape_name(x): {**x, **common} for x in told}
 
-    def forms(self, mode: Mode) -> tuple[Form, ...]:
+    def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
         """Steps of a mode all run in one form."""
         return (ONLY_FORM,)
 
-    def form_of(self, batches: Sequence[Batch], mode: Mode) -> Form:
+    def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
         """As ``forms`` says."""
         return ONLY_FORM
 
-    def plan(self, batch: Batch, mode: Mode, form: Form) -> RecurrentPlan:
+    def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> RecurrentPlan:
         """The plan of one step. Pure: the batch's own tensors, and what is planned with them."""
         return RecurrentPlan(
             cu_seqlens=batch.cu_seqlens,
@@ -308,7 +308,7 @@ def walk_layer(
     """As ``walk``, of all the ops of a layer, whose records have what the first of them takes."""
 
     def run_at(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
-        return run(advancing, reading, plan.at(at) if isinstance(at, Walk) else at)
+        return run(advancing, reading, plan.at(at) if isinstance(at, Segments) else at)
 
     return walk(run_at, advancing, reading, plan, cache)
 

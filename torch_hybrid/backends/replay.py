@@ -25,7 +25,7 @@ from torch_hybrid.specs import RECORDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
+class Segments:
     """Ragged sequences, and the slots that they start from and leave their states in."""
 
     cu_seqlens: Tensor  # [N + 1]
@@ -43,19 +43,19 @@ class Replay:
     one, and no other size of a step equals C.
     """
 
-    certain: Walk
+    certain: Segments
     is_record: Tensor  # [C] bool
     record_slots: Tensor  # [C] int64
     record_places: Tensor  # [C] int64
     certain_tokens: Tensor  # [C] int64 a new token of a row
-    further: Walk
+    further: Segments
     further_tokens: Tensor  # [N D] int64
     outputs: Tensor  # [T] int64 rows of the two results, one after the other
     left_slots: Tensor  # [T] int64 where the record of a token goes; 0: of no draft
     left_places: Tensor  # [T] int64
 
 
-register_value(Walk)
+register_value(Segments)
 register_value(Replay)
 
 
@@ -78,7 +78,7 @@ def plan_replay(batch: Batch, mode: Mode) -> Replay:
     outputs = torch.where(after >= 0, len(n) + further[of] + after, certain[of] + accepted[of] + at)
     slots, last = batch.state_indices, batch.num_tokens - 1
     return Replay(
-        certain=Walk(
+        certain=Segments(
             cu_seqlens=certain,
             seq_lens=batch.seq_lens - num_further,
             initial_indices=batch.initial_indices,
@@ -88,7 +88,7 @@ def plan_replay(batch: Batch, mode: Mode) -> Replay:
         record_slots=batch.initial_indices[n].long(),
         record_places=place.clamp(max=num_drafts - 1),
         certain_tokens=(starts[n] + (place - accepted[n]).clamp(min=0)).clamp(max=last).long(),
-        further=Walk(
+        further=Segments(
             cu_seqlens=further,
             seq_lens=batch.seq_lens,
             initial_indices=slots,
@@ -123,7 +123,7 @@ PlanT = TypeVar("PlanT", bound=_Plan)
 
 
 def walk(
-    run: Callable[[Sequence[Tensor], Sequence[Tensor], PlanT | Walk], Tensor],
+    run: Callable[[Sequence[Tensor], Sequence[Tensor], PlanT | Segments], Tensor],
     advancing: Sequence[Tensor],
     reading: Sequence[Tensor],
     plan: PlanT,

@@ -78,7 +78,7 @@ class Choice:
 
 
 @runtime_checkable
-class Chooses(Protocol):
+class HasImplementation(Protocol):
     """A module that calls an op whose implementation is chosen for all modules of its kind.
 
     Attributes:

@@ -18,7 +18,7 @@ from torch_hybrid.backends.indexed_attention import (
 )
 from torch_hybrid.backends.kimi_delta_attention import KIMI_DELTA_ATTENTION
 from torch_hybrid.backends.latent_attention import LatentAttentionBackend, LatentPlan
-from torch_hybrid.backends.mode import MODES, Form, Mode
+from torch_hybrid.backends.mode import MODES, LayerForm, Mode
 from torch_hybrid.backends.ngram_embedding import NGRAM_EMBEDDING
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan
 from torch_hybrid.backends.prefix import PrefixPolicy
@@ -43,7 +43,7 @@ from torch_hybrid.specs import LayerEntry, LayerTable
 Plan = PagedAttentionPlan | LatentPlan | IndexedPlan | RecurrentPlan | PreviousHiddenPlan
 
 
-class Backend(Protocol):
+class LayerBackend(Protocol):
     """All that a runner asks of the backend of one kind of layer."""
 
     @property
@@ -56,20 +56,20 @@ class Backend(Protocol):
         """Tokens of a sequence that a prefill takes at once; 0 where it has no such chunks."""
         ...
 
-    def forms(self, mode: Mode) -> tuple[Form, ...]:
+    def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
         """Every form that steps of a mode may take, each at its largest; a graph for each."""
         ...
 
-    def form_of(self, batches: Sequence[Batch], mode: Mode) -> Form:
+    def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
         """The form for one step, from the lengths of its batches: all run in that one."""
         ...
 
-    def plan(self, batch: Batch, mode: Mode, form: Form) -> Plan:
+    def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> Plan:
         """The plan of one step in one of its forms."""
         ...
 
 
-MakeBackend = Callable[[tuple[LayerEntry, ...], PoolSizes, Backends, Sequence[Mode]], Backend]
+MakeBackend = Callable[[tuple[LayerEntry, ...], PoolSizes, Backends, Sequence[Mode]], LayerBackend]
 _BACKENDS: dict[str, MakeBackend] = {
     "paged_attention": PagedAttentionBackend,
     "latent_attention": LatentAttentionBackend,
@@ -142,7 +142,7 @@ def make_backends(
     sizes: PoolSizes,
     backends: Backends | None = None,
     modes: Sequence[Mode] = MODES,
-) -> dict[str, Backend]:
+) -> dict[str, LayerBackend]:
     """Make a backend for each kind of layer in the table.
 
     Args:
@@ -160,23 +160,23 @@ def make_backends(
     return {kind: _BACKENDS[kind](table.of_kind(kind), sizes, names, modes) for kind in table.kinds}
 
 
-def chunk_grid(backends: Mapping[str, Backend]) -> int:
+def chunk_grid(backends: Mapping[str, LayerBackend]) -> int:
     """Inside a sequence, a step is cut at multiples of so many tokens, so that no chunk is."""
     return math.lcm(*(backend.chunk_size or 1 for backend in backends.values()))
 
 
 def forms_of(
-    backends: Mapping[str, Backend], batches: Sequence[Batch], mode: Mode
-) -> dict[str, Form]:
+    backends: Mapping[str, LayerBackend], batches: Sequence[Batch], mode: Mode
+) -> dict[str, LayerForm]:
     """The form of each kind of layer for one step: a batch, or the halves of one."""
     return {kind: backend.form_of(batches, mode) for kind, backend in backends.items()}
 
 
 def plan_all(
-    backends: Mapping[str, Backend],
+    backends: Mapping[str, LayerBackend],
     batch: Batch,
     mode: Mode,
-    forms: Mapping[str, Form] | None = None,
+    forms: Mapping[str, LayerForm] | None = None,
 ) -> dict[str, Plan]:
     """Plan a step for every kind of layer. Pure: equal batches give equal plans that share nothing
     but the batch's own tensors.
@@ -208,5 +208,5 @@ def plan_all(
     return plans
 
 
-def _decodes(backends: Mapping[str, Backend]) -> bool:
+def _decodes(backends: Mapping[str, LayerBackend]) -> bool:
     return all(Mode.DECODE in backend.choices for backend in backends.values())

@@ -18,9 +18,9 @@ from torch_hybrid.caches.pool_copies import PoolCopies
 from torch_hybrid.caches.pools import LayerCache, make_pools, pool_cost
 from torch_hybrid.caches.room import check_pools
 from torch_hybrid.caches.scales import write_scales
-from torch_hybrid.caches.sequence import Held, Sequence
+from torch_hybrid.caches.sequence import Sequence, SequenceState
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
-from torch_hybrid.caches.snapshot import Kept, Snapshot, Snapshots
+from torch_hybrid.caches.snapshot import Snapshot, Snapshots, SnapshotState
 from torch_hybrid.host.ints import int_tensor
 from torch_hybrid.specs import SCALES, LayerTable
 
@@ -89,7 +89,7 @@ class HybridCache:
             kind: tuple(make_pools(entry.spec, self.sizes) for entry in table.of_kind(kind))
             for kind in table.kinds
         }
-        self._held: dict[int, Held] = {}  # by the id of a live sequence
+        self._held: dict[int, SequenceState] = {}  # by the id of a live sequence
         self._ids = count(1)
         self._copies = PoolCopies(table, self.pools, self.sizes.device)
         self.snapshots = Snapshots(
@@ -123,14 +123,14 @@ class HybridCache:
         slots = self.states.take(num_seqs)
         seqs = []
         for place, slot in zip(places, slots, strict=True):
-            held = Held(place=place, slot=slot, start=slot)
+            held = SequenceState(place=place, slot=slot, start=slot)
             seqs.append(Sequence(next(self._ids), self._owner, held))
             self._held[seqs[-1].id] = held
             if start is not None and kept is not None:
                 self._start(held, kept, start.num_tokens if length is None else length)
         return seqs
 
-    def _start(self, held: Held, kept: Kept, length: int) -> None:
+    def _start(self, held: SequenceState, kept: SnapshotState, length: int) -> None:
         """Let a new sequence hold the first tokens of a snapshot."""
         held.pages = kept.pages[: -(-length // self.page_size)]
         held.length = length
@@ -255,7 +255,7 @@ class HybridCache:
         self.check([seq])
         return self._pages_short(self._held[seq.id], num_new)
 
-    def _pages_short(self, held: Held, num_new: int) -> int:
+    def _pages_short(self, held: SequenceState, num_new: int) -> int:
         total = -(-(held.length + num_new) // self.page_size)
         return max(0, total - len(held.pages)) + (held.has_borrowed and num_new > 0)
 
@@ -333,7 +333,7 @@ class HybridCache:
             held.num_drafts, held.num_accepted = max(n, 0), 0
             self._leave_start(held)
 
-    def _leave_start(self, held: Held) -> None:
+    def _leave_start(self, held: SequenceState) -> None:
         """Its states are in its own slot now."""
         if held.start != held.slot:
             self.states.give_back([held.start])

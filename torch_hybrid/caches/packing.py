@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.batch import KEPT, Batch, make_batch
-from torch_hybrid.caches.sequence import Held
+from torch_hybrid.caches.sequence import SequenceState
 from torch_hybrid.host.ints import int_tensor
 
 
 def pack(
-    owners: Sequence[Held],
+    owners: Sequence[SequenceState],
     tokens: Sequence[Sequence[int]],
     *,
     page_table: Tensor,
@@ -52,7 +52,7 @@ def pack(
 
 
 def pack_unread(
-    owners: Sequence[Held],
+    owners: Sequence[SequenceState],
     tokens: Sequence[Sequence[int]],
     *,
     page_table: Tensor,
@@ -90,7 +90,7 @@ def pack_unread(
 
 
 def places_after(
-    owners: Sequence[Held], counts: Sequence[int], num_steps: int, page_size: int
+    owners: Sequence[SequenceState], counts: Sequence[int], num_steps: int, page_size: int
 ) -> dict[str, list[list[int]]]:
     """Positions, slots of keys and lengths in steps of one token of each sequence, after one that
     it does not hold; see ``HybridCache.places_after``."""
@@ -99,7 +99,7 @@ def places_after(
         for ahead in range(1, 1 + num_steps)
     ]
 
-    def each(of: Callable[[Held, int], int]) -> list[list[int]]:
+    def each(of: Callable[[SequenceState, int], int]) -> list[list[int]]:
         return [list(map(of, owners, row)) for row in numbers]
 
     return {
@@ -109,7 +109,9 @@ def places_after(
     }
 
 
-def _note_shifts(owners: Sequence[Held], num_new: Sequence[int], positions: Tensor) -> None:
+def _note_shifts(
+    owners: Sequence[SequenceState], num_new: Sequence[int], positions: Tensor
+) -> None:
     """How far the tokens after those of a step are from where they would be without images."""
     furthest = positions.reshape(-1, positions.shape[-1]).amax(0)
     for held, n, end in zip(owners, num_new, accumulate(num_new), strict=True):

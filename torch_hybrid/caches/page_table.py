@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.caches.sequence import Held
+from torch_hybrid.caches.sequence import SequenceState
 from torch_hybrid.host.ints import int_tensor
 
 
@@ -24,11 +24,11 @@ class PageTable:
         width = max(num_pages, 2)
         self._rows = torch.zeros(max_seqs, width, dtype=torch.int32, device="cpu")
 
-    def row(self, held: Held) -> Tensor:
+    def row(self, held: SequenceState) -> Tensor:
         """A sequence's row, all of it."""
         return self._rows[held.place - 1]
 
-    def rows(self, owners: Sequence[Held], width: Callable[[int], int]) -> Tensor:
+    def rows(self, owners: Sequence[SequenceState], width: Callable[[int], int]) -> Tensor:
         """[N, width(most pages that one owns)] int32."""
         used = max(len(held.pages) for held in owners)
         if len(owners) == 1:

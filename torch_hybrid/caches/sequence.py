@@ -15,7 +15,7 @@ class Sequence:
 
     id: int
     owner: object = field(repr=False)  # of the cache that made it; kept alive by its handles
-    _held: Held = field(repr=False, compare=False)
+    _held: SequenceState = field(repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -24,7 +24,7 @@ class Sequence:
 
 
 @dataclass(slots=True)
-class Held:
+class SequenceState:
     """What a live sequence has in the pools."""
 
     place: int  # among the sequences, from 1

@@ -22,7 +22,7 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class Kept:
+class SnapshotState:
     """What a live snapshot has in the pools. Nobody writes its slot, nor its tokens in the pages:
     the places behind them, in the last page, are those of the sequence that it was made of."""
 
@@ -78,7 +78,7 @@ class Snapshots:
         self._slots, self._states, self._pages = slots, states, pages
         self._page_size, self._copies = page_size, copies
         self._capacity, self._ids, self._owner = capacity, ids, owner
-        self._kept: dict[int, Kept] = {}  # by the id of a live snapshot
+        self._kept: dict[int, SnapshotState] = {}  # by the id of a live snapshot
         self.reclaimers: list[Reclaimer] = []
 
     @property
@@ -97,10 +97,10 @@ class Snapshots:
     def add(self, num_tokens: int, slot: int | None, pages: array[int], *, spare: bool) -> Snapshot:
         """A new one of so many tokens, for which its slot and pages are held."""
         made = Snapshot(next(self._ids), num_tokens, self._owner)
-        self._kept[made.id] = Kept(slot=slot, pages=pages, is_spare=spare)
+        self._kept[made.id] = SnapshotState(slot=slot, pages=pages, is_spare=spare)
         return made
 
-    def find(self, snapshot: Snapshot, length: int | None = None) -> Kept:
+    def find(self, snapshot: Snapshot, length: int | None = None) -> SnapshotState:
         """What a snapshot has.
 
         Raises:

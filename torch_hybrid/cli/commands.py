@@ -162,7 +162,7 @@ def _engine(
     from torch_hybrid.serving.engine import Engine
 
     speculation = options.speculation(speculate)
-    max_drafts = 0 if speculation is None else speculation.max_tokens
+    max_drafts = 0 if speculation is None else speculation.num_drafts
     runner = options.runner(model, max_snapshots=prefix_cache, max_drafts=max_drafts)
     return Engine(
         runner,

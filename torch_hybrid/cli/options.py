@@ -66,10 +66,10 @@ class ModelOptions:
         from torch_hybrid.serving.speculation import Speculation
 
         if drafter in ("ngram", "mtp"):
-            return Speculation(drafter, max_tokens=DRAFTS)  # type: ignore[arg-type]
+            return Speculation(drafter, num_drafts=DRAFTS)  # type: ignore[arg-type]
         smaller = replace(self, model=drafter, max_seqs=2 * self.max_seqs, artefact=None)
         model = smaller.load()
-        return Speculation(smaller.runner(model, max_snapshots=self.max_seqs), max_tokens=DRAFTS)
+        return Speculation(smaller.runner(model, max_snapshots=self.max_seqs), num_drafts=DRAFTS)
 
     def runner(self, model: HybridModel | Ring25, **options: Any) -> Runner:
         """A runner of these sizes; uncompiled where it is asked for or cannot be otherwise."""

@@ -101,7 +101,7 @@ def serve_alone(
     engines = {
         "one by one": Engine(plain),
         "one by one, with drafts": Engine(
-            drafting, speculate=Speculation("mtp", max_tokens=DRAFTS)
+            drafting, speculate=Speculation("mtp", num_drafts=DRAFTS)
         ),
     }
     sampling = Sampling(max_new_tokens=ALONE_TOKENS, ignore_eos=True)

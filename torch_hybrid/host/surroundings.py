@@ -27,7 +27,7 @@ R = TypeVar("R")
 _AUTOCASTS = ("cpu", "cuda")  # devices, of which products could be cast
 
 
-def calm() -> AbstractContextManager[None]:
+def isolated() -> AbstractContextManager[None]:
     """A context with torch's own defaults, whatever surrounds it, which is then put back.
 
     The default dtype is float32 and no default device is set, there is no autocast and no inference
@@ -41,31 +41,31 @@ def calm() -> AbstractContextManager[None]:
             "torch_hybrid reads and writes real memory, and a FakeTensorMode is active: leave it "
             "before the call"
         )
-    is_calm = (
+    is_isolated = (
         torch.get_default_dtype() is torch.float32
         and not torch._C._len_torch_function_stack()  # a default device is a mode on that stack
         and not torch.is_inference_mode_enabled()
         and not any(map(torch.is_autocast_enabled, _AUTOCASTS))
     )
-    return _NOTHING_TO_DO if is_calm else _calmed()
+    return _NOTHING_TO_DO if is_isolated else _isolate()
 
 
-def calmly(call: Callable[P, R]) -> Callable[P, R]:
-    """Make each call of a function run in a ``calm`` context."""
+def in_isolation(call: Callable[P, R]) -> Callable[P, R]:
+    """Make each call of a function run in a ``isolated`` context."""
 
     @wraps(call)
-    def calmed(*args: P.args, **options: P.kwargs) -> R:
-        with calm():
+    def isolated_call(*args: P.args, **options: P.kwargs) -> R:
+        with isolated():
             return call(*args, **options)
 
-    return calmed
+    return isolated_call
 
 
 _NOTHING_TO_DO = nullcontext()
 
 
 @contextmanager
-def _calmed() -> Iterator[None]:
+def _isolate() -> Iterator[None]:
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(mode=False))

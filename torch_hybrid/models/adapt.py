@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from torch_hybrid.host.memory import keep_weights, replace_inference_tensors
-from torch_hybrid.host.surroundings import calmly
+from torch_hybrid.host.surroundings import in_isolation
 from torch_hybrid.models.families import family_of, table_of
 from torch_hybrid.models.family import Family
 from torch_hybrid.models.hybrid_model import HybridModel
@@ -35,7 +35,7 @@ from torch_hybrid.models.transformers_hooks import (
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
 
 
-@calmly
+@in_isolation
 def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
     """Swap the mixers of a transformers model in memory. The model is taken over and changed.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.compiling.toolchain import make_cache_folder
 from torch_hybrid.host.malloc import trim
-from torch_hybrid.host.surroundings import calmly
+from torch_hybrid.host.surroundings import in_isolation
 from torch_hybrid.layers.ngram_embedding import NgramEmbedding
 from torch_hybrid.models.adapt import adapted
 from torch_hybrid.models.arguments import (
@@ -54,7 +54,7 @@ from torch_hybrid.models.text_part import (
 from torch_hybrid.models.transformers_weights import make_unread, take_quantization
 
 
-@calmly
+@in_isolation
 def from_pretrained(
     path_or_id: str | Path,
     dtype: torch.dtype | str = "auto",

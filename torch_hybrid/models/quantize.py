@@ -19,7 +19,7 @@ from torch_hybrid.caches.room import check_room
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host.malloc import trim
 from torch_hybrid.host.memory import weight_memory
-from torch_hybrid.host.surroundings import calmly
+from torch_hybrid.host.surroundings import in_isolation
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.integers import IntegerEmbedding
 from torch_hybrid.layers.read_weights import read_by_weight
@@ -46,7 +46,7 @@ _STRETCH_BYTES = 64 << 20
 ReadRows = Callable[[Tensor, int, int], Tensor]
 
 
-@calmly
+@in_isolation
 def quantize(
     model: HybridModel | Ring25,
     weights: str,
@@ -85,7 +85,7 @@ def quantize(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class QuantizationPlan:
     """What becomes of a model's weights.
 
     Attributes:
@@ -111,7 +111,7 @@ def plan_integers(
     group: int = 32,
     keep: Sequence[str] = KEPT,
     eight_bits: Sequence[str] = EIGHT_BITS,
-) -> Plan:
+) -> QuantizationPlan:
     """Which weights of a model become integers, in memory or unread.
 
     Raises:
@@ -126,12 +126,12 @@ def plan_integers(
         for weight in _weights_of(module)
         for shape in stored.shapes(name, weight)
     ]
-    return Plan(modules=modules, shapes=shapes, group=group)
+    return QuantizationPlan(modules=modules, shapes=shapes, group=group)
 
 
 def quantize_unread(
     model: HybridModel | Ring25,
-    plan: Plan,
+    plan: QuantizationPlan,
     checkpoint: Checkpoint,
     device: torch.device,
     *,
@@ -193,7 +193,7 @@ class _Stored:
 
 def _make_integers(
     model: nn.Module,
-    plan: Plan,
+    plan: QuantizationPlan,
     device: torch.device,
     read: ReadRows,
     *,

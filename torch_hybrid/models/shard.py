@@ -26,7 +26,7 @@ from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host.memory import keep_weights
-from torch_hybrid.host.surroundings import calmly
+from torch_hybrid.host.surroundings import in_isolation
 from torch_hybrid.layers.expert_parallel import ExpertParallel, TokensOfRank
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.scaled_linear import ScaledLinear
@@ -51,7 +51,7 @@ _WHOLE_CHILDREN = frozenset(
 _HOLDERS = frozenset({"mamba_decoder", "shared_transformer", "shared_transf"})
 
 
-@calmly
+@in_isolation
 def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts = "tensor") -> M:
     """Keep this rank's part of a model, which the ranks of a group then run together.
 

@@ -11,7 +11,7 @@ from torch_hybrid.sampling.parameters import Sampling
 _AT_ONCE = 32
 
 
-class Numbers:
+class RandomNumbers:
     """A number in [0, 1) for each token of a request, by the token's place in its output.
 
     A token that is sampled again (after a preemption, or a step that was cut off) gets the number
@@ -23,7 +23,7 @@ class Numbers:
         self._drawn = array("d")
 
     @classmethod
-    def of(cls, sampling: Sampling, sample: int = 0) -> Numbers | None:
+    def of(cls, sampling: Sampling, sample: int = 0) -> RandomNumbers | None:
         """Those of one of the ``n`` outputs of a prompt; None where it needs none."""
         generator = sampling.make_generator(sample)
         return None if generator is None else cls(generator)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args, overload
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.turn import Turn, in_turn
 from torch_hybrid.host.shown import Shown
-from torch_hybrid.host.surroundings import calmly
+from torch_hybrid.host.surroundings import in_isolation
 from torch_hybrid.sampling import GREEDY, Sampling
 from torch_hybrid.serving.detokenizer import Tokenizer
 from torch_hybrid.serving.intake import Intake
@@ -83,7 +83,7 @@ class Engine(Shown):
             a runner that keeps no snapshots, or ``speculate`` asks for more drafts than it holds.
     """
 
-    @calmly
+    @in_isolation
     def __init__(
         self,
         runner: Runner,
@@ -371,7 +371,7 @@ class Engine(Shown):
     def _close(self) -> None:
         unfinished = [*self._scheduler.running, *self._scheduler.waiting]
         self._loop.end_outside(unfinished, "cancelled")
-        self._loop.land_all()
+        self._loop.finish_all()
         if self._prefixes is not None:
             self._prefixes.clear()
 
@@ -430,7 +430,7 @@ class Engine(Shown):
                 request.end("cancelled")
             self._loop.retire(left)
             if not (self._scheduler.running or self._scheduler.waiting):
-                self._loop.land_all()  # nobody else would
+                self._loop.finish_all()  # nobody else would
 
         self._or_restart(end)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torch_hybrid.host.surroundings import calm
+from torch_hybrid.host.surroundings import isolated
 
 if TYPE_CHECKING:
     from torch_hybrid.models.tower import Inputs, Tower
@@ -70,7 +70,7 @@ class Images:
     def load(self) -> None:
         """Have their rows, which takes the tower where they are not there."""
         if self._rows is None:
-            with calm():
+            with isolated():
                 rows = self._tower.rows(self._prompt, self._inputs)
             if len(rows) != len(self._places):
                 raise ValueError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.host.ints import int_tensor, packed_ints, plain_ints
-from torch_hybrid.sampling import LogitsRules, Numbers, Sampling
+from torch_hybrid.sampling import LogitsRules, RandomNumbers, Sampling
 from torch_hybrid.serving.detokenizer import Detokenizer, Tokenizer
 from torch_hybrid.serving.images import Images
 from torch_hybrid.serving.messages import NO_SIGHT, Sight, read_messages
@@ -107,7 +107,7 @@ class Intake:
                 stop_token_ids=ends,
                 tokenizer=self._tokenizer,
                 detokenizer=None if tokenizer is None else Detokenizer(tokenizer, sampling.stop),
-                numbers=Numbers.of(sampling, sample),
+                numbers=RandomNumbers.of(sampling, sample),
                 rules=LogitsRules.of(sampling, num_prompt=len(tokens), end_token_ids=barred),
                 history=tokens.copy(),
                 packed=packed,

@@ -18,7 +18,7 @@ from torch_hybrid.sampling import (
     NOT_FINITE,
     Draw,
     LogitsRules,
-    Numbers,
+    RandomNumbers,
     Sampling,
     TokenLogprob,
     logprobs_of,
@@ -59,7 +59,7 @@ class Request:
     stop_token_ids: frozenset[int]
     tokenizer: Tokenizer | None
     detokenizer: Detokenizer | None
-    numbers: Numbers | None
+    numbers: RandomNumbers | None
     rules: LogitsRules | None
     history: list[int]  # prompt and generated tokens, as far as the host knows them
     packed: array[int]  # the prompt, of type "q"

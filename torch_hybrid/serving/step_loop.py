@@ -2,7 +2,7 @@
 
 A batch frees what was preempted, gives sequences to what was admitted, runs one ragged step of
 decodes and prompt chunks, and samples a token for every request whose history is complete. Where
-the engine runs ahead, the next step is started before that is waited for (``flight``).
+the engine runs ahead, the next step is started before that is waited for (``in_flight``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch_hybrid.errors import CapacityError
-from torch_hybrid.serving.flight import Flight, Rows, launch, may_launch, run
+from torch_hybrid.serving.in_flight import InFlight, Rows, launch, may_launch, run
 from torch_hybrid.serving.prefix_cache import Prefixes
 from torch_hybrid.serving.request import FinishReason, Request, TokenEvent
 from torch_hybrid.serving.scheduler import Schedule, Scheduler
@@ -46,7 +46,7 @@ class StepLoop:
         self._prefixes, self._speculator = prefixes, speculator
         self._runs_ahead = runs_ahead
         # The oldest first; between steps at most one.
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlight] = deque()
         self._late_events: list[TokenEvent] = []  # of ends outside of a batch, for a step to return
         self.num_steps = self.num_tokens = 0
 
@@ -78,12 +78,12 @@ class StepLoop:
         flight = self._flights[0]
         if flight.was_launched and (rows := self._prepare_ahead()):
             self._note_start(launch(self._runner, rows))
-        events = self._land(flight)
+        events = self._finish(flight)
         if speculator is not None:
             speculator.note(flight, speculator.clock() - began)
         return events
 
-    def _start(self, rows: Rows) -> Flight:
+    def _start(self, rows: Rows) -> InFlight:
         """Start a step: with drafts, ahead of the host, or waited for."""
         drafts = None if self._speculator is None else self._speculator.drafts(rows)
         if drafts is None and self._may_launch(rows):
@@ -96,28 +96,28 @@ class StepLoop:
             return False
         return self._speculator is None or not self._speculator.may_draft(rows)
 
-    def _note_start(self, flight: Flight) -> None:
+    def _note_start(self, flight: InFlight) -> None:
         """Keep what a step that was started leaves, before the next one starts."""
         self._flights.append(flight)
         self.num_steps += 1
         if self._prefixes is not None:
             self._prefixes.run(flight.requests)
 
-    def _land(self, flight: Flight) -> list[TokenEvent]:
+    def _finish(self, flight: InFlight) -> list[TokenEvent]:
         """Wait for the oldest step under way; free what has ended, but for what the next one
         still uses."""
-        events = flight.land()
+        events = flight.finish()
         self.num_tokens += sum(event.token is not None for event in events)
         if self._prefixes is not None:
-            self._prefixes.land(flight.sampled)
+            self._prefixes.finish(flight.sampled)
         self.retire(flight.ended, landed=flight)
         self._flights.popleft()
         return events
 
-    def land_all(self) -> None:
+    def finish_all(self) -> None:
         """Wait for what is under way and free what was kept for it alone."""
         while self._flights:
-            self._late_events += self._land(self._flights[0])
+            self._late_events += self._finish(self._flights[0])
 
     def _prepare(self) -> Rows:
         """Choose the rows of a step and give each a sequence; free what was preempted."""
@@ -176,7 +176,7 @@ class StepLoop:
                 self._prefixes.wait_again(request)
         self._free(requests)
 
-    def retire(self, requests: Sequence[Request], *, landed: Flight | None = None) -> None:
+    def retire(self, requests: Sequence[Request], *, landed: InFlight | None = None) -> None:
         """Forget requests that have ended, and free what no step under way uses of them."""
         flights = [flight for flight in self._flights if flight is not landed]
         under_way = {request for flight in flights for request in flight.requests}

@@ -19,7 +19,7 @@ from tests.graphs.compiling.test_layers_once import WIDTH, Layer, Stack
 from torch_hybrid.graphs.compiling.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.compiling.instantiate import mark_layers, own_copy
 from torch_hybrid.graphs.compiling.layers_once import LayersOnce
-from torch_hybrid.graphs.compiling.regions import Plan, cut, link, plan_regions, step_text
+from torch_hybrid.graphs.compiling.regions import RegionPlan, cut, link, plan_regions, step_text
 from torch_hybrid.graphs.passes import graph_text
 from torch_hybrid.graphs.passes.marks import set_stage
 from torch_hybrid.graphs.passes.values import value_of
@@ -73,7 +73,7 @@ def stack_of(layer: Callable[[int], nn.Module] = NormLayer) -> Stack:
     return Stack(*map(layer, range(NUM_LAYERS)))
 
 
-def planned(model: Stack, x: Tensor) -> tuple[GraphModule, Plan, list[Any]]:
+def planned(model: Stack, x: Tensor) -> tuple[GraphModule, RegionPlan, list[Any]]:
     """A trace of a model, its regions, and the inputs of the graph."""
     found: list[Any] = []
 
@@ -96,7 +96,7 @@ def uncompiled(region: GraphModule) -> Callable[[list[Any]], Any]:
     return lambda boxed: region(*boxed)
 
 
-def joined(module: GraphModule, plan: Plan, run: list[Callable[[list[Any]], Any]]) -> Any:
+def joined(module: GraphModule, plan: RegionPlan, run: list[Callable[[list[Any]], Any]]) -> Any:
     return link(step_text(module.graph, plan), run)
 
 

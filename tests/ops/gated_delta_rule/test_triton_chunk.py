@@ -53,14 +53,14 @@ def test_segments_in_interpreter(lengths: tuple[int, ...], monkeypatch: pytest.M
     """Three segments end inside sequences; of two launches one walks, by lengths on the device."""
     from torch_hybrid.ops.gated_delta_rule import _triton_scan
     from torch_hybrid.ops.triton import delta_scan
-    from torch_hybrid.ops.triton.delta_scan import EVEN, UNEVEN, Form
+    from torch_hybrid.ops.triton.delta_scan import EVEN, UNEVEN, ScanConfig
 
     forms = (
-        Form(block_v=16, num_warps=4, steps=UNEVEN.value),
-        Form(block_v=32, num_warps=8, steps=EVEN.value),
+        ScanConfig(block_v=16, num_warps=4, steps=UNEVEN.value),
+        ScanConfig(block_v=32, num_warps=8, steps=EVEN.value),
     )
     monkeypatch.setattr(delta_scan, "_ALONE", 2)
-    monkeypatch.setattr(_triton_scan, "scan_forms", lambda *args, **options: forms)
+    monkeypatch.setattr(_triton_scan, "scan_configs", lambda *args, **options: forms)
     shape = {"num_k_heads": 1, "num_v_heads": 1, "k_dim": 16, "v_dim": 32}
     inputs = make_inputs(Case(lengths=lengths, num_padding_tokens=2, **shape), torch.bfloat16)
     moved = on_device(inputs, "cpu")

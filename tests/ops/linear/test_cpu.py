@@ -18,12 +18,12 @@ from torch_hybrid.ops.linear import _cpu, linear
 from torch_hybrid.ops.linear.reference import linear_reference
 from torch_hybrid.ops.native import build, compiler_missing
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.native.cpu_tuning import Forms
+from torch_hybrid.ops.native.cpu_tuning import CpuTuning
 
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-OWN = Forms(
+OWN = CpuTuning(
     streams=4,
     by_hardware=False,
     state_streams=1,

@@ -87,7 +87,7 @@ class PrefixFuzz(Fuzz):
         knows = Knowing(self._tokens_alone, vocab_size=VOCAB_SIZE, seed=self.rng.randrange(100))
         drafters = [knows, Adversary(self.rng), th.Ngram(shortest=1), self.smaller]
         drafters += ["mtp", "mtp"] if self.runner.has_head else []
-        return th.Speculation(self.rng.choice(drafters), max_tokens=DRAFTS, adapts=False)
+        return th.Speculation(self.rng.choice(drafters), num_drafts=DRAFTS, adapts=False)
 
     def make_engine(self) -> th.Engine:
         """One of this round, or one of an earlier one with what it keeps."""

@@ -316,7 +316,7 @@ def test_what_is_kept_at_a_step_with_drafts_is_of_its_certain_tokens(tmp_path: P
     runner = make_runner(max_snapshots=1, max_drafts=3, max_seqs=4)
     plain, path = th.Engine(make_runner()), tmp_path / "prefixes"
     options = th.PrefixCache(min_tokens=8, host_bytes=1 << 20)
-    speculate = th.Speculation(Always(), max_tokens=3, adapts=False)
+    speculate = th.Speculation(Always(), num_drafts=3, adapts=False)
     engine = th.Engine(runner, prefix_cache=options, speculate=speculate)
     known = [tokens(30), tokens(40, seed=1)]
     for seed in range(8):

@@ -46,7 +46,7 @@ def knowing(sampling: Sampling, share: float = 0.7, **runner: int) -> Engine:
     """An engine whose drafts are known from the same requests served without."""
     plain = {o.index: o.tokens for o in served(sampling, engine=Engine(FakeRunner()))}
     drafter = Knowing(lambda request: plain[request.index], share=share)
-    speculate = Speculation(drafter, max_tokens=4, adapts=False)
+    speculate = Speculation(drafter, num_drafts=4, adapts=False)
     return Engine(FakeRunner(max_drafts=4, **runner), speculate=speculate)
 
 
@@ -223,7 +223,7 @@ def test_tokens_are_distributed_as_without():
         def forget(self, request: Request) -> None:
             pass
 
-    engine = Engine(runner, speculate=Speculation(Always(), max_tokens=1, adapts=False))
+    engine = Engine(runner, speculate=Speculation(Always(), num_drafts=1, adapts=False))
     samplings = [
         Sampling(
             max_new_tokens=3,
@@ -255,9 +255,9 @@ def test_a_draft_beyond_the_vocabulary_is_just_wrong():
 
 def test_what_an_engine_refuses():
     with pytest.raises(ValueError, match="needs a runner of as many max_drafts, got max_drafts=2"):
-        Engine(FakeRunner(max_drafts=2), speculate=Speculation(max_tokens=3))
-    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
-        Speculation(max_tokens=0)
+        Engine(FakeRunner(max_drafts=2), speculate=Speculation(num_drafts=3))
+    with pytest.raises(ValueError, match="num_drafts must be at least 1, got 0"):
+        Speculation(num_drafts=0)
     with pytest.raises(ValueError, match=r"'mtp'.*, a Runner or a Drafter, got 'eagle'"):
         Speculation("eagle")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"'mtp'.*, a Runner or a Drafter, got 7"):

@@ -238,7 +238,7 @@ def test_an_engine_whatever_happens(
     sizes = {**SIZES, "compile": False, "kv_tokens": 480 if prefix_cache else 160, "max_seqs": 3}
     plain = {o.index: o for o in th.Engine(th.Runner(model, **sizes)).generate(prompts, samplings)}
     runner = th.Runner(model, **sizes, max_drafts=DRAFTS, max_snapshots=4)
-    speculate = th.Speculation("mtp", max_tokens=DRAFTS, adapts=False)
+    speculate = th.Speculation("mtp", num_drafts=DRAFTS, adapts=False)
     options: dict[str, Any] = {"run_ahead": "on"}  # steps with prompts are not waited for
     if prefix_cache:
         options = {"prefix_cache": th.PrefixCache(min_tokens=8)}
@@ -284,7 +284,7 @@ def test_what_is_refused(dense: tuple[Oracle, th.HybridModel], tmp_path: Path):
         without.draft(without.new_sequences(1), [1], [1])
     headless = th.Runner(make_hybrid(), **SIZES, compile=False, max_drafts=DRAFTS)
     with pytest.raises(ValueError, match=r"needs a model with its head: from_pretrained\(path, mt"):
-        th.Engine(headless, speculate=th.Speculation("mtp", max_tokens=DRAFTS))
+        th.Engine(headless, speculate=th.Speculation("mtp", num_drafts=DRAFTS))
     pages = th.Runner(model, **{**SIZES, "kv_tokens": 8}, compile=False, max_drafts=DRAFTS)
     [seq] = pages.new_sequences(1)
     pages.extend([seq], [[1] * 7])

@@ -32,7 +32,7 @@ def test_tokens_are_those_without(family: str):
     plain = {o.index: o for o in Engine(Runner(model, **SIZES)).generate(prompts, samplings)}
     drafter = Knowing(lambda request: plain[request.index].tokens, vocab_size=VOCAB_SIZE)
     runner = Runner(model, **SIZES, max_drafts=3)
-    engine = Engine(runner, speculate=Speculation(drafter, max_tokens=3, adapts=False))
+    engine = Engine(runner, speculate=Speculation(drafter, num_drafts=3, adapts=False))
     outputs = {output.index: output for output in engine.generate(prompts, samplings)}
     assert outputs == plain
     assert engine.stats().drafts.accepted > 20

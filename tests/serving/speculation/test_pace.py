@@ -28,9 +28,9 @@ def demo_head(length: int) -> float:
     return [1.0, 1.8][length] if length < 2 else 5.5 + 0.07 * length
 
 
-def make_pace(max_tokens: int = 8, *, of: str = "", measures: bool = True) -> Pace:
+def make_pace(num_drafts: int = 8, *, of: str = "", measures: bool = True) -> Pace:
     at_once = of.endswith("head")
-    return Pace(max_tokens, StepCosts(max_tokens, measures=measures, drafts_at_once=at_once))
+    return Pace(num_drafts, StepCosts(num_drafts, measures=measures, drafts_at_once=at_once))
 
 
 def trained(cost: float, *, num_seqs: int = 1) -> Pace:
@@ -51,7 +51,7 @@ def served(
 ) -> float:
     """The time of a request, over that without drafts; ``is_right`` is a draft for its token."""
     course, size, seconds = pace.new_course(), 0, 0.0
-    most = pace.max_tokens
+    most = pace.num_drafts
     while size < num_tokens:
         is_plain = pace.rests or not pace.is_measured(1)
         [length] = [0] if is_plain else pace.lengths([course], [most])
@@ -92,7 +92,7 @@ def test_whatever_comes_costs_a_percent(name: str, seed: int):
         seconds += size * served(pace, is_right, COSTS[name], size)
         tokens += size
         # The last step of a stretch may go beyond it, and one may be tried that costs much.
-        assert seconds < (1.0 + SHARE) * tokens + START + 2 * pace.max_tokens
+        assert seconds < (1.0 + SHARE) * tokens + START + 2 * pace.num_drafts
     assert seconds < 1.03 * tokens
 
 

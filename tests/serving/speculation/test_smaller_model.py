@@ -36,7 +36,7 @@ def test_drafts_are_its_greedy_tokens(family: str):
     smaller = make_hybrid(family, seed=1)
     runner = th.Runner(smaller, max_seqs=6, **SIZES, **FAMILIES[family])
     target = th.Runner(make_hybrid(), max_seqs=3, **SIZES, max_drafts=DRAFTS)
-    speculate = th.Speculation(runner, max_tokens=DRAFTS, adapts=False)
+    speculate = th.Speculation(runner, num_drafts=DRAFTS, adapts=False)
     engine = th.Engine(target, speculate=speculate)
     drafter = engine._speculator._drafter
     propose, compared = drafter.propose, []
@@ -61,7 +61,7 @@ def test_a_model_that_drafts_for_itself_is_always_right():
     model = make_hybrid()
     runner = th.Runner(model, max_seqs=2, **SIZES, max_snapshots=1)
     target = th.Runner(model, max_seqs=1, **SIZES, max_drafts=DRAFTS)
-    engine = th.Engine(target, speculate=th.Speculation(runner, max_tokens=DRAFTS, adapts=False))
+    engine = th.Engine(target, speculate=th.Speculation(runner, num_drafts=DRAFTS, adapts=False))
     [output] = engine.generate([1, 2, 3], th.Sampling(max_new_tokens=21))
     assert output.tokens == greedy(model, [1, 2, 3], 21)
     assert engine.stats().drafts.acceptance == 1.0
@@ -77,7 +77,7 @@ def test_a_drafter_without_room_drafts_for_fewer():
         options = {**SIZES, "max_seqs": 8, "max_snapshots": 4, **sizes}
         runner = th.Runner(make_hybrid(seed=1), **options)
         target = th.Runner(make_hybrid(), max_seqs=4, **SIZES, max_drafts=DRAFTS)
-        speculate = th.Speculation(runner, max_tokens=DRAFTS, adapts=False)
+        speculate = th.Speculation(runner, num_drafts=DRAFTS, adapts=False)
         engine = th.Engine(target, speculate=speculate)
         assert {o.index: o.tokens for o in engine.generate(prompts, samplings)} == expected
         assert engine.stats().drafts.drafted > 0
@@ -88,7 +88,7 @@ def test_a_step_that_was_cut_off_is_drafted_for_again(monkeypatch: pytest.Monkey
     """From a kept prefix, so that the history is the one that was drafted for before."""
     runner = th.Runner(make_hybrid(seed=1), max_seqs=4, **SIZES, max_snapshots=3)
     target = th.Runner(make_hybrid(), max_seqs=2, **SIZES, max_drafts=DRAFTS, max_snapshots=4)
-    speculate = th.Speculation(runner, max_tokens=DRAFTS, adapts=False)
+    speculate = th.Speculation(runner, num_drafts=DRAFTS, adapts=False)
     engine = th.Engine(target, prefix_cache=th.PrefixCache(min_tokens=4), speculate=speculate)
     prompts, _ = requests(random.Random(0))
     sampling = th.Sampling(max_new_tokens=6, ignore_eos=True, n=2)
@@ -113,7 +113,7 @@ def test_what_is_refused():
 
     def refusal(drafter: th.Runner) -> str:
         with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-            th.Engine(target, speculate=th.Speculation(drafter, max_tokens=DRAFTS))
+            th.Engine(target, speculate=th.Speculation(drafter, num_drafts=DRAFTS))
         return str(error.value)
 
     other = make_hybrid(vocab_size=77)

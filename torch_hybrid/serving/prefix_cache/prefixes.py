@@ -226,7 +226,7 @@ class Prefixes:
                 if held in nodes:
                     self._make(nodes[held], request)
 
-    def land(self, requests: Sequence[Request]) -> None:
+    def finish(self, requests: Sequence[Request]) -> None:
         """These got a token, or an error instead of one."""
         for request in requests:
             if request in self._makers and request.is_finite and not _has_failed(request):

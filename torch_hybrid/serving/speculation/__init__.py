@@ -2,7 +2,7 @@
 
 ``drafter`` says what proposes them: ``ngram``, the model's own ``head`` or a ``smaller_model``.
 ``pace`` decides how many are worth trying at a time, by their ``acceptance`` and the ``costs`` of
-steps, and ``speculator`` is what an engine asks. A step that tries them is a ``flight`` as any.
+steps, and ``speculator`` is what an engine asks. A step that tries them is a ``in_flight`` as any.
 """
 
 from torch_hybrid.serving.speculation.drafter import Drafter

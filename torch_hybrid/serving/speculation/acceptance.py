@@ -20,15 +20,15 @@ class Acceptance:
     """What became of drafts, by their place in a step.
 
     Args:
-        max_tokens: the most drafts of a step.
+        num_drafts: the most drafts of a step.
         fading: what one step leaves of the weight of those before it.
     """
 
     __slots__ = ("_accepted", "_fading", "_noted", "_tried")
 
-    def __init__(self, max_tokens: int, fading: float) -> None:
+    def __init__(self, num_drafts: int, fading: float) -> None:
         self._fading, self._noted = fading, 0
-        self._tried, self._accepted = [0.0] * max_tokens, [0.0] * max_tokens
+        self._tried, self._accepted = [0.0] * num_drafts, [0.0] * num_drafts
 
     def note(self, num_drafts: int, num_accepted: int, now: int) -> None:
         """The drafts of a request in step ``now``: those after the first that is wrong say

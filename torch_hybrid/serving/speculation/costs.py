@@ -34,16 +34,16 @@ class StepCosts:
     """The costs of one engine's steps.
 
     Args:
-        max_tokens: the longest drafts.
+        num_drafts: the longest drafts.
         measures: go by times. Ranks that share a model must all decide alike, and their clocks
             differ.
         drafts_at_once: two drafts take as long to make as the most, as those of a head do.
     """
 
     def __init__(
-        self, max_tokens: int, *, measures: bool = True, drafts_at_once: bool = False
+        self, num_drafts: int, *, measures: bool = True, drafts_at_once: bool = False
     ) -> None:
-        self._max_tokens, self._measures = max_tokens, measures
+        self._num_drafts, self._measures = num_drafts, measures
         self._drafts_at_once = drafts_at_once
         self._kinds: dict[tuple[int, int], _Kind] = {}
 
@@ -70,12 +70,12 @@ class StepCosts:
 
     def are_known_with_drafts(self, num_seqs: int) -> bool:
         """Whether steps of so many sequences were measured with drafts of some length."""
-        size, lengths = _size(num_seqs), range(1, self._max_tokens + 1)
+        size, lengths = _size(num_seqs), range(1, self._num_drafts + 1)
         return not self._measures or any(self._known(size, length) for length in lengths)
 
     def of(self, num_seqs: int, now: int) -> list[float]:
         """The cost of a step without drafts, which is 1, with up to one, and so on."""
-        size, lengths = _size(num_seqs), range(self._max_tokens + 1)
+        size, lengths = _size(num_seqs), range(self._num_drafts + 1)
         if (plain := self._known(size, 0)) is None:
             return [1.0 + SLOPE * length for length in lengths]
         known, least = {0: 1.0}, math.inf

@@ -40,13 +40,13 @@ class Pace:
     """Chooses the length of drafts.
 
     Args:
-        max_tokens: the longest.
+        num_drafts: the longest.
         costs: of steps.
     """
 
-    def __init__(self, max_tokens: int, costs: StepCosts) -> None:
-        self.max_tokens, self._costs = max_tokens, costs
-        self._all = Acceptance(max_tokens, FADING_OF_ALL)
+    def __init__(self, num_drafts: int, costs: StepCosts) -> None:
+        self.num_drafts, self._costs = num_drafts, costs
+        self._all = Acceptance(num_drafts, FADING_OF_ALL)
         self._now = 0  # steps so far
         self._left, self._rest = 0, SHORTEST_REST  # steps of this rest, and of the next one
         self._credit = START
@@ -58,7 +58,7 @@ class Pace:
 
     def new_course(self) -> Acceptance:
         """What will be remembered of a request."""
-        return Acceptance(self.max_tokens, FADING)
+        return Acceptance(self.num_drafts, FADING)
 
     def note_step(
         self,
@@ -129,6 +129,6 @@ class Pace:
 
     def _none(self, available: Sequence[int]) -> list[int]:
         """No drafts: a rest begins, unless it is only that there are too few."""
-        if max(available) == self.max_tokens:
+        if max(available) == self.num_drafts:
             self._left, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
         return [0] * len(available)

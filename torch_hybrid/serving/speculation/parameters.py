@@ -25,7 +25,7 @@ class Speculation:
             model's own head, of ``from_pretrained(path, mtp=True)``; another runner, of a smaller
             model of the same vocabulary, goes on greedily; or an object with the methods of a
             ``Drafter``.
-        max_tokens: the most drafts of a request in one step; the runner's ``max_drafts`` must hold
+        num_drafts: the most drafts of a request in one step; the runner's ``max_drafts`` must hold
             them.
         adapts: try fewer drafts, down to none, where measured acceptance and step times say that
             more do not pay; what it takes to find that out is bounded (see ``pace``). Without, as
@@ -37,12 +37,12 @@ class Speculation:
     """
 
     drafter: Literal["ngram", "mtp"] | Runner | Drafter = "ngram"
-    max_tokens: int = 4
+    num_drafts: int = 4
     adapts: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.num_drafts < 1:
+            raise ValueError(f"num_drafts must be at least 1, got {self.num_drafts}")
         if isinstance(self.drafter, str):
             if self.drafter not in _NAMES:
                 raise ValueError(f"{_EXPECTED}, got {self.drafter!r}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from torch_hybrid.serving.flight import Drafts, Flight, Rows, is_decode
+from torch_hybrid.serving.in_flight import Drafts, InFlight, Rows, is_decode
 from torch_hybrid.serving.request import Request
 from torch_hybrid.serving.speculation.acceptance import Acceptance
 from torch_hybrid.serving.speculation.costs import StepCosts
@@ -48,9 +48,9 @@ class Speculator:
     """
 
     def __init__(self, speculation: Speculation, runner: Runner) -> None:
-        if runner.max_drafts < speculation.max_tokens:
+        if runner.max_drafts < speculation.num_drafts:
             raise ValueError(
-                f"speculate with max_tokens={speculation.max_tokens} needs a runner of as many "
+                f"speculate with num_drafts={speculation.num_drafts} needs a runner of as many "
                 f"max_drafts, got max_drafts={runner.max_drafts}"
             )
         self.counts = DraftCounts()
@@ -58,11 +58,11 @@ class Speculator:
         self._drafter = speculation.make_drafter(runner)
         ranks = runner.model.ranks
         costs = StepCosts(
-            speculation.max_tokens,
+            speculation.num_drafts,
             measures=ranks is None or ranks.size == 1,
             drafts_at_once=isinstance(self._drafter, Head),
         )
-        self._pace = Pace(speculation.max_tokens, costs)
+        self._pace = Pace(speculation.num_drafts, costs)
         self._courses: dict[Request, Acceptance] = {}
         # On a host the thread's own time, in which nothing is that others on the machine do.
         on_host = runner.model.device.type == "cpu"
@@ -84,7 +84,7 @@ class Speculator:
         drafts = self._drafts([request for request, _ in rows], self._room(rows))
         return drafts if any(drafts) else None
 
-    def note(self, flight: Flight, seconds: float) -> None:
+    def note(self, flight: InFlight, seconds: float) -> None:
         """A step has landed, after so long by ``clock``."""
         num_before, self._num_buckets = self._num_buckets, self._runner.num_buckets
         is_first = self._num_buckets != num_before
@@ -100,7 +100,7 @@ class Speculator:
         self._courses.pop(request, None)
         self._drafter.forget(request)
 
-    def _count(self, flight: Flight) -> None:
+    def _count(self, flight: InFlight) -> None:
         tried = list(zip(flight.sampled, flight.drafts, flight.num_accepted, strict=True))
         for request, drafts, count in tried:
             if drafts and request in self._courses:
@@ -148,7 +148,7 @@ class Speculator:
         """Drafts that a request can use now: all but the last of its tokens to come."""
         num_tokens = len(request.history) - len(request.prompt)
         left = request.sampling.max_new_tokens - num_tokens - 1
-        return max(0, min(self._speculation.max_tokens, left))
+        return max(0, min(self._speculation.num_drafts, left))
 
     def _room(self, rows: Rows) -> list[int]:
         """Drafts that each request can use, and that the step has tokens and the pool pages for."""

@@ -2,7 +2,7 @@
 
     flight = launch(step n)               planned and sent; its tokens stay on the device
     next   = launch(step n + 1)           rows whose last token is not known yet take it there
-    flight.land()                         waits for step n; requests take their tokens
+    flight.finish()                         waits for step n; requests take their tokens
 
 What the host must see between two tokens (rules on the logits, log-probabilities, drafts) does not
 run ahead: such a step is ``run``, and lands before anything else starts. A request that turns out
@@ -46,7 +46,7 @@ Drafts = Sequence[Sequence[int]]  # of each row, tried after its last token
 
 
 @dataclass(slots=True, kw_only=True)
-class Flight:
+class InFlight:
     """A step that was started.
 
     Attributes:
@@ -80,7 +80,7 @@ class Flight:
         """Those of its requests that have ended."""
         return [request for request in self.requests if request.output is not None]
 
-    def land(self) -> list[TokenEvent]:
+    def finish(self) -> list[TokenEvent]:
         """Give their tokens to the requests that have not ended meanwhile, and have their sequences
         hold the drafts that were accepted."""
         first = list(accumulate((1 + len(drafts) for drafts in self.drafts), initial=0))
@@ -137,7 +137,7 @@ def is_decode(rows: Rows) -> bool:
     return all(num_new == 1 and not request.shows_images(1) for request, num_new in rows)
 
 
-def launch(runner: Runner, rows: Rows) -> Flight:
+def launch(runner: Runner, rows: Rows) -> InFlight:
     """Start a step that samples on the device, without waiting for it.
 
     Args:
@@ -163,7 +163,7 @@ def launch(runner: Runner, rows: Rows) -> Flight:
     return _started(runner, rows, places, is_decode=decodes, launched=drawn)
 
 
-def run(runner: Runner, rows: Rows, drafts: Drafts | None = None) -> Flight:
+def run(runner: Runner, rows: Rows, drafts: Drafts | None = None) -> InFlight:
     """Run a step whose tokens the host draws.
 
     Args:
@@ -195,7 +195,7 @@ def _started(
     drafts: Drafts | None = None,
     launched: Callable[[], list[int]] | None = None,
     logits: Tensor | None = None,
-) -> Flight:
+) -> InFlight:
     """A step whose sequences hold its tokens now; those at ``places`` expect one of it."""
     for request, _ in rows:
         if request.images is not None:
@@ -203,7 +203,7 @@ def _started(
     sampled = tuple(rows[row][0] for row in places)
     for request in sampled:
         request.num_in_flight += 1
-    return Flight(
+    return InFlight(
         runner=runner,
         requests=tuple(request for request, _ in rows),
         sampled=sampled,

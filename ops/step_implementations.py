@@ -14,7 +14,7 @@ from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 # Several tokens of a sequence in one call, by the arithmetic of one after the other.
 EXTEND = frozenset({"extend"})
-UNKEPT = frozenset({"unkept"})  # so of sequences, too, whose states are not stored
+NO_STORE = frozenset({"no_store"})  # so of sequences, too, whose states are not stored
 
 
 def step_implementations(
@@ -47,7 +47,7 @@ def step_implementations(
     }
     if has_invariant:
         forms["triton_invariant"] = Implementation(
-            capability=replace(on_gpu, features=EXTEND | UNKEPT | {BATCH_INVARIANT}),
+            capability=replace(on_gpu, features=EXTEND | NO_STORE | {BATCH_INVARIANT}),
             launcher=f"{folder}._triton:invariant_{op}",
         )
     forms["torch"] = Implementation(
@@ -65,5 +65,5 @@ def verify_implementations(
     return {
         name: replace(form, launcher=f"{str(form.launcher).partition(':')[0]}:{function}")
         for name, form in step.items()
-        if not form.capability.features >= UNKEPT
+        if not form.capability.features >= NO_STORE
     }

@@ -1,4 +1,4 @@
-"""Forms are measured once for a machine, and shown where an implementation is chosen."""
+"""Forms of kernels are measured once for a machine, and shown where an implementation is chosen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_hybrid.ops.native import build, compiler_missing, forms
 from torch_hybrid.ops.ssd_step import op as ssd_step
 
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
-FOUND = forms.Forms(
+FOUND = forms.CpuTuning(
     streams=1,
     by_hardware=True,
     state_streams=8,
@@ -36,7 +36,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.dtyp
     """An empty cache, and the dtypes that were measured since."""
     dtypes: list[torch.dtype] = []
 
-    def measure(dtype: torch.dtype) -> forms.Forms:
+    def measure(dtype: torch.dtype) -> forms.CpuTuning:
         dtypes.append(dtype)
         return FOUND
 

@@ -24,7 +24,7 @@ _FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer a second laun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walks:
+class ChannelPrograms:
     """The programs of a call: one for each sequence, or each segment of one, and block of channels.
 
     How many sequences there are does not count: in a captured graph most of them may be empty.
@@ -37,7 +37,9 @@ class Walks:
     num_channels: int
 
     @classmethod
-    def of(cls, num_tokens: int, num_seqs: int, num_channels: int, *, is_invariant: bool) -> Walks:
+    def of(
+        cls, num_tokens: int, num_seqs: int, num_channels: int, *, is_invariant: bool
+    ) -> ChannelPrograms:
         """``is_invariant``: one kernel for any lengths, which walks sequences whole."""
         is_decode = num_tokens <= num_seqs and not is_invariant
         is_whole = is_decode or is_invariant or num_tokens < _FEWEST_SEGMENTS * _SEGMENT
