@@ -8,38 +8,33 @@ from collections.abc import Sequence as Many
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.backends.mode import Mode
-from torch_hybrid.backends.select import Backends
-from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.caches.snapshot import Snapshot
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.graphs.capturing.capture_policy import CudaGraphs
 from torch_hybrid.graphs.capturing.launch import Launched
 from torch_hybrid.graphs.options.assembly import assemble, decide
-from torch_hybrid.graphs.options.check_options import KvDtype, KvTokens, check_types
+from torch_hybrid.graphs.options.check_options import check_types
 from torch_hybrid.graphs.options.measure_kv_tokens import KvRoom
-from torch_hybrid.graphs.options.options import Options
-from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
+from torch_hybrid.graphs.options.options import Options, takes_options, with_option_texts
 from torch_hybrid.graphs.report import Report
-from torch_hybrid.graphs.step import Inputs, Model, UpdatableModel, Variant
-from torch_hybrid.graphs.stepping.background import BackgroundSteps, Compile
+from torch_hybrid.graphs.step import Inputs, UpdatableModel, Variant
+from torch_hybrid.graphs.stepping.background import BackgroundSteps
 from torch_hybrid.graphs.stepping.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.stepping.embeds import Embeds
 from torch_hybrid.graphs.stepping.planner import Logits
 from torch_hybrid.graphs.turn import Turn, Within, in_turn
-from torch_hybrid.graphs.two_batch import OverlapPolicy
 from torch_hybrid.host.malloc import trim
 from torch_hybrid.host.shown import Shown
 from torch_hybrid.sampling import Draw
 
 
+@with_option_texts
 class Runner(Shown):
     """Serves ragged batches of sequences with one compiled graph per kind of step.
 
@@ -59,55 +54,7 @@ class Runner(Shown):
     Args:
         model: from ``from_pretrained`` or ``adapt``. Weights that were made in inference mode are
             replaced by plain copies.
-        max_seqs: sequences that can be held at once.
-        max_tokens: most new tokens in one ``extend``; longer prompts come in chunks.
-        kv_tokens: tokens that all sequences together can hold. "auto" takes what is left: of a GPU
-            what is free after the weights, less the memory of the largest steps (run once,
-            uncompiled, to measure it; twice that where steps are captured), less 3 % of the GPU's
-            memory (512 MiB at least); of a host half of what is free, shared by the ranks. No more
-            than ``max_seqs`` sequences can use. ``explain`` shows the bytes, ``kv_room`` has them.
-        page_size: tokens in a page of the KV pool.
-        max_snapshots: states that can be kept for other sequences to start from (``snapshot``,
-            ``Engine(prefix_cache=...)``), each as large as those of a sequence. Snapshots of a
-            model without states need none.
-        kv_dtype: of kept keys, values and latents. "auto" is the model's; "fp8" (e4m3) takes half
-            of the memory of 16 bits: each number is rounded as it is written.
-        kv_scales: with kv_dtype="fp8", what a kept number is worth, by layer id: of keys and values
-            [2, key heads of this rank], of latents [1]; ``th.kv_scales`` measures them. By default
-            1, which holds values up to 448.
-        compile: compile the steps; without, the same code runs eagerly. "background" runs steps
-            eagerly until they are compiled beside them, and switches between two steps
-            (``report().switches`` says when); ``warm_up`` waits for all of them. On Linux a fork of
-            this process compiles for a CPU, elsewhere a thread of it does, which slows eager steps.
-            If compiling fails, a warning says why and steps stay eager. Before anything is built or
-            compiled, the logger "torch_hybrid" says so on stderr.
-        cuda_graphs: "auto" captures each bucket of a compiled step in a CUDA graph, on a CUDA
-            device, where all of its ops can be captured; ``report()`` has what was and what was
-            not, with the reason. "on" refuses what cannot be captured. On a CPU, "on" pads and
-            refreshes as if steps were captured, to try an engine without a GPU. "off" is never.
-        two_batch_overlap: "on" runs every step as two interleaved halves, "off" none. "auto", for a
-            model that several ranks share, runs messages beside products for about a second, on all
-            ranks together, and cuts prefills of the sizes at which halves paid
-            (``report().overlap``, ``overlap_trials``). An ``OverlapPolicy`` says which steps.
-        backends: implementations to take, by name.
-        prefill: with False, every step appends one token to each of its sequences, and nothing is
-            chosen, allocated or compiled for others.
-        max_drafts: tokens of a sequence that ``verify`` may take before they are certain. Each has
-            memory beside every state, which ``explain`` counts. With 0 there is no such step.
-        takes_embeds: whether steps take rows in the place of tokens' own embeddings (``extend``);
-            None: where the model has a tower that makes such (``from_pretrained(vision=True)``).
-        batch_invariant: logits after a token have the same bits whatever else is in the batch,
-            however the tokens before it came: in one step or in many, from a snapshot, drafted or
-            not, whole or in halves. Implementations that cannot say so of themselves are refused.
-            On a GPU steps of a runner with ``max_drafts`` are of one graph, and in no halves.
-        check_batch: called on the host with the batch of each step before it runs; what it raises
-            stops the step. ``Agreement(...).check``, where several ranks share the model.
-        passes: graph passes over each traced step, in order; see ``graphs.passes``, which has
-            those to leave out and to look at too.
-        artefact: a file of compiled steps from ``save``. They are taken where they were made for
-            the same model, sizes, versions and machine; a warning names what differs, and the file
-            is then written anew. It is written as soon as a step is compiled, and has more with
-            each. It is run as code: take none that you do not trust.
+        {options}
 
     Raises:
         TypeError: ``model`` or ``backends`` is of another kind.
@@ -117,59 +64,18 @@ class Runner(Shown):
             folder of ``artefact`` is not there.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        *,
-        max_seqs: int = 64,
-        max_tokens: int = 2048,
-        kv_tokens: KvTokens = 65536,
-        page_size: int = 16,
-        max_snapshots: int = 0,
-        kv_dtype: KvDtype = "auto",
-        kv_scales: Mapping[int, Tensor] | None = None,
-        compile: Compile = True,
-        cuda_graphs: CudaGraphs = "auto",
-        two_batch_overlap: Literal["off", "on", "auto"] | OverlapPolicy = "off",
-        backends: Backends | None = None,
-        prefill: bool = True,
-        max_drafts: int = 0,
-        takes_embeds: bool | None = None,
-        batch_invariant: bool = False,
-        check_batch: Callable[[Batch], None] | None = None,
-        passes: Many[Pass] = DEFAULT_PASSES,
-        artefact: str | os.PathLike[str] | None = None,
-    ) -> None:
-        check_types(model, backends)
+    @takes_options(Options)
+    def __init__(self, options: Options) -> None:
+        check_types(options.model, options.backends)
         self.turn = Turn()
         self.lock = self.turn.lock
-        self.model = model
-        self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
-        self.max_snapshots = max_snapshots
+        self.model = model = options.model
+        self.max_seqs, self.max_tokens = options.max_seqs, options.max_tokens
+        self.page_size, self.max_snapshots = options.page_size, options.max_snapshots
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
-        self.prefill, self.max_drafts = prefill, max_drafts
-        options = Options(
-            max_seqs=max_seqs,
-            max_tokens=max_tokens,
-            kv_tokens=kv_tokens,
-            page_size=page_size,
-            max_snapshots=max_snapshots,
-            kv_dtype=kv_dtype,
-            kv_scales=kv_scales,
-            compile=compile,
-            cuda_graphs=cuda_graphs,
-            two_batch_overlap=two_batch_overlap,
-            backends=backends,
-            prefill=prefill,
-            max_drafts=max_drafts,
-            takes_embeds=takes_embeds,
-            batch_invariant=batch_invariant,
-            check_batch=check_batch,
-            passes=passes,
-            artefact=artefact,
-        )
-        decided = decide(model, options, Runner)
+        self.prefill, self.max_drafts = options.prefill, options.max_drafts
+        decided = decide(options, Runner)
         self.compile = decided.options.compile  # False where torch.compile is switched off
         parts = assemble(decided, self)
         self.overlap, self._overlap_trials = decided.overlap, decided.overlap_trials

@@ -14,6 +14,7 @@ A part is given those before it that it needs, and stores no others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from weakref import finalize
@@ -42,7 +43,8 @@ from torch_hybrid.graphs.options.check_options import (
 )
 from torch_hybrid.graphs.options.measure_kv_tokens import KvRoom, measure_room
 from torch_hybrid.graphs.options.measure_overlap import Trial, measure_overlap, policy_of
-from torch_hybrid.graphs.options.options import MakeTrial, Options
+from torch_hybrid.graphs.options.options import MakeTrial, Options, artefact_facts
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.graphs.step import Caches, Model, kinds_of_head
 from torch_hybrid.graphs.stepping.background import BackgroundSteps, check_compile
 from torch_hybrid.graphs.stepping.buckets import StepSizes
@@ -73,6 +75,7 @@ class Decided:
     overlap: OverlapPolicy
     overlap_trials: tuple[Trial, ...]  # none where overlap was not "auto"
     backends: Backends
+    passes: Sequence[Pass]
     kv_room: KvRoom | None  # None where kv_tokens was a number
     kv_tokens: int
 
@@ -94,17 +97,17 @@ class RunnerParts:
     drafting: Drafting
 
 
-def decide(model: Model, options: Options, make_trial: MakeTrial) -> Decided:
+def decide(options: Options, make_trial: MakeTrial) -> Decided:
     """Check the options of a runner, and measure what they leave open.
 
     Args:
-        model: that it runs.
         options: as they were given.
         make_trial: makes the runners whose steps are measured.
 
     Raises:
         UnsupportedError, CapacityError, ValueError: as ``Runner`` does.
     """
+    model = options.model
     device = model.device  # to find it takes a walk through the model
     check_compile(options.compile, model)
     if options.compile and (setting := switched_off_by()):
@@ -140,6 +143,7 @@ def decide(model: Model, options: Options, make_trial: MakeTrial) -> Decided:
         overlap=overlap,
         overlap_trials=trials,
         backends=wanted,
+        passes=DEFAULT_PASSES if options.passes is None else options.passes,
         kv_room=room,
         kv_tokens=kv_tokens,
     )
@@ -255,18 +259,13 @@ def _open_store(decided: Decided, cache: HybridCache, given: Caches) -> StepStor
         UnsupportedError: there is not.
     """
     model, options = decided.model, decided.options
-    sizes = {
-        "max_seqs": options.max_seqs,
+    facts = artefact_facts(options) | {
         "kv_tokens": decided.kv_tokens,
-        "page_size": options.page_size,
-        "kv_dtype": options.kv_dtype,
-        "max_snapshots": options.max_snapshots,
-        "max_drafts": options.max_drafts,
-        "embeds": options.max_tokens if given else 0,
+        "takes_embeds": options.max_tokens if given else 0,
         "batch_invariant": decided.backends.batch_invariant,
     }
     caches = {**cache.pools, **given}
-    store = StepStore(options.artefact, model, caches, options.passes, **sizes)
+    store = StepStore(options.artefact, model, caches, decided.passes, **facts)
     if not store.is_open and options.compile != "background":
         check_toolchain(decided.device)
     return store
@@ -352,7 +351,7 @@ def _make_steps(
         planner=planner,
         passes=passes_for(
             choices,
-            options.passes,
+            decided.passes,
             modes,
             batch_invariant=batch_invariant,
             num_ranks=1 if model.ranks is None else model.ranks.size,

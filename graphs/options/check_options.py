@@ -106,11 +106,8 @@ def kept_table(table: LayerTable, kv_dtype: KvDtype) -> LayerTable:
     """The layers, with keys, values and latents kept in 8 bits where ``kv_dtype`` says so.
 
     Raises:
-        ValueError: it is neither of its values.
         UnsupportedError: no layer keeps any.
     """
-    if kv_dtype not in ("auto", "fp8"):
-        raise ValueError(f"kv_dtype must be 'auto' or 'fp8', got {kv_dtype!r}")
     kept = table.keeping(fp8_kv.DTYPE if kv_dtype == "fp8" else None)
     if kv_dtype == "fp8" and kept == table:
         raise UnsupportedError(

@@ -68,15 +68,8 @@ class MakeSteps(Protocol):
     def __call__(self, model: Model, *, store: StepStore | None) -> Steps: ...
 
 
-def check_compile(compile: object, model: Model) -> None:
-    """Refuse what is no value of a runner's ``compile``, or cannot be for this model.
-
-    Raises:
-        ValueError: it is none of its values.
-        UnsupportedError: ranks would switch at different steps.
-    """
-    if compile not in (True, False, "background"):
-        raise ValueError(f"compile must be True, False or 'background', got {compile!r}")
+def check_compile(compile: Compile, model: Model) -> None:
+    """Raise UnsupportedError where ranks would switch to compiled steps at different steps."""
     if compile == "background" and model.ranks is not None and model.ranks.size > 1:
         raise UnsupportedError(
             f"compile='background' serves a model of one rank, got {model.ranks.size}: each would "

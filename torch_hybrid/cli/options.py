@@ -13,6 +13,7 @@ import click
 from torch_hybrid.cli.output import note
 from torch_hybrid.cli.ranks import join_ranks, refuse_ranks_apart
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.options.options import help_of, values_of
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 SEED = click.IntRange(0, 2**64 - 1)
+PASSED_ON = ("max_seqs", "max_tokens", "kv_tokens", "kv_dtype")  # to a runner, as they are
 DRAFTS = 4  # tokens that are drafted at a time, at most
 
 
@@ -84,10 +86,7 @@ class ModelOptions:
             compile = "background"
         return Runner(
             model,
-            max_seqs=self.max_seqs,
-            max_tokens=self.max_tokens,
-            kv_tokens=self.kv_tokens,
-            kv_dtype=self.kv_dtype,
+            **{name: getattr(self, name) for name in PASSED_ON},
             check_batch=Agreement().check if self.ranks else None,
             compile=compile,
             backends=Backends(full=self.full, linear=self.linear),
@@ -159,6 +158,25 @@ def _kv_tokens(given: str) -> KvTokens:
         raise click.BadParameter(f"{given!r} is neither a number nor auto") from error
 
 
+def runner_option(name: str, *, default: Any, **shown: Any) -> Decorator:
+    """Offer an option of ``Runner`` under its name, with its help and the values that it may have.
+
+    Args:
+        name: of a field of ``Options``, and of ``ModelOptions``.
+        default: the command line's own: a machine's share of what a server takes.
+        shown: more of ``click.option``.
+    """
+    if (values := values_of(name)) is not None:
+        shown["type"] = click.Choice([str(value) for value in values])
+    return click.option(
+        f"--{name.replace('_', '-')}",
+        default=default,
+        show_default=default is not None,
+        help=help_of(name),
+        **shown,
+    )
+
+
 def prefix_cache_option(*, default: int) -> Decorator:
     """How many states an engine may keep for prompts that begin alike."""
     return click.option(
@@ -203,57 +221,49 @@ model_options = _grouped(
     (
         click.argument("model"),
         click.option(
-            "--dtype", default="auto", show_default=True, help="Of the weights: bf16, fp16, fp32."
+            "--dtype",
+            default="auto",
+            show_default=True,
+            help="Format of the weights: bf16, fp16 or fp32.",
         ),
         click.option(
             "--weights",
             type=click.Choice(["auto", "int8", "int4"]),
             default="auto",
             show_default=True,
-            help="As they are stored, or made integers with scales as they are read.",
+            help="Format in which weights are kept: as stored, or quantized as they are read.",
         ),
         click.option(
-            "--device", default="auto", show_default=True, help="auto takes CUDA where it is."
+            "--device",
+            default="auto",
+            show_default=True,
+            help="Device of the model; auto takes CUDA where it is.",
         ),
         click.option(
             "--ranks", is_flag=True, help="Share the model among the processes of torchrun."
         ),
-        click.option("--max-seqs", default=16, show_default=True, help="Sequences served at once."),
-        click.option(
-            "--max-tokens", default=1024, show_default=True, help="New tokens in one step."
-        ),
-        click.option(
-            "--kv-tokens",
-            type=_kv_tokens,
-            metavar="INTEGER|auto",
-            default=16384,
-            show_default=True,
-            help="Tokens held in all; auto: as many as there is room for.",
-        ),
-        click.option(
-            "--kv-dtype",
-            default="auto",
-            type=click.Choice(["auto", "fp8"]),
-            show_default=True,
-            help="Of kept keys, values and latents; auto is the weights'.",
-        ),
+        runner_option("max_seqs", default=16),
+        runner_option("max_tokens", default=1024),
+        runner_option("kv_tokens", default=16384, type=_kv_tokens, metavar="INTEGER|auto"),
+        runner_option("kv_dtype", default="auto"),
         click.option(
             "--compile",
             type=click.Choice(["on", "off", "background"]),
             show_default="background, or on with --ranks",
-            help="background serves at once, uncompiled, and switches as steps are compiled; on "
-            "compiles first.",
+            help="Compile steps: on does so first; background serves at once, uncompiled, and "
+            "switches as steps are compiled.",
         ),
         click.option("--eager", is_flag=True, help="Run without compiling, as --compile off."),
-        click.option("--full", default="auto", show_default=True, help="Full attention by name."),
         click.option(
-            "--linear", default="auto", show_default=True, help="Linear attention by name."
+            "--full", default="auto", show_default=True, help="Implementation of full attention."
         ),
         click.option(
-            "--artefact",
-            type=click.Path(dir_okay=False),
-            help="A file of compiled steps to start from; written where it is not there yet.",
+            "--linear",
+            default="auto",
+            show_default=True,
+            help="Implementation of linear attention.",
         ),
+        runner_option("artefact", default=None, type=click.Path(dir_okay=False)),
     ),
 )
 
@@ -264,18 +274,25 @@ def sampling_options(*, max_new_tokens: int) -> Decorator:
         SamplingOptions,
         "chosen",
         (
-            click.option("--max-new-tokens", default=max_new_tokens, show_default=True),
+            click.option(
+                "--max-new-tokens",
+                default=max_new_tokens,
+                show_default=True,
+                help="Most tokens of an output.",
+            ),
             click.option(
                 "--temperature",
                 type=float,
-                help="0 is greedy. This and the next four are by default as the checkpoint's "
-                "generation_config says.",
+                help="Temperature of a draw; 0 is greedy. The checkpoint's generation_config has "
+                "the default of this option and the next four.",
             ),
-            click.option("--top-k", type=int, help="0 is off."),
-            click.option("--top-p", type=float),
-            click.option("--min-p", type=float),
-            click.option("--repetition-penalty", type=float),
-            click.option("--seed", type=SEED, help="Repeats a draw."),
+            click.option("--top-k", type=int, help="Draw from so many likeliest tokens; 0 is off."),
+            click.option("--top-p", type=float, help="Draw from so much of the probability."),
+            click.option("--min-p", type=float, help="Least share of the likeliest's probability."),
+            click.option(
+                "--repetition-penalty", type=float, help="Penalty of tokens that came before."
+            ),
+            click.option("--seed", type=SEED, help="Number that makes draws repeatable."),
             click.option(
                 "--stop", multiple=True, help="A text that ends the output; several can be given."
             ),
