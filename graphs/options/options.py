@@ -107,8 +107,9 @@ class Options:
         "auto",
         """Captures of compiled steps: "auto" captures each bucket in a CUDA graph, on a CUDA
         device, where all of its ops can be captured. ``report()`` has what was captured and what
-        was not, with the reason. "on" refuses what cannot be captured; on a CPU it pads and refreshes as if steps
-        were captured, to try an engine without a GPU. "off" captures nothing.""",
+        was not, with the reason. "on" refuses what cannot be captured; on a CPU it pads and
+        refreshes as if steps were captured, to try an engine without a GPU. "off" captures
+        nothing.""",
         in_artefact=False,
         values=("auto", "on", "off"),
     )
