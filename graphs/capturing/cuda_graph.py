@@ -153,8 +153,7 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def why_not_capturable(calls: Iterable[str]) -> tuple[str, ...]:
-    """Explain which of a compiled step's ops, given as ``op[implementation]``, cannot be
-    captured."""
+    """Explain which ops of a step, given as ``op[implementation]``, a CUDA graph cannot hold."""
     reasons = []
     for call in calls:
         op, _, impl = call.rstrip("]").partition("[")
