@@ -111,8 +111,7 @@ register_value(Inputs)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """Kind of step that has a graph of its own: a mode, layer forms, and a cut in halves or
-    none."""
+    """Kind of step with a graph of its own: mode, layer forms, and whether it runs in halves."""
 
     mode: Mode
     forms: tuple[tuple[str, str], ...]  # pairs of a kind of layer and the name of its form
@@ -153,8 +152,7 @@ StepFunction = Callable[[Inputs, Caches], Tensor]
 
 
 def make_step(model: Model) -> StepFunction:
-    """Make the function to trace: it runs each part through the model, and computes wanted
-    logits."""
+    """Make the function to trace: it runs each part through the model, and computes logits."""
 
     def step(inputs: Inputs, caches: Caches) -> Tensor:
         def run(part: BatchPart) -> Tensor:

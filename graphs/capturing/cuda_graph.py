@@ -89,7 +89,7 @@ class CapturedSteps:
             return
         with _CAPTURING, torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # as torch.cuda.graph does: the count starts without it
+            torch.cuda.empty_cache()  # torch.cuda.graph would, amid the count
             before = torch.cuda.memory_reserved()
             with on_capture_stream(self._device), torch.cuda.use_mem_pool(self._pool):
                 step()

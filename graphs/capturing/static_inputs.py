@@ -99,8 +99,7 @@ class StaticInputs:
         return layout.value
 
     def host_values(self, value: Any) -> tuple[tuple[int, ...], ...]:
-        """List the values of leaves that stay on the host; a captured graph holds for these
-        alone."""
+        """List the values of leaves that stay on the host; a captured graph is only for these."""
         if not self._on_host:
             return ()
         leaves, _ = tensors_of(value)

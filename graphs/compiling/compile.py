@@ -179,8 +179,7 @@ def _options_of_ranks(graph: Graph) -> dict[str, bool]:
 def _inductor_options(
     schedule: Sequence[Stage], planned: Sequence[str]
 ) -> AbstractContextManager[Any]:
-    """Choose the order of a region's ops: the graph's if a pass has set one, else Inductor's
-    own."""
+    """Choose the order of a region's ops: the graph's if a pass has set one, or Inductor's own."""
     if not schedule and JOIN not in planned:
         return nullcontext()
     from torch_hybrid.graphs.passes.keep_order import keep_order

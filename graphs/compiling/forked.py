@@ -163,7 +163,7 @@ def _be_child(
         # Stopped, it would not see that its parent has ended.
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGCONT)
         Thread(target=_end_with, args=(alive,), daemon=True).start()
-        # torch's configs are of a context, which a thread starts without.
+        # torch's configs live in a context; a new thread starts without one.
         worker = Thread(target=copy_context().run, args=(_send_all, work, results))
         worker.start()
         worker.join()

@@ -160,8 +160,7 @@ class _LayerTensors:
         return own
 
     def like(self, node: Node, template: int, layer: int) -> Node:
-        """Find the node of the tensor of ``layer`` that corresponds to a node's tensor of
-        ``template``."""
+        """Find the node of that tensor of ``layer`` which corresponds to a node of ``template``."""
         own = self.names(node, template)
         if own is None:
             return node
@@ -340,8 +339,10 @@ def _shown(node: Node) -> str:
 
 
 def _check_nothing_between(graph: Graph, run: Sequence[Sequence[Node]]) -> None:
-    """Raise CannotCopy if a node between layers reads their values or writes: no copy would have
-    it."""
+    """Raise CannotCopy if a node between layers reads their values, or writes.
+
+    It would have to be copied too, but belongs to no layer.
+    """
     inside = {node for nodes in run for node in nodes}
     reached: set[Node] = set()
     for node in _between(graph, run[0][0], run[-1][-1]):

@@ -70,8 +70,7 @@ class LayersOnce:
             self._refused = "the model has no first_layers"
 
     def trace(self, step: Callable[[], object]) -> None:
-        """Run ``step``, which traces the model; if copying layers fails, run it again with all
-        layers."""
+        """Run ``step``, which traces the model; if copying fails, run it again with all layers."""
         layers = self._layers
         if layers is None or self._refused:
             step()
@@ -166,8 +165,7 @@ def layers_of(model: LayeredModel, caches: Caches) -> Layers:
 
 
 def _layer_tensors(layer: nn.Module, mixers: Mapping[str, LayerCache]) -> dict[str, Tensor]:
-    """Collect every tensor of a layer and of its caches, by a name that is the same in each
-    layer."""
+    """Collect the tensors of a layer and its caches, by a name that is the same in each layer."""
     found = {
         f"{path}.{name}": tensor
         for path, module in layer.named_modules(remove_duplicate=False)

@@ -47,8 +47,7 @@ _VIEWS = {"narrow", "unflatten", "view", "reshape", "size", getitem}
 
 
 def cut(graph: Graph) -> list[list[Node]]:
-    """Cut the calls of a graph into regions, in order; a graph without known layers is one
-    region."""
+    """Cut the calls of a graph into regions, in order: one region if no layers are known."""
     _parts_with_results(graph)
     nodes = [node for node in graph.nodes if node.op.startswith("call_")]
     is_scheduled = any(stage_of(node) is not None for node in nodes)
@@ -264,7 +263,7 @@ def _symbols(fake: Any) -> set[Any]:
 class RegionPlan:
     """Regions of a graph: the distinct ones, and the number of the one at each place."""
 
-    regions: tuple[Region, ...]  # at each place
+    regions: tuple[Region, ...]  # the region at each place
     numbers: tuple[int, ...]  # index into ``distinct``, at each place
     distinct: tuple[Region, ...]
 

@@ -173,8 +173,10 @@ def _narrow_product(left: Tensor, right: Tensor) -> Tensor:
 def _in_vectors(
     func: Callable[..., Tensor], x: Tensor, *args: Any, is_in_place: bool, **kwargs: Any
 ) -> Tensor:
-    """Compute an elementwise function in whole vectors and one thread's stretches; on a GPU in
-    blocks."""
+    """Compute an elementwise function in whole vectors and stretches; on a GPU in whole blocks.
+
+    Torch computes a stretch in one thread.
+    """
     is_on_host = x.device.type == "cpu"
     whole = _VECTOR if is_on_host else _BLOCKS
     padded = F.pad(x.reshape(-1), (0, -x.numel() % whole), value=1.0)

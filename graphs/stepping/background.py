@@ -176,8 +176,7 @@ class BackgroundSteps:
         return variant in self._switched
 
     def running(self, variant: Variant) -> AbstractContextManager[Callable[[Inputs], Tensor]]:
-        """Hold the model for a variant's step, compiled or eager, and yield the function that runs
-        it."""
+        """Hold the model for a step, eager or compiled, and yield the function that runs it."""
         if variant in self._switched:
             assert self._compiled is not None
             return self._compiled.running(variant)
@@ -226,8 +225,7 @@ class BackgroundSteps:
         self._folder.cleanup()
 
     def _bring(self) -> None:
-        """Collect compiled variants as they become ready, or note the failure: all that the thread
-        does."""
+        """Collect compiled variants as they become ready, or note a failure: the thread's work."""
         try:
             self._bring_all()
         except (EOFError, ForkedError) as error:

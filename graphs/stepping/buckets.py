@@ -38,8 +38,7 @@ def geometric(first: int, last: int, ratio: int = 2) -> tuple[int, ...]:
 
 
 def token_sizes(max_tokens: int) -> tuple[int, ...]:
-    """List sizes of extend steps: 16 apart up to 256, then 64 apart, so that padding stays
-    small."""
+    """List sizes of extend steps: 16 apart up to 256, then 64 apart, so that padding is small."""
     fine = range(16, min(256, max_tokens), 16)
     coarse = range(256, max_tokens, 64)
     return (*fine, *coarse, max_tokens)

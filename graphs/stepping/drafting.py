@@ -56,7 +56,7 @@ class Drafting:
         self.verify_mode, self.has_head = verify_mode, has_head
         self._max_drafts, self._max_tokens = max_drafts, max_tokens
         self._num_position_axes = num_position_axes
-        self._most_unread = min(KEPT_HIDDEN - 1, max_tokens)  # tokens of a sequence
+        self._most_unread = min(KEPT_HIDDEN - 1, max_tokens)  # by the head, of one sequence
 
     def verify(
         self,
@@ -158,7 +158,7 @@ class Drafting:
         Returns:
             [1 or max_drafts, N] drafts, padding included.
         """
-        self._execution.join()  # pages may be copied
+        self._execution.join()  # the batch may copy pages on the device
         batch = self._cache.make_draft_batch(
             seqs,
             tokens,

@@ -96,6 +96,5 @@ class GivenRows:
             )
 
     def write(self, embeds: Embeds) -> None:
-        """Copy checked rows into the buffer for the next step, after the launch of the step
-        before."""
+        """Copy checked rows into the buffer for the next step, once the step before is launched."""
         self._rows[1 : 1 + len(embeds.places)].copy_(embeds.rows)

@@ -138,8 +138,7 @@ class StepPlanner:
         return self._null_inputs(variant, bucket, self.forms[variant], num_rows)
 
     def traced(self, variant: Variant) -> Inputs:
-        """Build the all-padding step that a variant is traced on: no sizes of two kinds are
-        equal."""
+        """Build the all-padding step that a variant is traced on; sizes of two kinds differ."""
         forms = {
             kind: replace(form, num_rows=_TRACED_CHUNK_ROWS)
             for kind, form in self.forms[variant].items()

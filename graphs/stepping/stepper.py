@@ -89,7 +89,7 @@ class Stepper:
         Returns:
             The step's variant, compiled, and its inputs.
         """
-        self._execution.join()  # pages may be copied
+        self._execution.join()  # the batch may copy pages on the device
         places = None
         if self._given is not None and mode.tokens_per_seq is None:
             places = () if embeds is None else embeds.places
@@ -152,8 +152,7 @@ class Stepper:
         variant: Variant,
         run: Callable[[], ResultT],
     ) -> ResultT:
-        """Run a step and count ``lengths`` new tokens of its sequences; mark them broken if cut
-        off."""
+        """Run a step and count ``lengths`` new tokens of its sequences; cut off, it breaks them."""
         are_read = variant.mode.tokens_per_seq is None
         return self.run(seqs, run, lambda: self._cache.commit(seqs, lengths, are_read=are_read))
 
@@ -163,8 +162,7 @@ class Stepper:
         run: Callable[[], ResultT],
         commit: Callable[[], None],
     ) -> ResultT:
-        """Run a step of sequences, then ``commit`` its tokens; mark the sequences broken if cut
-        off."""
+        """Run a step of sequences, then ``commit`` its tokens; cut off, it breaks the sequences."""
         try:
             result = run()
             commit()
