@@ -51,11 +51,11 @@ are asked for.
 ``drafting`` is what ``runner.verify`` and ``runner.draft`` do beside that, by steps of the same
 life.
 
-The folders: ``options`` from what a user asks for to the parts of a runner, ``stepping`` through
-the life of a step, ``compiling`` from a traced step to one that runs, ``passes`` over its graph,
-``capturing`` of it, ``artefact`` for it in a file.
+The folders: ``options`` turns a user's options into the parts of a runner. ``stepping`` takes a
+step through its life. ``compiling`` turns a traced step into one that runs, and ``passes`` rewrite
+its graph. ``capturing`` makes CUDA graphs of steps, ``artefact`` keeps compiled steps in a file.
 
-``model_use`` keeps threads apart that run and trace one model, ``surroundings`` keeps a caller's
-modes and defaults out, ``model_choices`` are those that no backend makes, ``signature`` tells
-modules of one kind, and ``report`` has all that was compiled.
+``model_use`` keeps threads apart that run and trace one model. ``surroundings`` keeps a caller's
+modes and defaults out. ``model_choices`` makes the choices that no backend makes. ``signature``
+finds modules of one kind, and ``report`` has all that was compiled.
 """

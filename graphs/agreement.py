@@ -1,4 +1,4 @@
-"""Whether the ranks that share a model are about to run the same batch."""
+"""Agreement of the ranks that share a model: a check that they are about to run the same batch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch_hybrid.batch import Batch
 
 
 class Agreement:
-    """Compares batches between ranks before they run, so that a difference is an error by name.
+    """Comparison of batches between ranks before they run, so that a difference is a named error.
 
-    Ranks that differ would otherwise wait for each other in a collective, or sum what does not
-    belong together. It takes two small messages over the host's network.
+    Ranks that differ would otherwise wait for each other in a collective, or sum unrelated values.
+    The check takes two small messages over the host's network.
 
     Args:
         group: the ranks; by default all of ``torch.distributed``. Every rank makes one.
-        timeout_s: how long a rank waits for the others.
+        timeout_s: seconds that a rank waits for the others.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 30.0) -> None:
@@ -35,8 +35,8 @@ class Agreement:
         """Compare a batch on the host with those of the other ranks.
 
         Raises:
-            RuntimeError: they differ, on every rank; the message names ranks and fields. Or a
-                rank did not come within the time; the message of the first names it.
+            RuntimeError: on every rank, if batches differ; the message names ranks and fields. Or a
+                rank did not come in time; the first rank's message names it.
         """
         own = _digests(batch)
         dist.monitored_barrier(self._group, timeout=self.timeout, wait_all_ranks=True)
@@ -54,7 +54,7 @@ class Agreement:
 
 
 def _digests(batch: Batch) -> Tensor:
-    """[number of fields] int64: one of each field, by its shape and values."""
+    """Digest each field of a batch by its shape and values: [number of fields] int64."""
 
     def digest(tensor: Tensor | None) -> int:
         if tensor is None:

@@ -1,4 +1,4 @@
-"""What numbers of 8 bits should be worth in the caches of a model, measured on prompts."""
+"""Scales of the FP8 caches of a model, measured on prompts."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _MAX_TOKENS = 2048
 def kv_scales(
     model: Model, prompts: Sequence[Sequence[int]], *, headroom: float = 2.0
 ) -> dict[int, Tensor]:
-    """Scales for ``Runner(kv_dtype="fp8", kv_scales=...)``.
+    """Measure scales for ``Runner(kv_dtype="fp8", kv_scales=...)``.
 
-    The prompts run uncompiled, with keys and values as wide as the model's. Each head of keys and
-    of values, or each layer's latents, gets the least power of two with which ``headroom`` times
-    the largest value that was seen can be held. Powers of two round nothing by themselves.
+    The prompts run uncompiled, with keys and values in the model's dtype. A scale is for one head
+    of keys or of values, or for the latents of a layer. It is the least power of two that can hold
+    ``headroom`` times the largest value seen. Powers of two add no rounding of their own.
 
     Args:
-        model: from ``from_pretrained`` or ``adapt``; of a shared one, each rank makes this call.
+        model: from ``from_pretrained`` or ``adapt``; if ranks share it, each makes this call.
         prompts: token ids, a few thousand in all, like those that will come.
-        headroom: how much larger values may get.
+        headroom: factor by which values may exceed those of the prompts.
 
     Returns:
-        By layer id: of keys and values [2, key heads], of latents [1].
+        By layer id: scales of keys and values [2, key heads], or of latents [1].
 
     Raises:
         ValueError: there is no prompt, or a value is NaN or infinite.
@@ -56,7 +56,7 @@ def kv_scales(
 
 
 def _largest_values(runner: Runner) -> dict[int, Tensor]:
-    """What the pools hold, by layer id: the largest of each head, or of all latents."""
+    """Find the largest absolute value of each head, or of all latents, by layer id."""
     cache, found = runner.cache, {}
     for layer_id, layer in enumerate(cache.table.layers):
         for entry in layer:
@@ -70,5 +70,5 @@ def _largest_values(runner: Runner) -> dict[int, Tensor]:
 
 
 def _least_power(scales: Tensor) -> Tensor:
-    """The least power of two from each on; 1 for 0, of which nothing is known."""
+    """Round scales up to powers of two; a scale of 0, for which no value was seen, becomes 1."""
     return torch.where(scales > 0, scales.log2().ceil().exp2(), 1.0)

@@ -1,4 +1,4 @@
-"""What a runner compiled, as a value."""
+"""Report of the graphs that a runner compiled and captured."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ from torch_hybrid.host.shown import Shown
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report(Shown):
-    """What a runner compiled so far.
+    """Report of the graphs that a runner compiled and captured so far.
 
-    ``graphs`` is by step variant; ``recompiles`` counts graphs beyond the one that each variant
-    needs; ``ops`` counts calls by ``op[implementation]`` in one step of each variant. A graph's
-    ``layers`` says how many were traced and how many are copies, or why none is, and its
-    ``regions`` how often each compiled region is called.
-    ``captured_graphs`` names each captured bucket, ``captured_bytes`` is the device memory that
-    capturing took, and ``not_captured`` says why a variant is not. ``overlap`` says which steps
-    are cut in halves, and ``overlap_trials`` what was measured for that, where it was "auto".
-    ``switches`` says when steps of compile="background" became compiled ones.
+    Attributes:
+        graphs: record of each variant's graph. Its ``layers`` counts traced and copied layers, or
+            says why none is copied; its ``regions`` counts the calls of each compiled region.
+        recompiles: number of graphs beyond the one that each variant needs.
+        graph_breaks: number of graph breaks; it should be 0.
+        captured_graphs: name of each captured bucket.
+        captured_bytes: device memory that capturing took.
+        not_captured: reasons why a variant is not captured.
+        pool_bytes: bytes of all pools.
+        static_input_bytes: bytes of the static inputs of steps.
+        overlap: which steps are cut in halves.
+        overlap_trials: measurements for ``overlap``, if it was "auto".
+        switches: times at which steps of compile="background" became compiled ones.
     """
 
     graphs: Mapping[str, GraphRecord]
@@ -53,15 +58,15 @@ class Report(Shown):
 
     @property
     def compiles(self) -> int:
-        """How many graphs were compiled."""
+        """Number of compiled graphs."""
         return len(self.graphs) + self.recompiles
 
     @property
     def ops(self) -> Mapping[str, Counter[str]]:
-        """Calls by op and implementation, for each variant."""
+        """Number of calls of each ``op[implementation]`` in one step of each variant."""
         return {variant: graph.ops for variant, graph in self.graphs.items()}
 
     @property
     def pool_clones(self) -> tuple[PoolClone, ...]:
-        """Copies of a whole pool in the compiled code; none is right."""
+        """Copies of a whole pool in the compiled code; there should be none."""
         return tuple(clone for graph in self.graphs.values() for clone in graph.pool_clones)

@@ -1,5 +1,4 @@
-"""One step of a model: its input value, the kinds of step that are a graph each, and the function
-that is traced."""
+"""One step of a model: its inputs, its variants (a graph each), and the function that is traced."""
 
 from __future__ import annotations
 
@@ -22,24 +21,23 @@ from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
 Caches = dict[str, tuple[LayerCache, ...]]
-GIVEN = "given"  # beside the kinds of layers: rows that stand for embeddings
+GIVEN = "given"  # key of the rows that replace embeddings, beside the kinds of layers
 
 
 class Model(Protocol):
-    """What a runner needs of a model.
+    """Model that a runner can run.
 
-    It may also say ``max_positions``, how many tokens a sequence can have: no pool is then sized
-    for more. One that says ``embed_dim`` takes rows of that width in the place of tokens' own
-    embeddings: its forward then has ``embeds`` [rows, dim] and ``embed_rows`` [T], which of them
-    each token takes, 0 where it takes none. ``vision`` is the tower that they come from, if it has
-    one.
+    It may also have ``max_positions``, the most tokens of a sequence: no pool is then sized for
+    more. A model with ``embed_dim`` takes rows of that width in the place of token embeddings. Its
+    forward then has ``embeds`` [rows, dim], and ``embed_rows`` [T], the row of each token, 0 for
+    its own embedding. ``vision`` is the tower that the rows come from, if there is one.
     """
 
     table: LayerTable
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_position_axes: int
-    ranks: Ranks | None  # those that share it, after ``shard``
+    ranks: Ranks | None  # the ranks that share the model, after ``shard``
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -62,10 +60,10 @@ class Model(Protocol):
 
 @runtime_checkable
 class LayeredModel(Model, Protocol):
-    """A module that can say what its layers are, so that those of one kind are compiled once.
+    """Module that can list its layers, so that those of one kind are compiled once.
 
     Each layer takes the values of the layer before it. ``first_layers(n)`` is a context in which
-    the model has its first n layers alone and can be called; its ``table`` keeps all of them.
+    the model has its first n layers alone and can be called; its ``table`` keeps all layers.
     """
 
     @property
@@ -76,9 +74,10 @@ class LayeredModel(Model, Protocol):
 
 @runtime_checkable
 class UpdatableModel(Model, Protocol):
-    """A model that was read from a checkpoint, and takes new weights by the names of that.
+    """Model that was read from a checkpoint, and takes new weights by the checkpoint's names.
 
-    ``new_weights`` checks what can be known before, and returns what writes them.
+    ``new_weights`` checks the weights as far as it can beforehand, and returns a function that
+    writes them.
     """
 
     def new_weights(
@@ -88,7 +87,7 @@ class UpdatableModel(Model, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPart:
-    """A batch with its plans: a whole step, or one half of it."""
+    """Batch with its plans: a whole step, or one half of it."""
 
     batch: Batch
     plans: dict[str, Plan]
@@ -96,10 +95,10 @@ class BatchPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """All of a step's input that changes from step to step.
+    """Inputs that change from step to step.
 
-    ``rows`` says which tokens' logits are returned, as indices into the parts' tokens, one part
-    after the other; None is all of them.
+    ``rows`` selects the tokens whose logits are returned, as indices into the parts' tokens, one
+    part after the other; None selects all.
     """
 
     parts: tuple[BatchPart, ...]
@@ -112,32 +111,32 @@ register_value(Inputs)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """What the steps that share a graph have in common."""
+    """Kind of step with a graph of its own: mode, layer forms, and whether it runs in halves."""
 
     mode: Mode
-    forms: tuple[tuple[str, str], ...]  # kind of layer and the name of its form
+    forms: tuple[tuple[str, str], ...]  # pairs of a kind of layer and the name of its form
     in_halves: bool
 
     @classmethod
     def of(cls, mode: Mode, forms: Mapping[str, LayerForm], *, in_halves: bool) -> Variant:
-        """The variant of a step."""
+        """Make the variant of a step."""
         names = tuple((kind, form.name) for kind, form in forms.items())
         return cls(mode=mode, forms=names, in_halves=in_halves)
 
     @property
     def name(self) -> str:
-        """As it stands in reports: "extend, one shot, in halves", for example."""
+        """Name for reports: "extend, one shot, in halves", for example."""
         forms = [name for _, name in self.forms if name and self.mode.tokens_per_seq is None]
         return ", ".join([self.mode.name, *forms, *["in halves"] * self.in_halves])
 
 
 @runtime_checkable
 class DraftingModel(Model, Protocol):
-    """A model with a head that predicts further tokens, by layers of its own.
+    """Model with a draft head, which predicts further tokens by layers of its own.
 
-    The layers stand in the model's ``table`` after those of the model. They read prompts in the
-    model's own steps, and the tokens that come after, in ``draft``. ``drafting`` has their kinds;
-    none where there is no head.
+    The head's layers stand in the model's ``table`` after those of the model. They read prompts in
+    the model's own steps, and later tokens in ``draft``. ``drafting`` has their kinds; none if
+    there is no head.
     """
 
     @property
@@ -153,7 +152,7 @@ StepFunction = Callable[[Inputs, Caches], Tensor]
 
 
 def make_step(model: Model) -> StepFunction:
-    """The function that is traced: each part through the model, then the logits that are wanted."""
+    """Make the function to trace: it runs each part through the model, and computes logits."""
 
     def step(inputs: Inputs, caches: Caches) -> Tensor:
         def run(part: BatchPart) -> Tensor:
@@ -182,9 +181,11 @@ def make_step(model: Model) -> StepFunction:
 
 
 def make_draft_step(model: DraftingModel) -> StepFunction:
-    """The function that is traced of the model's head: the first part on the tokens that it has not
-    read, each further one on those that the one before it gives; returns those of all parts,
-    [parts, N]."""
+    """Make the function to trace of a draft head.
+
+    The first part reads the tokens that the head has not read. Each further part reads the drafts
+    of the part before it. The function returns the drafts of all parts, [parts, N].
+    """
 
     def step(inputs: Inputs, caches: Caches) -> Tensor:
         tokens, hidden = inputs.parts[0].batch.tokens, None
@@ -204,14 +205,14 @@ def make_draft_step(model: DraftingModel) -> StepFunction:
 
 
 def kinds_of_head(model: Model) -> frozenset[str]:
-    """The kinds of the layers of a model's head; none where it has no head."""
+    """List the kinds of layers in a model's draft head; none if it has no head."""
     return model.drafting if isinstance(model, DraftingModel) else frozenset()
 
 
 def map_tensors(action: Callable[[Tensor], Tensor], inputs: InputsT) -> InputsT:
-    """``inputs`` with ``action`` done to each tensor once, but for those that stay on the host.
+    """Apply ``action`` to each tensor of ``inputs`` once, except tensors that stay on the host.
 
-    One tensor that stands in several places stays one: graphs are guarded by that.
+    A tensor that stands in several places stays one: guards of graphs depend on that.
     """
     done: dict[int, Tensor] = {}
 

@@ -1,11 +1,12 @@
-"""The turns of those who use a runner: one call at a time, and none inside another.
+"""Turns of the users of a runner: one call at a time, and none inside another.
 
-A callback, a hook of the model, a signal handler or a finalizer may call a runner, or an engine on
-it, at any place of a call in progress on its thread. What that call has read must stay true:
+A call of a runner, or of an engine on it, may come at any place of a call in progress on its
+thread. It may come from a callback, a hook of the model, a signal handler or a finalizer. Values
+that the outer call has read must stay true:
 
     run     a call: waits for other threads, and is refused inside a call of its own thread
-    soon    what gives back or queues: done at once, or at the end of the call in progress
-    post    the same without waiting for another thread, which a finalizer must never do
+    soon    an action that gives back or queues: done at once, or at the end of the call in progress
+    post    like soon, without waiting for another thread, which a finalizer must never do
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ ResultT = TypeVar("ResultT")
 
 
 class Turn:
-    """Lets one call at a time use a runner.
+    """Turns of the users of one runner: one call at a time runs.
 
-    ``lock`` may be held over several calls that belong together. What was posted and was cut off
-    by Ctrl-C is done again: it must find out what is left to do.
+    ``lock`` may be held over several calls that belong together. A posted action that Ctrl-C cut
+    off is done again: it must find out what is left to do.
     """
 
     def __init__(self) -> None:
         self.lock = RLock()
-        self._call: str | None = None  # in progress, of the thread that holds the lock
+        self._call: str | None = None  # call in progress, on the thread that holds the lock
         self._posted: deque[Callable[[], object]] = deque()
 
     def run(self, name: str, call: Callable[[], ResultT]) -> ResultT:
-        """Run a call, and what was posted before its end, each in a ``isolated`` context.
+        """Run a call, and actions posted before its end, each in an ``isolated`` context.
 
         Raises:
             RuntimeError: a call of this thread is in progress.
@@ -43,7 +44,7 @@ class Turn:
         try:
             with self.lock:
                 self.check(name)
-                try:  # no context manager of Python's: Ctrl-C finds gaps at its ends
+                try:  # no context manager: Ctrl-C could strike between its steps
                     self._call = name
                     self._settle()
                     with isolated():
@@ -54,13 +55,13 @@ class Turn:
                     finally:
                         self._call = None
         finally:
-            self._settle_if_free()  # what another thread posted since
+            self._settle_if_free()  # actions that another thread posted since
 
     def check(self, name: str) -> None:
         """Refuse a call inside another one of this thread.
 
         Raises:
-            RuntimeError: one is in progress.
+            RuntimeError: a call of this thread is in progress.
         """
         with self.lock:
             if self._call is not None:
@@ -71,12 +72,12 @@ class Turn:
                 )
 
     def soon(self, action: Callable[[], object]) -> None:
-        """Do something that no call may see halfway: now, or at the end of this thread's call."""
+        """Do an action that no call may see half done: now, or at the end of this thread's call."""
         with self.lock:
             self.post(action)
 
     def post(self, action: Callable[[], object]) -> None:
-        """Do something now or, while any thread is in a call, at the end of that."""
+        """Do an action now or, if any thread is in a call, at the end of that call."""
         self._posted.append(action)
         self._settle_if_free()
 
@@ -90,7 +91,7 @@ class Turn:
                 self.lock.release()
 
     def _settle(self) -> None:
-        """Do what was posted, in order; what Ctrl-C cuts off stays the first to be done."""
+        """Do posted actions in order; an action that Ctrl-C cuts off is done again first."""
         while self._posted:
             try:
                 with isolated():
@@ -102,14 +103,14 @@ class Turn:
 
 
 class Within(Turn):
-    """The turn of who is in a call already, and makes others as parts of it."""
+    """Turn of a caller inside a call, who makes further calls as parts of it."""
 
     def run(self, name: str, call: Callable[[], ResultT]) -> ResultT:
-        """Run a part of the call in progress."""
+        """Run a call as a part of the one in progress."""
         return call()
 
     def post(self, action: Callable[[], object]) -> None:
-        """Do a part of the call in progress."""
+        """Do an action as a part of the call in progress."""
         action()
 
 
@@ -118,7 +119,7 @@ def _nothing() -> None:
 
 
 class HasTurn(Protocol):
-    """A runner, or an engine on one."""
+    """Runner, or engine on one."""
 
     @property
     def turn(self) -> Turn: ...
@@ -130,7 +131,7 @@ UserT = TypeVar("UserT", bound=HasTurn)
 def in_turn(
     method: Callable[Concatenate[UserT, ParamT], ResultT],
 ) -> Callable[Concatenate[UserT, ParamT], ResultT]:
-    """Make each call of a method one that waits for its turn."""
+    """Make each call of a method wait for its turn."""
 
     @wraps(method)
     def call(self: UserT, /, *args: ParamT.args, **options: ParamT.kwargs) -> ResultT:

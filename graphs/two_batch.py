@@ -1,8 +1,8 @@
 """Two-batch overlap: which steps are cut into two halves, and at which token.
 
-The halves run interleaved in one graph (``schedule``), so that what one waits for (a collective,
-memory) is hidden behind the other's compute. The cut is planned on the host from lengths alone; it
-may fall inside a sequence, whose second part then reads what the first wrote to the pools.
+The halves run interleaved in one graph (``schedule``), so that the compute of one hides a wait of
+the other (for a collective, for memory). The cut is planned on the host from lengths alone. It may
+fall inside a sequence; then the second part reads what the first wrote to the pools.
 """
 
 from __future__ import annotations
@@ -18,30 +18,34 @@ from torch_hybrid.backends.mode import Mode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapPolicy:
-    """Which steps are cut: those of at least so many sequences or tokens. None cuts no step.
+    """Policy of cutting: a step of at least so many sequences or tokens is cut in halves.
 
-    A step that is cut although it is too small for two halves runs with an empty one, which is
-    right and slow: every half reads all weights. Steps that verify drafts, or make them, are never
-    cut.
+    A minimum of None cuts no step. A step that is cut though it is too small for two halves runs
+    with an empty half, which is correct and slow: every half reads all weights. Steps that verify
+    or make drafts are never cut.
+
+    Attributes:
+        min_decode_seqs: fewest sequences of a decode step that is cut.
+        min_extend_tokens: fewest new tokens of an extend step that is cut.
     """
 
     min_decode_seqs: int | None = None
     min_extend_tokens: int | None = None
 
     def cuts(self, mode: Mode, num_seqs: int, num_tokens: int) -> bool:
-        """Whether a step of these sizes is cut."""
+        """Tell whether a step of these sizes is cut."""
         smallest = self._smallest(mode)
         size = num_tokens if mode.tokens_per_seq is None else num_seqs
         return smallest is not None and size >= smallest
 
     def always_cuts(self, mode: Mode) -> bool:
-        """Whether no step of a mode runs whole."""
+        """Tell whether every step of a mode is cut."""
         return self._smallest(mode) == 0
 
     def _smallest(self, mode: Mode) -> int | None:
         if mode.num_chained:
             return None
-        if mode.num_drafts:  # a sequence that is cut would replay what was accepted twice
+        if mode.num_drafts:  # a sequence that is cut would replay its accepted drafts twice
             return None
         return self.min_extend_tokens if mode.tokens_per_seq is None else self.min_decode_seqs
 
@@ -53,14 +57,14 @@ ALWAYS_CUT = OverlapPolicy(min_decode_seqs=0, min_extend_tokens=0)
 def overlap_policy(
     overlap: str | OverlapPolicy, measured: Callable[[], OverlapPolicy]
 ) -> OverlapPolicy:
-    """The policy that a choice stands for.
+    """Resolve the runner's option ``two_batch_overlap`` to a policy.
 
     Args:
         overlap: "off", "on", "auto" or a policy.
-        measured: what "auto" stands for.
+        measured: makes the policy of "auto".
 
     Raises:
-        ValueError: another name.
+        ValueError: ``overlap`` is another name.
     """
     match overlap:
         case OverlapPolicy():
@@ -79,7 +83,7 @@ def overlap_policy(
 def check_cuttable(
     policy: OverlapPolicy, *, max_seqs: int, max_tokens: int, chunk_size: int
 ) -> None:
-    """Raise ValueError where a policy cuts steps of a runner that hold no two halves."""
+    """Raise ValueError if a policy cuts steps of a runner that are too small for two halves."""
     if policy.cuts(Mode.DECODE, max_seqs, max_seqs) and max_seqs < 2:
         raise ValueError(
             f"decode steps of at most {max_seqs} sequence(s) are too small to cut in halves: "
@@ -93,12 +97,12 @@ def check_cuttable(
 
 
 def plan_split(query_lens: Sequence[int], *, grid: int = 1) -> int:
-    """The token at which a step is cut: as near to its middle as the chunk grid allows.
+    """Choose the token at which a step is cut: as near to its middle as the chunk grid allows.
 
     Args:
         query_lens: new tokens of each sequence. One each (decode) cuts at half of the sequences.
-        grid: inside a sequence, the cut is a multiple of so many of its new tokens, so that no
-            chunk of a chunked mixer is cut.
+        grid: inside a sequence, the cut is at a multiple of so many of its new tokens. So no chunk
+            of a chunked mixer is cut.
 
     Returns:
         0 to ``sum(query_lens)``; the earlier one of two cuts that are equally near. A half may be
@@ -106,7 +110,7 @@ def plan_split(query_lens: Sequence[int], *, grid: int = 1) -> int:
     """
     ends = list(accumulate(query_lens))
     total = ends[-1] if ends else 0
-    # The middle lies in the first sequence that ends past it; where none does, nothing is to cut.
+    # The middle lies in the first sequence that ends past it; an empty step has none.
     for length, end in zip(query_lens, ends, strict=True):
         if 2 * end >= total:
             start = end - length
@@ -117,7 +121,7 @@ def plan_split(query_lens: Sequence[int], *, grid: int = 1) -> int:
 
 
 def rows_in_halves(tokens: Tensor, cut: int, half_tokens: int) -> Tensor:
-    """Where tokens of the whole step stand once its padded halves are joined.
+    """Map tokens of the whole step to their places in the joined, padded halves.
 
     Args:
         tokens: [R] int64 indices of packed tokens.

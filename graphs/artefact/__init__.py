@@ -1,1 +1,1 @@
-"""Compiled steps in a file: what they hold for, what is in it, and how a runner uses it."""
+"""Artefact: a file of compiled steps, the facts that it holds for, and its use by a runner."""

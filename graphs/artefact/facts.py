@@ -1,4 +1,4 @@
-"""What compiled steps hold for: a process of other facts cannot use them."""
+"""Facts under which compiled steps are valid: a process with other facts cannot use them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CODE = {".py", ".cpp", ".h"}
 
 
 def facts_of(model: Model, passes: Sequence[Pass], **sizes: object) -> dict[str, str]:
-    """What graphs of this process, its model and its runner hold for, by name."""
+    """Collect the facts of this process, its model and its runner, by name."""
     facts = {
         "torch_hybrid": _package(),
         "torch": torch.__version__,
@@ -43,7 +43,7 @@ def facts_of(model: Model, passes: Sequence[Pass], **sizes: object) -> dict[str,
 
 
 def _model(model: Model) -> str:
-    """A digest of a model's modules, of their code, and of the layouts of its tensors."""
+    """Digest a model's modules, their code, and the layouts of its tensors."""
     if not isinstance(model, nn.Module):
         return _digest(_unknown(model))
     code = sorted(set(map(_code_of, {type(module) for module in model.modules()})))
@@ -52,8 +52,7 @@ def _model(model: Model) -> str:
 
 
 def _code_of(kind: type) -> str:
-    """Digest the file that a class stands in, or its functions where it stands in none: in a
-    notebook, or in what is given to ``python -c``."""
+    """Digest the file of a class, or its functions if it has no file (a notebook, for example)."""
     try:
         file = inspect.getsourcefile(kind)
     except (OSError, TypeError):
@@ -67,16 +66,16 @@ def _code_of(kind: type) -> str:
 
 
 def _compiled(code: CodeType) -> tuple[Any, ...]:
-    """Collect what a function was compiled to, without the places of its lines."""
+    """Collect a function's bytecode and constants, without line numbers."""
     constants = [_compiled(x) if isinstance(x, CodeType) else repr(x) for x in code.co_consts]
     return code.co_code, code.co_names, code.co_varnames, constants
 
 
 def _unknown(value: Any) -> object:
-    """What stands for an object of any class, in every process."""
+    """Describe an object of any class by facts that are the same in every process."""
     if isinstance(value, FunctionType):
         return value.__qualname__, _compiled(value.__code__)
-    if func := getattr(value, "func", None):  # a partial, or what binds a function otherwise
+    if func := getattr(value, "func", None):  # a partial, or another object that binds a function
         given = getattr(value, "args", ()), getattr(value, "keywords", {})
         return _unknown(func), fact(given, _name)
     held = {k: v for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("_")}
@@ -94,7 +93,7 @@ def _version(package: str) -> str:
 
 @cache
 def _package() -> str:
-    """A digest of the code of this package, whose graphs and calls of C++ change with it."""
+    """Digest the code of this package, on which graphs and their calls of C++ depend."""
     root = __name__.partition(".")[0]
     packages = [sys.modules[name] for name in (root, f"{root}.ops", f"{root}.graphs")]
     folders = {folder for package in packages for folder in package.__path__}
@@ -107,7 +106,7 @@ def _digest(value: object) -> str:
 
 
 def _device(device: torch.device) -> str:
-    """A name of the device's kind: code for one kind does not run, or is slow, on another."""
+    """Name the kind of a device: code for one kind does not run, or is slow, on another."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"

@@ -1,12 +1,12 @@
 """Compiled steps in a file, for processes that neither trace nor generate code.
 
-    facts.json   what the graphs were made for: a process of other facts cannot use them
+    facts.json   facts that the graphs were made for: a process of other facts cannot use them
     steps        each variant's text, its arguments by name, and its record
     regions      each distinct region as Inductor serializes it
     libraries    the C++ of the regions, and of the ops that they call
 
-What is in the file is run as code: load none that you do not trust. Triton keeps what it compiled
-in a cache of its own.
+Loading runs code from the file: load no file that you do not trust. Triton keeps its compiled
+kernels in a cache of its own.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _REGIONS, _KERNELS, _OPS = "regions", "kernels", "ops"
 
 
 class StaleArtefactError(RuntimeError):
-    """An artefact cannot be used here; the message says why."""
+    """Mismatch of an artefact and this process; the message says why it cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A tensor by its name in the model or its caches."""
+    """Tensor by its name in the model or its caches."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedGraph:
-    """A graph whose tensors are named and whose regions are numbered."""
+    """Graph whose tensors are named and whose regions are numbered."""
 
     text: str
     regions: tuple[int, ...]
@@ -68,7 +68,7 @@ class _SavedGraph:
 
 
 def named_tensors(model: Model, caches: Caches) -> dict[str, Tensor]:
-    """Every tensor of a model and of its caches, by name."""
+    """Collect every tensor of a model and of its caches, by name."""
     named = {
         f"caches.{kind}.{index}.{name}": tensor
         for kind, layers in caches.items()
@@ -91,14 +91,14 @@ def save(
     """Write compiled steps to a file, all or nothing.
 
     Args:
-        path: of the file; its folder must be there.
-        steps: the graph and the record of each variant, by its name.
-        choices: of ops that the inputs of steps do not tell of.
-        facts: what the graphs hold for; see ``facts_of``.
-        named: the tensors that graphs may be bound to.
+        path: the file to write; its folder must exist.
+        steps: the graph and the record of each variant, by the variant's name.
+        choices: implementations of ops that the inputs of steps do not show.
+        facts: facts under which the graphs are valid (``facts_of``).
+        named: tensors that graphs may be bound to.
 
     Raises:
-        UnsupportedError: a graph is not all there is to its step.
+        UnsupportedError: a graph cannot be saved: an argument or a region of it is not in the file.
         OSError: the file cannot be written.
     """
     names = {id(tensor): name for name, tensor in named.items()}
@@ -161,15 +161,15 @@ def _saved(
 
 
 class Artefact:
-    """An open file of compiled steps that were made for what runs here.
+    """Open file of compiled steps whose facts match this process.
 
     Args:
-        path: of the file.
-        facts: of this process, its model and its runner.
+        path: the file.
+        facts: facts of this process, its model and its runner.
 
     Raises:
-        FileNotFoundError: there is none.
-        StaleArtefactError: it is no artefact, or was made for something else.
+        FileNotFoundError: there is no such file.
+        StaleArtefactError: the file is no artefact, or has other facts.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
@@ -192,19 +192,19 @@ class Artefact:
 
     @property
     def variants(self) -> Collection[str]:
-        """Those that it has steps of."""
+        """Names of the variants whose steps are in the file."""
         return self._steps.keys()
 
     def graph(
         self, variant: str, constants: str, choices: Choices, named: Mapping[str, Tensor]
     ) -> tuple[CompiledGraph, GraphRecord] | None:
-        """The graph of a variant and its record, or None where the file has none like it.
+        """Find the graph of a variant and its record; None if the file's graph is of other choices.
 
         Args:
-            variant: its name.
-            constants: of what it is traced with.
-            choices: of ops that those do not tell of.
-            named: the tensors to bind it to.
+            variant: name of the variant.
+            constants: constants of the inputs that it is traced with (``constants_of``).
+            choices: implementations of ops that the inputs do not show.
+            named: tensors to bind the graph to.
         """
         saved = self._steps[variant]
         if (saved.constants, saved.choices) != (constants, choices):
@@ -231,7 +231,7 @@ class Artefact:
         return self._regions[number]
 
     def _unpacked(self, folder: str) -> dict[str, Path]:
-        """The libraries of a folder, each in a file to load it from, by key."""
+        """Unpack the libraries of a folder, each to a file to load it from, by key."""
         prefix = f"{folder}/"
         names = [name for name in self._file.namelist() if name.startswith(prefix)]
         return {name.removeprefix(prefix): unpack_library(self._file.read(name)) for name in names}

@@ -1,7 +1,7 @@
-"""A compiled region as bytes, and back, by what Inductor itself puts into its caches.
+"""Compiled regions as bytes, by the serialization that Inductor uses for its caches.
 
-Inductor's code for a CPU hands C++ source to a compiler when it is loaded. The libraries that came
-of it are kept beside the bytes and handed out instead, so that loading needs no compiler.
+When Inductor's code for a CPU is loaded, it hands C++ source to a compiler. The artefact keeps the
+resulting libraries beside the bytes and supplies these instead, so that loading needs no compiler.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _LOADING = Lock()
 
 
 def dump_region(region: CompiledRegion, kernels: dict[str, Path]) -> bytes:
-    """A region as ``load_region`` takes it.
+    """Serialize a region for ``load_region``.
 
     Args:
         region: compiled or loaded in this process.
-        kernels: receives the files of the libraries that it needs, by key.
+        kernels: receives the files of the libraries that the region needs, by key.
 
     Raises:
-        UnsupportedError: Inductor's code is not all there is to the region.
+        UnsupportedError: the region runs more than Inductor's code: autograd's wrapper.
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.output_code import CompiledFxGraph
@@ -47,12 +47,12 @@ def dump_region(region: CompiledRegion, kernels: dict[str, Path]) -> bytes:
         kernels[_key(types, source)] = Path(kernel.__self__.__file__)
         return kernel
 
-    _load(data, note)  # which also proves that it can be
+    _load(data, note)  # collects the libraries, and proves that the bytes load
     return data
 
 
 def load_region(data: bytes, kernels: Mapping[str, Path]) -> CompiledRegion:
-    """A region from its bytes and the libraries that it needs."""
+    """Load a region from its bytes and the libraries that it needs."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     def find(_compiler: Any, types: list[str], source: str) -> Any:
@@ -65,7 +65,7 @@ def load_region(data: bytes, kernels: Mapping[str, Path]) -> CompiledRegion:
 
 
 def _load(data: bytes, cpp_pybinding: Callable[[Any, list[str], str], Any]) -> Any:
-    """The graph of these bytes, whose C++ kernels come from ``cpp_pybinding``."""
+    """Load the graph of these bytes; ``cpp_pybinding`` supplies its C++ kernels."""
     from torch._inductor.output_code import CompiledFxGraphConstants
 
     graph = pickle.loads(data)

@@ -1,4 +1,4 @@
-"""The compiled steps that a runner finds in a file, and writes to one."""
+"""Store of compiled steps that a runner finds in a file, and writes to one."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from torch_hybrid.graphs.step import Caches, Inputs, Model
 
 
 class StepStore:
-    """Finds a runner's steps in the artefact at ``path``, if there is one that fits.
+    """Store of a runner's compiled steps, in the artefact at ``path`` if its facts match.
 
-    One that does not fit is named in a warning, and is there to be written anew, as one that is
-    not there yet.
+    An artefact that does not match is named in a warning, and will be overwritten; a missing one
+    will be written.
 
     Args:
-        path: of the file; None looks nowhere.
-        model: that the steps run.
-        caches: of its layers.
-        passes: over its graphs.
-        sizes: of the runner, by name.
+        path: the file; None finds nothing.
+        model: the model that the steps run.
+        caches: pools of its layers.
+        passes: passes over its graphs.
+        sizes: sizes of the runner, by name.
 
     Raises:
-        ValueError: the folder of ``path`` is not there, so that nothing could be written.
+        ValueError: the folder of ``path`` does not exist, so that nothing could be written.
     """
 
     def __init__(
@@ -61,31 +61,31 @@ class StepStore:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is an artefact that fits."""
+        """Flag: an artefact was found and matches."""
         return bool(self._artefacts)
 
     def open(self, path: Path) -> None:
-        """Look for steps in this artefact too.
+        """Open one more artefact, and find steps in it too.
 
         Raises:
-            FileNotFoundError: there is none.
-            StaleArtefactError: it does not fit.
+            FileNotFoundError: there is no such file.
+            StaleArtefactError: its facts do not match.
         """
         self._artefacts.append(Artefact(path, self._facts))
 
     def has(self, variants: Iterable[str]) -> bool:
-        """Whether there are steps of all these variants."""
+        """Tell whether there are steps of all these variants."""
         return {*variants} <= {name for file in self._artefacts for name in file.variants}
 
     def find(
         self, variant: str, inputs: Inputs, choices: Sequence[Choice]
     ) -> tuple[CompiledGraph, GraphRecord] | None:
-        """A variant's graph and its record, if they are there.
+        """Find a variant's graph and its record; None if there are none with these choices.
 
         Args:
-            variant: its name.
-            inputs: what it would be traced with.
-            choices: of ops that the inputs do not tell of.
+            variant: name of the variant.
+            inputs: inputs that it would be traced with.
+            choices: implementations of ops that the inputs do not show.
         """
         files = [file for file in self._artefacts if variant in file.variants]
         constants, impls = constants_of(inputs), impls_of(choices)
@@ -108,7 +108,8 @@ class StepStore:
         """Write steps to a file: each with its graph and its record.
 
         Raises:
-            UnsupportedError: a graph is not all there is to its step.
+            UnsupportedError: a graph cannot be saved: an argument or a region of it is not in the
+                file.
             OSError: the file cannot be written.
         """
         save(path, steps, impls_of(choices), self._facts, self._named)

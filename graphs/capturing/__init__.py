@@ -1,1 +1,1 @@
-"""Steps as CUDA graphs: inputs at fixed addresses, what is captured when, and replays."""
+"""CUDA graphs of steps: inputs at fixed addresses, the policy of what is captured, and replays."""

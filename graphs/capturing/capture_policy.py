@@ -1,4 +1,4 @@
-"""Which steps of a runner are captured in CUDA graphs, and why the others are not."""
+"""Policy of CUDA graphs: the steps of a runner that are captured, and why others are not."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ CudaGraphs = Literal["auto", "on", "off"]
 
 
 class CapturePolicy:
-    """Captures each bucket of a runner's steps when it first comes, where their ops allow it.
+    """Policy that captures each bucket of a runner's steps when it first comes.
+
+    A variant whose ops cannot be captured is called instead, or refused.
 
     Args:
-        device: of the model; on a CPU a replay calls the step.
+        device: device of the model; on a CPU a replay calls the step.
         must: refuse steps that cannot be captured, instead of noting why.
     """
 
@@ -35,11 +37,11 @@ class CapturePolicy:
     def of(
         cls, cuda_graphs: CudaGraphs, device: torch.device, *, compiles: bool
     ) -> CapturePolicy | None:
-        """The policy of a runner's ``cuda_graphs``; None where nothing is captured.
+        """Make the policy of a runner's ``cuda_graphs``; None if nothing is captured.
 
         Raises:
-            ValueError: ``cuda_graphs`` is none of its values.
-            UnsupportedError: steps that are not compiled would have to be captured.
+            ValueError: ``cuda_graphs`` is not "auto", "on" or "off".
+            UnsupportedError: "on" would capture steps that are not compiled.
         """
         if cuda_graphs not in ("auto", "on", "off"):
             raise ValueError(f"cuda_graphs must be 'auto', 'on' or 'off', got {cuda_graphs!r}")
@@ -51,7 +53,7 @@ class CapturePolicy:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The buckets that were captured, in order."""
+        """Names of the captured buckets, in order."""
         return self._steps.names
 
     @property
@@ -61,14 +63,18 @@ class CapturePolicy:
 
     @property
     def refused(self) -> Mapping[str, tuple[str, ...]]:
-        """Why variants are not captured, by name."""
+        """Reasons why variants are not captured, by variant."""
         return dict(self._refused)
 
     def check(self, variant: Variant, calls: Iterable[str]) -> None:
-        """Note why a compiled variant, of these ``op[implementation]``, cannot be captured.
+        """Note why a compiled variant cannot be captured.
+
+        Args:
+            variant: the compiled variant.
+            calls: its ops, as ``op[implementation]``.
 
         Raises:
-            UnsupportedError: it must be.
+            UnsupportedError: there is a reason, and the policy must capture every step.
         """
         reasons = why_not_capturable(calls) if self._device.type == "cuda" else ()
         if reasons and self._must:
@@ -88,20 +94,22 @@ class CapturePolicy:
         planned: StepInputs,
         kind: DrawKind | None = None,
     ) -> Tensor:
-        """Run a step from its captured graph, made now if this bucket has none.
+        """Replay the captured graph of a step's bucket; capture the graph first if there is none.
 
         Args:
-            variant: of the step.
-            step: to capture, and to call where it cannot be.
-            static: where its inputs lie.
-            value: that ``static`` holds now.
-            planned: the same on the host.
-            kind: of the tokens that it draws, which the next replay overwrites; None where it
-                returns logits.
+            variant: variant of the step.
+            step: function to capture; it is called if the variant cannot be captured.
+            static: static storage of the inputs.
+            value: inputs as views of ``static``, which holds them now.
+            planned: the same inputs on the host.
+            kind: kind of the draws, if the step samples tokens; None if it returns logits.
+
+        Returns:
+            A copy of the logits, or the sampled tokens; the next replay overwrites the tokens.
         """
         if variant.name in self._refused:
             return step(value)
-        # The captured step holds its value: no other gets that id.
+        # The captured step keeps ``value`` alive: no other object gets its id.
         key = (variant, kind, id(value), static.host_values(planned))
         if key not in self._steps:
             static.refresh(map_tensors(torch.zeros_like, planned))
@@ -113,7 +121,7 @@ class CapturePolicy:
 
 
 def _bucket_name(variant: Variant, inputs: Inputs) -> str:
-    """As it stands in reports: "extend: 128 tokens, 8 sequences of 64 pages"."""
+    """Name a bucket for reports: "extend: 128 tokens, 8 sequences of 64 pages"."""
     batch = inputs.parts[0].batch
     has_any_lengths = variant.mode.tokens_per_seq is None or variant.mode.num_chained
     tokens = f"{batch.num_tokens} tokens, " if has_any_lengths else ""

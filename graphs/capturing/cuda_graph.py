@@ -1,9 +1,9 @@
 """Steps captured as CUDA graphs, one for each bucket, and replayed.
 
-Capture is manual: whoever runs the step (a runner, or a loop of your own) keeps its inputs at fixed
-addresses (``StaticInputs``), captures each bucket once on inputs that change no state, refreshes
-the inputs, and replays. On a CPU a replay calls the step on the same static inputs, so that all
-around it runs alike.
+Capture is manual. The caller (a runner, or a loop of your own) keeps a step's inputs at fixed
+addresses (``StaticInputs``). It captures each bucket once on inputs that change no state. For each
+step it then refreshes the inputs, and replays. On a CPU a replay calls the step on the same static
+inputs, so that the code around it is the same.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.registration import REGISTERED
 
-_CAPTURING = RLock()  # of the process: steps of all runners are captured on one stream
+_CAPTURING = RLock()  # for the process: steps of all runners are captured on one stream
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph and where it leaves its result; on a CPU there is only the step."""
+    """Captured graph and its output tensor; on a CPU there is only the step."""
 
     name: str
     step: Callable[[], Tensor]
@@ -57,7 +57,7 @@ class CapturedSteps:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What was captured, in order."""
+        """Names of the captured steps, in order."""
         return tuple(step.name for step in self._steps.values())
 
     @property
@@ -68,11 +68,15 @@ class CapturedSteps:
     def capture(
         self, key: Hashable, step: Callable[[], Tensor], *, name: str | None = None
     ) -> None:
-        """Capture ``step``, which must read static inputs that hold a step of padding now.
+        """Capture ``step``, whose static inputs hold a step of padding now.
 
-        The step runs once before it is captured, to load kernels and choose their settings, on
-        memory that the graph then takes: it must change no state that anybody owns. ``name`` is for
-        reports; the key's text by default.
+        The step runs once before its capture, to load kernels and tune them, on memory that the
+        graph then takes. It must change no state of a sequence.
+
+        Args:
+            key: identifies the captured step.
+            step: function to capture; it reads the static inputs.
+            name: name for reports; the key's text by default.
 
         Raises:
             ValueError: ``key`` was captured before.
@@ -85,12 +89,12 @@ class CapturedSteps:
             return
         with _CAPTURING, torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # as torch.cuda.graph does: what is freed there is not counted
+            torch.cuda.empty_cache()  # torch.cuda.graph would, amid the count
             before = torch.cuda.memory_reserved()
             with on_capture_stream(self._device), torch.cuda.use_mem_pool(self._pool):
                 step()
             graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._device)
-            pool: Any = self._pool.id  # annotated as a pair, where graph wants a type of its own
+            pool: Any = self._pool.id  # annotated as a pair; graph wants another type
             with _nothing_collected(), torch.cuda.graph(graph, pool=pool, stream=stream):
                 output = step()
             torch.cuda.synchronize()
@@ -112,7 +116,7 @@ class CapturedSteps:
 
 @contextmanager
 def on_capture_stream(device: torch.device) -> Iterator[None]:
-    """Run steps that are to be captured where they will be; a CPU has no such place."""
+    """Run steps on the stream on which they will be captured; a CPU has no streams."""
     if device.type != "cuda":
         yield
         return
@@ -126,8 +130,10 @@ def on_capture_stream(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Leave what nobody reaches for later: among it may be a pool of other graphs, and torch aborts
-    the process where one is freed while a graph is captured."""
+    """Switch garbage collection off during a capture.
+
+    Garbage may hold a pool of other graphs, and torch aborts the process if one is freed meanwhile.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -139,13 +145,15 @@ def _nothing_collected() -> Iterator[None]:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where all steps run before they are captured, and are: cuBLAS keeps memory for each stream
-    that it was ever called on, 32 MiB on Hopper."""
+    """Make the one stream on which all steps are warmed up and captured.
+
+    cuBLAS keeps memory for each stream that it was ever called on, 32 MiB on Hopper.
+    """
     return torch.cuda.Stream(device)
 
 
 def why_not_capturable(calls: Iterable[str]) -> tuple[str, ...]:
-    """Which of a compiled step's ops, as ``op[implementation]``, a CUDA graph cannot hold."""
+    """Explain which ops of a step, given as ``op[implementation]``, a CUDA graph cannot hold."""
     reasons = []
     for call in calls:
         op, _, impl = call.rstrip("]").partition("[")

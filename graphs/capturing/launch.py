@@ -1,6 +1,6 @@
-"""Steps that sample, and that the host need not wait for: their tokens stay on the device.
+"""Steps that sample on the device, so that the host need not wait for their tokens.
 
-    last     [max_seqs + 1] the token that was sampled last for each sequence, by its place
+    last     [max_seqs + 1] the last sampled token of each sequence, by the sequence's place
     tokens   of a step: an id, or -p for last[p], which the host has not read yet
     draws    places: where last gets each row's token (0: none is drawn); settings: how it is drawn
 
@@ -31,14 +31,14 @@ from torch_hybrid.sampling import Draw, DrawKind, draw_tokens, no_settings, sett
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """What becomes of the R rows of a step's logits."""
+    """Draws of tokens from the R rows of a step's logits."""
 
-    places: Tensor  # [R] int64: of the sequence that gets the token; 0: none does
+    places: Tensor  # [R] int64: place of the sequence that gets the token; 0: none is drawn
     settings: Tensor  # [5, R] float64; see ``settings_of``
 
     @classmethod
     def nothing(cls, num_rows: int) -> Draws:
-        """Of rows of which none is drawn."""
+        """Make draws for rows of which none is sampled."""
         places = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
         return cls(places=places, settings=no_settings(num_rows))
 
@@ -50,7 +50,14 @@ class Draws:
         kind: DrawKind,
         num_rows: int,
     ) -> Draws:
-        """Those that are made, of a kind, for sequences at these places: None draws nothing."""
+        """Make the draws of a step.
+
+        Args:
+            places: place of each sequence among the last tokens.
+            draws: how each sequence's token is drawn; None draws none.
+            kind: kind of all draws.
+            num_rows: rows of logits, padding included.
+        """
         drawn = [place * (draw is not None) for place, draw in zip(places, draws, strict=True)]
         drawn += [0] * (num_rows - len(drawn))
         is_greedy = not kind.draws
@@ -60,8 +67,10 @@ class Draws:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """All that changes from step to step: what the compiled step reads, and what is done around
-    it. A step that is not launched draws nothing."""
+    """Inputs that change from step to step: those of the compiled step, and the draws after it.
+
+    A step that is not launched draws nothing.
+    """
 
     inputs: Inputs
     draws: Draws
@@ -72,14 +81,14 @@ register_value(StepInputs)
 
 
 def num_logits(inputs: Inputs) -> int:
-    """Rows of logits that a step returns, padding included."""
+    """Count the rows of logits that a step returns, padding included."""
     if inputs.rows is not None:
         return inputs.rows.shape[0]
     return sum(part.batch.num_tokens for part in inputs.parts)
 
 
 class Launched:
-    """A step under way; its tokens are on their way to the host."""
+    """Step that was started, and whose tokens are being copied to the host."""
 
     def __init__(self, drawn: Tensor, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -93,8 +102,9 @@ class Launched:
     def result(self) -> list[int]:
         """Wait for the tokens: one for each sequence, in their order.
 
-        ``NOT_FINITE`` stands where logits had NaN or infinity. Where nothing was to be drawn, the
-        entry has no meaning.
+        Returns:
+            The tokens. ``NOT_FINITE`` marks logits with NaN or infinity. The entry of a sequence
+            without a draw has no meaning.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -102,23 +112,23 @@ class Launched:
         return tokens
 
     def join(self, device: torch.device) -> None:
-        """Let what this thread starts on the device from now on begin after the step."""
+        """Make this thread's later work on the device wait for the step."""
         if self._copied is not None:
             self._copied.wait(torch.cuda.current_stream(device))
 
 
 class LastTokens:
-    """The token that was sampled last for each sequence of a runner, on the device.
+    """Tokens that were sampled last for the sequences of a runner, on the device.
 
     Args:
-        max_seqs: places of the runner.
-        device: where steps run.
+        max_seqs: number of places, one for each sequence of the runner.
+        device: device on which steps run.
     """
 
     @torch.inference_mode(mode=False)
     def __init__(self, max_seqs: int, device: torch.device) -> None:
         self._of_place = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device)
-        self._known: set[int] = set()  # ids of the sequences that have one
+        self._known: set[int] = set()  # ids of the sequences that have a sampled token
 
     def fill(
         self,
@@ -126,10 +136,10 @@ class LastTokens:
         places: Sequence[int],
         tokens: Sequence[Sequence[int] | None],
     ) -> list[Sequence[int]]:
-        """The tokens of a step as its batch has them: None is the sequence's last one.
+        """Write the tokens of a step as its batch has them: None becomes the sequence's last token.
 
         Raises:
-            ValueError: nothing was sampled for such a sequence by the step before.
+            ValueError: the step before sampled no token for such a sequence.
         """
         known = self._known
         for seq, new in zip(seqs, tokens, strict=True):
@@ -139,20 +149,24 @@ class LastTokens:
         return [[-place] if new is None else new for place, new in pairs]
 
     def note(self, seqs: Sequence[HeldSequence], draws: Sequence[Draw | None]) -> None:
-        """A step of these sequences was started."""
+        """Note that a step with these draws was started."""
         pairs = list(zip(seqs, draws, strict=True))
         self._known.difference_update([seq.id for seq, draw in pairs if draw is None])
         self._known.update([seq.id for seq, draw in pairs if draw is not None])
 
     def forget(self, seqs: Iterable[HeldSequence]) -> None:
-        """These sequences were freed, or went on with tokens of the host."""
+        """Forget sequences that were freed, or went on with tokens of the host."""
         self._known.difference_update(seq.id for seq in seqs)
 
     def wrap(
         self, step: Callable[[Inputs], Tensor], kind: DrawKind | None
     ) -> Callable[[StepInputs], Tensor]:
-        """A step with all that a launch does around it, which returns the tokens, [R] int64; or,
-        without a ``kind``, the step alone, which returns its logits."""
+        """Add the work of a launch to a step: fill in last tokens, sample, and store the tokens.
+
+        Returns:
+            A function that returns the tokens, [R] int64. Without a ``kind``, it runs the step
+            alone and returns its logits.
+        """
 
         def launched(value: StepInputs) -> Tensor:
             if kind is None:
@@ -166,6 +180,6 @@ class LastTokens:
         return launched
 
     def _fill_in(self, tokens: Tensor) -> None:
-        """Put the last tokens where they are meant, in the step's own input."""
+        """Put last tokens in the place of their markers, in the step's own input."""
         last = self._of_place.index_select(0, tokens.neg().clamp_(min=0))
         torch.where(tokens < 0, last, tokens, out=tokens)

@@ -1,9 +1,9 @@
 """Tensors at fixed addresses that a captured or compiled step reads, refreshed at every step.
 
 All leaves of the step's value live in one buffer, which holds the largest bucket. Each bucket packs
-its leaves at the head of it, so that a refresh is one copy to the device, of no more bytes than the
-step has; it writes all that the step reads, so that nothing of another step can be left over.
-A leaf that stays on the host (``pytrees.OnHost``) has its storage there.
+its leaves at the buffer's head. So a refresh is one copy to the device, of no more bytes than the
+step has. It writes all that the step reads, so that nothing of another step is left over. A leaf
+that stays on the host (``pytrees.OnHost``) has its storage there.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 
 from torch_hybrid.pytrees import OnHost, tensors_of
 
-_ALIGNMENT = 64  # bytes; what vector loads of generated code may assume
+_ALIGNMENT = 64  # bytes; vector loads of generated code may assume it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """A bucket's views: where its leaves are written, and the value that the step reads."""
+    """Views of a bucket: host views to write its leaves to, and the value that the step reads."""
 
     host: list[Tensor]
     value: Any
@@ -35,9 +35,9 @@ class StaticInputs:
     """Static storage for values of one pytree structure, of tensors and None.
 
     Args:
-        largest: a value whose leaves are as large as they ever get. Leaves that are the same
+        largest: a value whose leaves have their largest possible sizes. Leaves that are the same
             tensor stay one tensor.
-        device: where the step runs.
+        device: device on which the step runs.
     """
 
     @torch.inference_mode(mode=False)
@@ -65,7 +65,7 @@ class StaticInputs:
 
     @property
     def num_buckets(self) -> int:
-        """How many there were so far."""
+        """Number of buckets so far."""
         return len(self._layouts)
 
     def refresh(self, value: Any) -> Any:
@@ -99,14 +99,14 @@ class StaticInputs:
         return layout.value
 
     def host_values(self, value: Any) -> tuple[tuple[int, ...], ...]:
-        """What a value's leaves that stay on the host hold: a captured graph is captured for it."""
+        """List the values of leaves that stay on the host; a captured graph is only for these."""
         if not self._on_host:
             return ()
         leaves, _ = tensors_of(value)
         return tuple(tuple(leaves[i].tolist()) for i in self._on_host)
 
     def _lay_out(self, value: Any, leaves: list[Tensor]) -> _Layout:
-        """The views for a value with leaves of these shapes; made once for each bucket."""
+        """Make the views for a value with leaves of these shapes; called once for each bucket."""
         offsets, end = {}, 0
         for i, capacity in self._capacity.items():
             leaf = leaves[i]
@@ -132,12 +132,12 @@ class StaticInputs:
 
 
 def _aligned(num_bytes: int) -> int:
-    """Rounded up to where the next leaf may begin."""
+    """Round a size up to the place where the next leaf may begin."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _leaves_on_host(structure: Sequence[object]) -> tuple[int, ...]:
-    """Which of the leaves, in order, stand in an ``OnHost``."""
+    """Find the leaves, counted in order, that stand in an ``OnHost``."""
     held = [holder is OnHost for holder, node in pairwise([None, *structure]) if node is Tensor]
     return tuple(i for i, is_on_host in enumerate(held) if is_on_host)
 

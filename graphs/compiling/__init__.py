@@ -1,1 +1,1 @@
-"""From a traced step to one that runs: layers copied, cut into regions, each compiled once."""
+"""Compilation of a traced step: layers copied, the graph cut into regions, each compiled once."""

@@ -1,8 +1,8 @@
-"""Find copies of state pools in compiled code.
+"""Search of compiled code for copies of state pools.
 
-A mutation that the compiler cannot do in place shows in Inductor's final code as a buffer of the
-pool's size that is allocated, filled, passed to the op and copied back. That costs a pass over the
-whole pool at every step and stays invisible in the results, so it is looked for in the code itself:
+If the compiler cannot mutate a pool in place, Inductor allocates a buffer of the pool's size. It
+fills the buffer, passes it to the op and copies it back. That costs a pass over the whole pool at
+every step, and does not show in the results, so the check reads the code itself:
 
     for every allocation in the code:
         if its number of elements is that of a pool: report it with the first op that receives it
@@ -32,14 +32,14 @@ class PoolClone:
 
 
 def find_pool_clones(source: str, pool_sizes: Collection[int]) -> list[PoolClone]:
-    """The pool-sized allocations in Inductor's generated wrapper ``source``.
+    """Find the pool-sized allocations in Inductor's generated wrapper ``source``.
 
     Args:
         source: the generated Python code of one compiled graph.
         pool_sizes: the number of elements of each pool.
 
     Returns:
-        One entry per allocation whose static size equals that of a pool.
+        One entry for each allocation whose static size equals that of a pool.
     """
     clones = []
     for match in _ALLOCATION.finditer(source):

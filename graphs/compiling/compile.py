@@ -1,9 +1,9 @@
-"""Compile a step into one graph, and keep what is known of that graph.
+"""Compilation of a step into one graph, with a record of that graph.
 
-Dynamo traces the step with the first layers (``fullgraph``: a graph break is an error), the others
-are put in as copies of those, the passes run on the whole graph, and Inductor compiles each
-distinct region of the result. Guards are kept on the step's own inputs alone: weights and pools
-belong to the runner, which never replaces them.
+Dynamo traces the step with the model's first layers; a graph break is an error (``fullgraph``).
+Copies of these layers stand in for the others. Passes rewrite the whole graph, and Inductor
+compiles each distinct region of the result. Guards are kept on the step's own inputs alone: weights
+and pools belong to the runner, which never replaces them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from torch_hybrid.ops.core.side_stream import JOIN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphRecord:
-    """One compiled graph: what is in it, what it cost, and whether it copies a pool.
+    """Record of one compiled graph: its nodes and ops, its compile time, and its copies of pools.
 
-    One that ``is_loaded`` was compiled by another process, which is what it tells of.
+    If ``is_loaded``, another process compiled the graph, and the record describes that compilation.
     """
 
     num_nodes: int
     layers: LayerCount
-    regions: tuple[int, ...]  # how often each compiled region is called
+    regions: tuple[int, ...]  # number of calls of each compiled region
     ops: Counter[str]  # "op[impl]" to number of calls
     passes: tuple[PassRecord, ...]
     schedule: tuple[Stage, ...]  # empty for a step that is not in halves
@@ -58,21 +58,20 @@ class GraphRecord:
 
 @dataclass(slots=True)
 class CompileLog:
-    """All graphs that were compiled for one runner, in order."""
+    """Records of all graphs that were compiled for one runner, in order."""
 
     graphs: list[GraphRecord] = field(default_factory=list)
 
 
 class StepBackend:
-    """Compiles traced graphs: the layers that were not traced, the passes, then Inductor, with a
-    record of each graph.
+    """Compiler of traced graphs: it adds the missing layers, runs the passes, and calls Inductor.
 
     Args:
-        log: where records go.
-        pool_sizes: numbers of elements of the state pools, to find copies of them.
-        layers: completes the graphs of its model.
-        passes: run in order on the whole graph.
-        fixes_arithmetic: whether a value is to have the same bits in all graphs.
+        log: receives a record of each graph.
+        pool_sizes: numbers of elements of the state pools; copies of pools are found by these.
+        layers: adds the layers that were not traced; None if the model was traced whole.
+        passes: graph passes, run in order on the whole graph.
+        fixes_arithmetic: whether a value must have the same bits in all graphs.
     """
 
     def __init__(
@@ -123,8 +122,11 @@ class StepBackend:
     def _compile(
         self, module: GraphModule, schedule: Sequence[Stage], added: Sequence[Tensor]
     ) -> CompiledGraph:
-        """Compile each distinct region of a graph; ``added`` are the tensors of its last
-        placeholders, which whoever calls the step does not know."""
+        """Compile each distinct region of a graph.
+
+        ``added`` are the tensors of the graph's last placeholders; the caller of the step does not
+        pass these.
+        """
         planned = opaque_ops(module.graph)
         plan = plan_regions(module.graph)
         with (
@@ -156,26 +158,28 @@ class StepBackend:
 # A hit in autograd's cache would skip Inductor, and with it the code to look at.
 _ALWAYS_INDUCTOR = {"enable_autograd_cache": False}
 
-# Whether to pad a product of odd widths is asked of the traced sizes, and the answer is guarded: a
-# graph for a GPU would not hold for smaller steps.
+# Inductor decides by the traced sizes whether to pad a product of odd widths, and guards on the
+# answer: a graph for a GPU would not hold for smaller steps.
 # Folding weights into code (freezing) would keep those of the first trace for ever.
 _ANY_SIZE = {"shape_padding": False, "freezing": False}
 
-# What a user may have set for other models. To freeze, Dynamo takes weights for constants, and ours
-# may be exchanged; what is looked for in Inductor's code (copies of pools) stands in its Python.
+# Settings that a user may have made for other models. Freezing turns weights into constants, and
+# ours may be exchanged; the check for copies of pools reads Inductor's Python wrapper, not C++.
 _FOR_OTHERS = {"freezing": False, "cpp_wrapper": False}
 
 
 def _options_of_ranks(graph: Graph) -> dict[str, bool]:
-    """With collectives, how sums are cut up is not chosen by timing: ranks would choose
-    differently, and what each computes for itself must have the same bits on all."""
+    """Choose Inductor's options for a graph with collectives: reductions are not tuned by timing.
+
+    Ranks would choose differently, and values that every rank computes must have the same bits.
+    """
     return {"deterministic": True} if any(map(is_collective_start, graph.nodes)) else {}
 
 
 def _inductor_options(
     schedule: Sequence[Stage], planned: Sequence[str]
 ) -> AbstractContextManager[Any]:
-    """Inductor's own order for a plain step, and the graph's where a pass has set one."""
+    """Choose the order of a region's ops: the graph's if a pass has set one, or Inductor's own."""
     if not schedule and JOIN not in planned:
         return nullcontext()
     from torch_hybrid.graphs.passes.keep_order import keep_order
@@ -191,10 +195,10 @@ def _check_order(sources: Sequence[str], planned: Sequence[str]) -> None:
 
 
 def _with_own_code(function: Any) -> FunctionType:
-    """A copy of ``function`` that shares no compiled graph with functions of the same source.
+    """Copy ``function``, so that it shares no compiled graph with functions of the same source.
 
     Dynamo keeps graphs on the code object, which all closures made by one ``def`` share. Without
-    guards on what they close over, one would run the graph of another.
+    guards on the variables that they close over, one would run the graph of another.
     """
     code = function.__code__.replace()
     return FunctionType(
@@ -205,13 +209,13 @@ def _with_own_code(function: Any) -> FunctionType:
 def compile_step(step: Callable[..., Tensor], backend: StepBackend) -> CompiledStep:
     """Compile ``step(inputs, caches)`` for all sizes of its inputs.
 
-    ``inputs`` is guarded: other sizes or other constants in it are another graph. ``caches`` and
-    all that ``step`` closes over are not: they must stay the same objects.
+    ``inputs`` is guarded: sizes that fail a guard, or other constants, need another graph.
+    ``caches`` and all that ``step`` closes over are not guarded, and must stay the same objects.
     """
 
     def is_guarded(entry: Any) -> bool:
         name = entry.name.removeprefix("L['").replace("']", "", 1)
-        if entry.guard_type == "DEFAULT_DEVICE":  # of the process: any thread may set it
+        if entry.guard_type == "DEFAULT_DEVICE":  # any thread may change this setting
             return False
         return not entry.name or name.startswith("inputs") or entry.guard_type == "SHAPE_ENV"
 
@@ -223,10 +227,10 @@ def compile_step(step: Callable[..., Tensor], backend: StepBackend) -> CompiledS
 
 
 class _Tracer:
-    """Runs a step by Dynamo, which traces it for inputs that it has no graph for.
+    """Caller of a step through Dynamo, which traces the step for inputs that fit no graph so far.
 
-    What Dynamo is given, and what it compiled, it keeps for as long as the process lives: it has
-    this by weak references, and so the model and its pools.
+    Dynamo keeps its argument and its compiled function until the process ends. Both hold the tracer
+    by a weak reference, so the model and its pools can be freed.
     """
 
     def __init__(
@@ -255,9 +259,10 @@ class _Tracer:
         )
 
     def __call__(self, inputs: Any, caches: Any) -> Tensor:
-        # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step,
-        # which no op takes. What sizes the process has seen before is no matter: equal ones (of the
-        # halves) are one. These settings are of the whole process.
+        # Floats of the model (an eps) are constants: as an input, each would be a tensor made at
+        # every step, which no op accepts. Sizes are symbolic from the first trace on, whatever
+        # sizes the process has seen before; equal ones (of the halves) share a symbol. These
+        # settings are those of the whole process.
         with (
             torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False),
             torch._inductor.config.patch(_FOR_OTHERS),

@@ -1,4 +1,4 @@
-"""Compile one region of a step by Inductor."""
+"""Compilation of one region of a step by Inductor."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from torch_hybrid.ops.core.registration import NAMESPACE, REGISTERED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledRegion:
-    """One region as Inductor compiled it; ``call`` takes the list of its inputs.
+    """Region compiled by Inductor.
 
-    ``owner`` is what ``call`` was taken from, and takes it apart when it is freed.
+    Attributes:
+        call: the compiled function; it takes the list of its inputs.
+        owner: the object that ``call`` comes from; freeing it breaks ``call``.
+        sources: code that Inductor generated.
+        ops: "op[impl]" to number of calls.
     """
 
     call: Compiled
@@ -59,8 +63,8 @@ def compile_region(
         result: Sequence[Any] = wrapped(*given)
         return result
 
-    # Autograd's wrapper takes three times as long as the call itself, and has nothing to do where
-    # values go in and out as they are.
+    # Autograd's wrapper takes three times as long as the call itself, and does nothing for a region
+    # whose inputs and outputs pass unchanged.
     is_direct = len(direct) == len(sources) == 1
     return CompiledRegion(
         call=direct[0].current_callable if is_direct else call,
@@ -75,14 +79,14 @@ def _num_inputs_and_outputs(graph: Graph) -> tuple[int, int]:
 
 
 def _returns_inputs(graph: Graph) -> bool:
-    """Whether a graph returns what it is given, or a view of it."""
+    """Tell whether a graph returns one of its inputs, or a view of one."""
     given = storages(graph.find_nodes(op="placeholder"))
     returned = graph.output_node().all_input_nodes
     return any(n.op == "placeholder" for n in returned) or bool(storages(returned) & given)
 
 
 def _ops_of(graph: GraphModule) -> Counter[str]:
-    """Calls of this package's ops by implementation, in a functionalized graph."""
+    """Count the calls of this package's ops by implementation, in a functionalized graph."""
     ops: Counter[str] = Counter()
     for node in graph.graph.nodes:
         if node.op != "call_function":

@@ -1,12 +1,12 @@
-"""A compiled step runs without Dynamo.
+"""Compiled steps, which run without Dynamo.
 
-Dynamo looks up a graph's arguments at every call, and compares all that the graph was traced for.
-The steps of a runner differ in nothing but sizes. So a graph keeps what it is called on, and the
-sizes that it holds for are compared once for each bucket of inputs.
+Dynamo looks up a graph's arguments at every call, and checks every guard of the trace. The steps of
+a runner differ in sizes alone. So a graph keeps its arguments, and its size guards are evaluated
+once for each bucket of inputs.
 
-    tensors of the model and its pools:  those that were traced, for good
-    tensors and sizes of the inputs:     where they stand there, "inputs.rows.size()[0]"
-    sizes that no graph holds for:       traced by Dynamo, which gives one more graph
+    tensors of the model and its pools:  kept from the trace
+    tensors and sizes of the inputs:     read from a path, "inputs.rows.size()[0]"
+    sizes that fit no graph:             traced by Dynamo, which adds one more graph
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from torch.utils import _pytree as pytree
 from torch_hybrid.graphs.compiling.compile_region import CompiledRegion
 from torch_hybrid.graphs.passes.values import value_of
 
-INPUTS = "inputs"  # a step's argument, of which all that changes from step to step is part
+INPUTS = "inputs"  # the step's argument that holds all that changes from step to step
 _TRACED_INPUTS = f"L['{INPUTS}']"  # as Dynamo writes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What a graph is called on.
+    """Arguments of a compiled graph, and the inputs that it may be called on.
 
     Attributes:
-        given: for each argument the tensor that it is at every step, or where it stands in the
-            inputs.
-        shapes: of each tensor of the inputs, by where it stands: a number or where the same size
-            stands, and None for what follows from other sizes.
-        sizes: where the sizes stand that ``holds`` is about.
-        holds: an expression over ``sizes``, for which the graph holds; empty for any.
-        unknown: an argument that Dynamo alone finds: it calls such a graph.
+        given: each argument: a tensor that is the same at every step, or a path in the inputs.
+        shapes: shape of each tensor of the inputs, by its path: numbers, paths of the same size, or
+            None for a size that follows from others.
+        sizes: paths of the sizes in ``holds``.
+        holds: guard expression over ``sizes``; empty if the graph serves all sizes.
+        unknown: why an argument has no path; only Dynamo can call such a graph.
     """
 
     given: tuple[Tensor | str, ...]
@@ -49,7 +48,7 @@ class Arguments:
     unknown: str = ""
 
     def fit(self, inputs: Any) -> bool:
-        """Whether the graph may be called on ``inputs``."""
+        """Tell whether the graph may be called on ``inputs``."""
         if self.unknown:
             return False
         sizes = {place: _at(place, inputs) for place in self.sizes}
@@ -62,22 +61,22 @@ class Arguments:
             return True
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        # A graph of any size from 2 on computes the same of one row: what Dynamo takes for true of
-        # 2 and not of 1 is how tensors lie in memory, and that sizes are not broadcast.
+        # A graph for sizes from 2 on also computes one row right: Dynamo's guards against size 1
+        # are about strides in memory and about broadcasting.
         several = [max(size, 2) for size in sizes.values()]
         return bool(ShapeEnv().evaluate_guards_expression(self.holds, several))
 
     def of(self, inputs: Any) -> list[Any]:
-        """The arguments of a step of these inputs."""
+        """Collect the arguments of a step with these inputs."""
         return [_at(x, inputs) if isinstance(x, str) else x for x in self.given]
 
 
 def arguments_of(graph: Graph, added: Sequence[Tensor]) -> Arguments:
-    """What a graph that Dynamo traced and that is compiled already is called on.
+    """Find the arguments of a graph that Dynamo traced and that is compiled already.
 
     Args:
-        graph: of which the last placeholders stand for the tensors ``added``.
-        added: which Dynamo does not know.
+        graph: the graph; its last placeholders stand for the tensors ``added``.
+        added: tensors of copied layers, which Dynamo does not know.
     """
     placeholders = graph.find_nodes(op="placeholder")
     traced = placeholders[: len(placeholders) - len(added)]
@@ -116,7 +115,7 @@ def _size(size: int | torch.SymInt, places: Mapping[str, str]) -> int | str | No
 
 
 def _guards(sizes: Iterable[torch.SymInt]) -> str:
-    """What was taken for true of sizes while a graph was traced and compiled."""
+    """Write the size guards of a trace and its compilation as one expression."""
     sizes = list(sizes)
     if not sizes:
         return ""
@@ -129,16 +128,16 @@ def _at(place: str, inputs: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledGraph:
-    """What a graph was compiled to.
+    """Compiled form of one graph.
 
     Attributes:
-        arguments: what it is called on.
+        arguments: arguments of ``call``.
         call: returns the graph's outputs.
-        text: of ``call``, which calls the regions in turn; see ``regions.step_text``.
-        regions: the distinct ones.
-        counts: how often each is called.
-        ops: of all calls, "op[impl]" to number of calls.
-        constants: of the inputs that it was traced with; see ``constants_of``.
+        text: source of ``call``, which calls the regions in turn (``regions.step_text``).
+        regions: the distinct compiled regions.
+        counts: number of calls of each region.
+        ops: "op[impl]" to number of calls, over all regions.
+        constants: constants of the inputs that the graph was traced with (``constants_of``).
     """
 
     arguments: Arguments
@@ -150,30 +149,30 @@ class CompiledGraph:
     constants: str = ""
 
     def fits(self, inputs: Any) -> bool:
-        """Whether the graph may be called on these inputs."""
+        """Tell whether the graph may be called on these inputs."""
         return self.constants == constants_of(inputs) and self.arguments.fit(inputs)
 
     def call_of_traced(self, *given: Any) -> Sequence[Any]:
-        """Call it on those arguments that Dynamo knows: those of copied layers come after them."""
+        """Call the graph on Dynamo's arguments; append the tensors of copied layers."""
         return self.call(*given, *self.arguments.given[len(given) :])
 
 
 class CompiledStep:
-    """Runs a step from its graphs, and has Dynamo trace it for inputs that none fits.
+    """Step that runs from its compiled graphs; Dynamo traces it for inputs that fit none.
 
     Args:
-        trace: ``trace(inputs, caches)`` runs the step by Dynamo, which puts what it traces into
+        trace: ``trace(inputs, caches)`` runs the step through Dynamo, which appends new graphs to
             ``graphs``.
-        graphs: of the step, so far.
+        graphs: graphs of the step so far.
     """
 
     def __init__(self, trace: Callable[[Any, Any], Tensor], graphs: list[CompiledGraph]) -> None:
         self._trace, self.graphs = trace, graphs
-        # By the identity of the inputs, which are kept alive: they are as many as buckets.
+        # Keyed by the identity of the inputs, which are kept alive: one for each bucket.
         self._bound: dict[int, tuple[Any, Callable[..., Sequence[Any]], list[Any]]] = {}
 
     def __call__(self, inputs: Any, caches: Any) -> Tensor:
-        """One step; ``inputs`` are tensors at fixed addresses, and ``caches`` always the same."""
+        """Run one step; ``inputs`` stay at fixed addresses, and ``caches`` are always the same."""
         bound = self._bound.get(id(inputs))
         if bound is None:
             graph = next((graph for graph in self.graphs if graph.fits(inputs)), None)
@@ -185,7 +184,7 @@ class CompiledStep:
         return result
 
     def trace(self, inputs: Any, caches: Any) -> Tensor:
-        """One step by Dynamo, which traces it unless it has a graph for such inputs."""
+        """Run one step through Dynamo, which traces it unless a graph of such inputs exists."""
         num_before = len(self.graphs)
         result = self._trace(inputs, caches)
         constants = constants_of(inputs)
@@ -196,8 +195,10 @@ class CompiledStep:
 
 
 def constants_of(inputs: Any) -> str:
-    """All of a step's inputs that a trace takes for constant: their structure, what is in it that
-    is no tensor, and the kinds of those."""
+    """Describe all of a step's inputs that a trace takes for constant.
+
+    These are the structure, the leaves that are no tensors, and each tensor's dtype and rank.
+    """
     leaves, structure = pytree.tree_flatten(inputs)
     kinds = [(x.dtype, x.ndim) if isinstance(x, Tensor) else x for x in leaves]
     return f"{structure} {kinds}"

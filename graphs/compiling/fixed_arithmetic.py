@@ -1,16 +1,16 @@
-"""What Inductor may not choose where a value must have the same bits in every graph.
+"""Restrictions on Inductor under which a value has the same bits in every graph.
 
-It fuses what it likes, and with that decides two things of a value that is computed on a GPU: a
-product and the sum after it may become one instruction, which rounds once; and an intermediate of
-16 bits is rounded where it goes to memory, and stays as it is in float32 where it does not. It also
-rewrites patterns whose ends are in one graph. Nothing of that is left here:
+On a GPU, fusion changes the rounding of a value. A product and the sum after it may become one
+instruction (FMA), which rounds once. A BF16 or FP16 intermediate is rounded when it goes to memory,
+but stays float32 inside a fused kernel. Inductor also rewrites patterns that lie in one graph. Here
+all of this is switched off:
 
-    products and sums are instructions of their own    (enable_fp_fusion of Triton's compiler)
-    every value of 16 bits is rounded where it is computed
+    products and sums are separate instructions        (enable_fp_fusion of Triton's compiler)
+    every BF16 or FP16 value is rounded where it is computed
     no pattern is rewritten
-    no sum over a row is left                           (the pass row_sums; looked for in the code)
+    no sum over a row is left                           (the pass row_sums; checked in the code)
 
-What remains are functions of single elements, each by the same instructions wherever it stands.
+Only functions of single elements remain, compiled to the same instructions in every graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.fx import Graph
 
 from torch_hybrid.errors import UnsupportedError
 
-# The first also asks for Triton kernels without fused products and sums.
+# The first option also compiles Triton kernels without FMA.
 _OPTIONS = {"emulate_precision_casts": True, "pattern_matcher": False}
 _BARRIER = "low_precision_pointwise_barrier"
 _SUM = re.compile(
@@ -35,35 +35,40 @@ _SUM = re.compile(
 
 
 def fuses_freely(device: torch.device) -> bool:
-    """Whether what is compiled for a device goes by the graph that it is in: on a CPU, Inductor's
-    C++ rounds each product, and adds rows up in one order."""
+    """Tell whether Inductor's rounding depends on the graph: true on CUDA.
+
+    On a CPU, Inductor's C++ rounds each product, and adds rows up in one order.
+    """
     return device.type == "cuda"
 
 
 @contextmanager
 def fixed_arithmetic() -> Iterator[None]:
-    """Regions are compiled so meanwhile; ``round_every_value`` sees to what options leave open."""
+    """Set Inductor's options for a fixed rounding of the regions that are compiled meanwhile.
+
+    ``round_every_value`` does what options cannot.
+    """
     from triton import knobs
 
     with torch._inductor.config.patch(_OPTIONS), knobs.nvidia.scope():
-        # Beside the first option Inductor would have all kernels that are compiled from then on
-        # take their functions of the CUDA toolkit, ours too.
+        # With the first option, Inductor would make all kernels compiled from then on, ours too,
+        # use the CUDA toolkit's libdevice.
         knobs.nvidia.libdevice_path = knobs.nvidia.libdevice_path or _libdevice()
         yield
 
 
 def _libdevice() -> str:
-    """The functions that Triton takes of itself."""
+    """Find the libdevice that Triton uses by default."""
     import triton
 
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "lib" / "libdevice.10.bc")
 
 
 def round_every_value(graph: Graph) -> None:
-    """Have Inductor round all that it computes of 16 bits in a graph of ATen's ops.
+    """Make Inductor round every BF16 or FP16 value of a graph of ATen ops where it is computed.
 
-    By its option it does so of what the traced function called itself: neither of casts, nor of
-    what those calls were taken apart into.
+    Inductor's own option rounds only the calls of the traced function: neither casts nor the ops
+    that those calls decompose into.
     """
     for node in graph.nodes:
         if node.op == "call_function":
@@ -71,10 +76,10 @@ def round_every_value(graph: Graph) -> None:
 
 
 def check_sums(sources: Sequence[str]) -> None:
-    """Raise unless no kernel of Inductor's code adds elements up.
+    """Raise unless no kernel of Inductor's code sums elements.
 
     Raises:
-        UnsupportedError: one does, of something that the pass row_sums does not know.
+        UnsupportedError: a kernel sums, in a form that the pass row_sums does not know.
     """
     found = sorted({match[0] for source in sources for match in _SUM.finditer(source)})
     if found:

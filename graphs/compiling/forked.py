@@ -1,12 +1,11 @@
-"""Work in a forked process, which has this one's memory as it is, and hands back what it yields.
+"""Forked process that works on a copy of this process's memory, and sends its results back.
 
-A fork has everything that is in memory, whoever made it: nothing has to be pickled, and pages that
-neither process writes are there once. What it does not have is this process's other threads. Those
-of OpenMP, of which the forking thread believes that they wait for it, would never answer: the work
-runs in a thread of its own, which starts new ones.
+A fork shares all memory, so nothing is pickled, and pages that neither process writes exist once.
+But it has only the forking thread. That thread believes that OpenMP's threads wait for it, and they
+would never answer. So the work runs in a new thread, for which OpenMP starts new ones.
 
-The child leads a process group: it is ended with all that it has started (compilers). It also ends
-when its parent does, however that ends, and be it that it was stopped.
+The child leads a process group: ending it ends the compilers that it has started, too. It also ends
+when its parent does, in whatever way, even while it is stopped.
 """
 
 from __future__ import annotations
@@ -26,34 +25,38 @@ from multiprocessing.connection import Connection, Pipe
 from threading import Lock, Thread
 from typing import NoReturn
 
-_SET_DEATH_SIGNAL = 1  # of Linux's prctl: the number that a child gets when its parent ends
-_PATIENCE = 2.0  # seconds that a compiler has to take away what it has half written
+_SET_DEATH_SIGNAL = 1  # option of Linux's prctl: the signal that a child gets when its parent ends
+_PATIENCE = 2.0  # seconds that a compiler has to remove half-written files
 
 
 class ForkedError(RuntimeError):
-    """The work raised, or its process was ended from elsewhere."""
+    """Failure of the forked work: it raised, or somebody else ended its process."""
 
 
 def can_fork() -> bool:
-    """Whether a process that has run torch on its CPU can be forked here: the system's libraries
-    do not survive it elsewhere."""
+    """Tell whether a process that has run torch on its CPU can be forked.
+
+    On other systems than Linux, the system's libraries do not survive a fork.
+    """
     return sys.platform == "linux"
 
 
 class Forked:
-    """A process that runs ``work`` and sends what it yields.
+    """Process that runs ``work`` and sends the values that ``work`` yields.
 
-    Locks that other threads hold are never let go there: ``work`` must need none of them.
+    Locks that other threads hold at the fork are never released in it: ``work`` must need none of
+    them.
 
     Args:
-        work: what it yields is pickled; what it raises becomes the ``ForkedError`` of ``receive``.
+        work: generator whose values are pickled; an error in it becomes the ``ForkedError`` of
+            ``receive``.
     """
 
     def __init__(self, work: Callable[[], Iterator[object]]) -> None:
         self._results, results = Pipe(duplex=False)
-        alive, self._alive = Pipe(duplex=False)  # which the child reads until this process ends
-        # Python's warning of locks that other threads hold is for the caller to heed. This filter
-        # is of this module alone, and stays: another thread may set filters meanwhile.
+        alive, self._alive = Pipe(duplex=False)  # the child reads it until this process ends
+        # Python warns of locks that other threads hold; the caller takes care of them. The filter
+        # is for this module alone, and stays: another thread may set filters meanwhile.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=re.escape(__name__))
         self._pid = os.fork()
         if not self._pid:
@@ -63,7 +66,7 @@ class Forked:
         results.close()
         alive.close()
         with suppress(EOFError):  # it ended at once, as ``receive`` will say
-            self._results.recv()  # not before it has let go of the pipes of others
+            self._results.recv()  # wait until it has closed the pipes of other threads
         with suppress(OSError):  # the child has done so, or has ended
             os.setpgid(self._pid, self._pid)
         self._closing = Lock()
@@ -72,7 +75,7 @@ class Forked:
 
     @property
     def pid(self) -> int:
-        """Of the process and its group."""
+        """Process id, which is also the id of its group."""
         return self._pid
 
     def receive(self) -> object:
@@ -94,7 +97,7 @@ class Forked:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The process stands still, with what it has started, until nobody has it paused."""
+        """Pause the process and all that it has started, until no caller has it paused."""
         self._pause(1)
         try:
             yield
@@ -124,7 +127,7 @@ class Forked:
             self._alive.close()
 
     def _lives(self) -> bool:
-        """Whether any process of the group is left."""
+        """Tell whether any process of the group is left."""
         if not self._is_reaped:
             self._reap(os.WNOHANG)
         return self._signal(0)
@@ -137,7 +140,7 @@ class Forked:
         self._is_reaped = pid == self._pid
 
     def _signal(self, number: int) -> bool:
-        """Send a signal to the group; whether there was one."""
+        """Send a signal to the group, and tell whether the group exists."""
         try:
             os.killpg(self._pid, number)
         except ProcessLookupError:
@@ -148,7 +151,7 @@ class Forked:
 def _be_child(
     work: Callable[[], Iterator[object]], results: Connection, alive: Connection
 ) -> NoReturn:
-    """All that the forked process does: nothing of the parent's runs at its end."""
+    """Do the forked process's whole work; at its end, no exit handler of the parent runs."""
     try:
         with suppress(OSError):  # the parent was faster
             os.setpgid(0, 0)
@@ -160,7 +163,7 @@ def _be_child(
         # Stopped, it would not see that its parent has ended.
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGCONT)
         Thread(target=_end_with, args=(alive,), daemon=True).start()
-        # torch's configs are of a context, which a thread starts without.
+        # torch's configs live in a context; a new thread starts without one.
         worker = Thread(target=copy_context().run, args=(_send_all, work, results))
         worker.start()
         worker.join()
@@ -169,12 +172,15 @@ def _be_child(
 
 
 def _let_go_of_pipes(kept: Collection[int]) -> None:
-    """Close what other threads of the parent had open to talk to others: a process that they have
-    just started would not see its pipe's end, nor they the end of its. Numbers stay taken."""
+    """Close the pipes and sockets of the parent's other threads; their numbers stay taken.
+
+    Otherwise a process that such a thread has just started would never see its pipe end, nor would
+    the thread.
+    """
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and number not in kept:
-            with suppress(OSError):  # of the listing itself
+            with suppress(OSError):  # the number of the listing itself
                 mode = os.fstat(number).st_mode
                 if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
                     os.dup2(nothing, number, inheritable=False)

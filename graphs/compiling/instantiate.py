@@ -1,7 +1,7 @@
-"""Copy traced layers, so that a step traced with its first layers has all of them.
+"""Copies of traced layers, by which a step traced with its first layers gets all of them.
 
-Contract of ``instantiate``: the graph is, node by node, the one that a trace of all layers gives;
-what cannot be copied so is refused with the reason, and the graph is of no use then.
+Contract of ``instantiate``: the graph is, node by node, the one that a trace of all layers gives. A
+layer that cannot be copied so is refused with the reason; the graph must then be discarded.
 
     for each time that the model is called (each half of a step):
         nodes of layer 0, 1, ... P - 1      traced
@@ -14,7 +14,7 @@ what cannot be copied so is refused with the reason, and the graph is of no use 
                                                        told from others by its shape and dtype
                 a value of the whole step           -> itself
                 anything else                       -> refused
-        who read a value of layer P - 1     -> reads that of the last layer
+        readers of a value of layer P - 1   -> read that of the last layer
 """
 
 from __future__ import annotations
@@ -39,17 +39,22 @@ _NOT_CALLS = ("placeholder", "get_attr", "output")
 
 
 class CannotCopy(RuntimeError):
-    """Why the layers of a model must all be traced."""
+    """Reason why all layers of a model must be traced."""
 
 
 class UnseenValues(CannotCopy):
-    """The last layer gives several values, and no other that was traced shows which."""
+    """Ambiguity of the last traced layer's outputs: no other traced layer shows which they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """The layers of a model: where each stands in it, of which kind it is, and its tensors by a
-    name that is the same in each layer of its kind."""
+    """Layers of a model.
+
+    Attributes:
+        names: path of each layer in the model.
+        kinds: number of each layer's kind.
+        tensors: tensors of each layer, by a name that is the same in each layer of its kind.
+    """
 
     names: tuple[str, ...]
     kinds: tuple[int, ...]
@@ -57,7 +62,7 @@ class Layers:
 
 
 def own_copy(module: GraphModule) -> GraphModule:
-    """A graph to change: Dynamo reads the placeholders of its own after the backend has run."""
+    """Copy a graph to change it: Dynamo reads its own graph's placeholders again later."""
     graph = Graph()
     result = graph.graph_copy(module.graph, {})
     graph.output(result)
@@ -65,7 +70,7 @@ def own_copy(module: GraphModule) -> GraphModule:
 
 
 def drop_dead_checks(graph: Graph) -> None:
-    """Take out the comparisons of sizes that a trace leaves although nobody reads them."""
+    """Remove the comparisons of sizes that a trace leaves and no node reads."""
     plain = (bool, int, torch.SymBool, torch.SymInt)
     for node in reversed(graph.nodes):
         is_size = isinstance(node.meta.get("example_value"), plain)
@@ -74,7 +79,7 @@ def drop_dead_checks(graph: Graph) -> None:
 
 
 def mark_layers(graph: Graph, names: Sequence[str]) -> None:
-    """Note for each call of a traced graph the layer that made it."""
+    """Mark each call of a traced graph with the layer that made it."""
     number = {name: index for index, name in enumerate(names)}
     pattern = re.compile(rf"\.({'|'.join(map(re.escape, names))})(?:\.|$)")
     for node in graph.nodes:
@@ -84,7 +89,7 @@ def mark_layers(graph: Graph, names: Sequence[str]) -> None:
             if found := pattern.search(path):
                 set_layer(node, number[found[1]])
                 break
-    # Sizes that one layer computes and another reads, as a trace makes each once, are the step's.
+    # A trace computes each size once: a size that another layer reads too belongs to the step.
     sizes = sizes_alone(list(graph.nodes))
     for node in reversed(graph.nodes):
         if node in sizes and any(layer_of(user) != layer_of(node) for user in node.users):
@@ -92,19 +97,19 @@ def mark_layers(graph: Graph, names: Sequence[str]) -> None:
 
 
 def instantiate(module: GraphModule, layers: Layers, num_traced: int) -> list[Tensor]:
-    """Put the layers that were not traced into a graph of the first ones.
+    """Add the layers that were not traced to a graph of the first ones.
 
     Args:
         module: changed in place; its calls have ``mark_layers``' marks.
-        layers: of the whole model.
-        num_traced: how many of them are in the graph.
+        layers: all layers of the model.
+        num_traced: number of layers in the graph.
 
     Returns:
-        The tensors of the graph's new placeholders, which come after those that it had.
+        The tensors of the graph's new placeholders, which come after its own.
 
     Raises:
-        CannotCopy: the layers do not follow each other by values that can be told apart, read what
-            is not theirs, or differ although they are of one kind.
+        CannotCopy: values between layers look alike, a layer reads a foreign value, or layers of
+            one kind differ.
     """
     drop_dead_checks(module.graph)
     tensors = _LayerTensors(module.graph, layers)
@@ -117,7 +122,7 @@ def instantiate(module: GraphModule, layers: Layers, num_traced: int) -> list[Te
 
 
 class _LayerTensors:
-    """The placeholders of a graph that stand for tensors of layers."""
+    """Placeholders of a graph that stand for tensors of layers."""
 
     def __init__(self, graph: Graph, layers: Layers) -> None:
         self._graph, self._layers = graph, layers
@@ -141,10 +146,10 @@ class _LayerTensors:
                 self._names_of[node] = names[id(tensor)]
 
     def names(self, node: Node, layer: int) -> list[str] | None:
-        """What ``layer`` calls the tensor of a node; None if the tensor is no layer's.
+        """Name the tensor of a node as ``layer`` does; None if the tensor belongs to no layer.
 
         Raises:
-            CannotCopy: it is another layer's.
+            CannotCopy: the tensor belongs to another layer.
         """
         if node not in self._names_of:
             return None
@@ -155,7 +160,7 @@ class _LayerTensors:
         return own
 
     def like(self, node: Node, template: int, layer: int) -> Node:
-        """The node of that tensor of ``layer`` which is to it what a node's is to ``template``."""
+        """Find the node of that tensor of ``layer`` which corresponds to a node of ``template``."""
         own = self.names(node, template)
         if own is None:
             return node
@@ -181,7 +186,7 @@ class _LayerTensors:
 
 
 def _runs(graph: Graph, num_traced: int) -> list[list[list[Node]]]:
-    """The nodes of each layer, for each time that the model is called."""
+    """Collect the nodes of each layer, for each time that the model is called."""
     runs: list[list[list[Node]]] = []
     current: int | None = None
     for node in graph.nodes:
@@ -203,7 +208,7 @@ def _runs(graph: Graph, num_traced: int) -> list[list[list[Node]]]:
 
 
 class _Copier:
-    """Copies the layers of one call of the model."""
+    """Copier of the layers in one call of the model."""
 
     def __init__(
         self, graph: Graph, layers: Layers, tensors: _LayerTensors, run: list[list[Node]]
@@ -230,11 +235,11 @@ class _Copier:
                     )
 
     def _all_results(self) -> list[list[Node]]:
-        """The values of each layer that others read, in one order."""
+        """List the values of each layer that others read, in one order."""
         results = [_results(nodes) for nodes in self._run]
         *before, last = results
         if before and len(last) < len(before[-1]):
-            # Some are for a next layer: where they stand, an earlier one of its kind says.
+            # A next layer would read more of them: an earlier layer of this kind shows which.
             kinds, index = self._layers.kinds, len(before)
             like = next((i for i in range(index - 1, 0, -1) if kinds[i] == kinds[index]), None)
             if like is None or len(self._run[like]) != len(self._run[index]):
@@ -265,7 +270,7 @@ class _Copier:
                 user.replace_input_with(node, own)
 
     def _shared(self, source: Node, template: int, index: int) -> Node:
-        """What a copy reads in the place of a node that is not part of its template."""
+        """Find the node that a copy reads in the place of one outside its template."""
         if source in self._layer:
             raise CannotCopy(f"layer {template} reads {source} of layer {self._layer[source]}")
         return self._tensors.like(source, template, index)
@@ -280,7 +285,7 @@ class _Copier:
         }
 
     def _calls(self, index: int) -> list[tuple[object, str]]:
-        """What a layer calls: op and text, with its tensors by name and its values by number."""
+        """List the calls of a layer: op and text; tensors stand by name and values by number."""
         before = self._results[index - 1]
         names = {node: f"value {i} of the layer before" for i, node in enumerate(before)}
         calls: list[tuple[object, str]] = []
@@ -303,7 +308,7 @@ class _Copier:
 
 
 class Named:
-    """A node as it stands in text."""
+    """Node that prints as a given name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -313,14 +318,14 @@ class Named:
 
 
 def _results(layer: Sequence[Node]) -> list[Node]:
-    """The values of a layer that others read, ordered by shape and dtype."""
+    """List the values of a layer that others read, ordered by shape and dtype."""
     inside = set(layer)
     read = [node for node in layer if any(user not in inside for user in node.users)]
     return sorted(read, key=_shown)
 
 
 def _check_told_apart(results: Sequence[Sequence[Node]]) -> None:
-    """Raise CannotCopy unless each layer gives the same values, of which no two look alike."""
+    """Raise CannotCopy unless all layers give the same values, and no two of a layer look alike."""
     for index, own in enumerate(results):
         if not own or len({_shown(node) for node in own}) < len(own):
             raise CannotCopy(f"layer {index} must give values of different shapes, got {own}")
@@ -334,8 +339,10 @@ def _shown(node: Node) -> str:
 
 
 def _check_nothing_between(graph: Graph, run: Sequence[Sequence[Node]]) -> None:
-    """Raise CannotCopy where something between layers reads their values, or writes: it would
-    have to be copied too."""
+    """Raise CannotCopy if a node between layers reads their values, or writes.
+
+    It would have to be copied too, but belongs to no layer.
+    """
     inside = {node for nodes in run for node in nodes}
     reached: set[Node] = set()
     for node in _between(graph, run[0][0], run[-1][-1]):

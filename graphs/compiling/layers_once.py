@@ -1,13 +1,13 @@
-"""Which layers of a model are traced, and which are copies of those.
+"""Trace of a model's first layers, of which the other layers are copies.
 
-Tracing takes as long for each layer as for the one before it, and layers of one kind give the same
-calls on other weights and pools. So a step is traced with as many first layers as it takes to see
-every kind; ``graphs.instantiate`` puts copies of them where the others belong.
+Each layer takes as long to trace as the one before it. Layers of one kind give the same calls, on
+other weights and pools. So a step is traced with as many first layers as show every kind, and
+``graphs.compiling.instantiate`` adds copies of these for the other layers.
 
     kind of a layer: all that a trace can see of it but the values of its tensors and its number
     first variant of a runner: every kind twice, so that what differs by layer shows
     later variants:            every kind once
-    nowhere counted: layer 0, which reads the embedding and not a layer
+    never counted: layer 0, which reads the embedding and not a layer
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from torch_hybrid.graphs.step import Caches, LayeredModel, Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCount:
-    """How the layers of one compiled graph came there."""
+    """Numbers of traced and of copied layers in one compiled graph."""
 
-    traced: int  # 0 where the model does not say what its layers are
+    traced: int  # 0 if the model does not list its layers
     copied: int
-    why_not_copied: str = ""  # where none is
+    why_not_copied: str = ""  # the reason if ``copied`` is 0
 
     def __str__(self) -> str:
         traced = f"{self.traced} traced, {self.copied} copied"
@@ -47,20 +47,20 @@ class LayerCount:
 
 
 class LayersOnce:
-    """Traces a model's steps with its first layers alone, and completes the graphs.
+    """Tracer of a model's steps with the first layers alone; it also completes the graphs.
 
     Args:
-        model: whose steps are traced; one that is no ``LayeredModel`` is traced whole.
-        caches: of its layers.
+        model: the model; if it is no ``LayeredModel``, it is traced whole.
+        caches: pools of its layers.
     """
 
     def __init__(self, model: Model, caches: Caches) -> None:
         self._refused = ""
         self._model = model
         self._layers: Layers | None = None
-        self._tracing: int | None = None  # how many layers the model has just now
-        self._is_checked = False  # whether layers of one kind were seen to give the same calls
-        self._shows_values = False  # whether that takes a second layer of the last one's kind
+        self._tracing: int | None = None  # number of layers that the model has during a trace
+        self._is_checked = False  # layers of one kind were seen to give the same calls
+        self._shows_values = False  # an earlier layer of its kind must show the last's outputs
         if isinstance(model, nn.Module) and isinstance(model, LayeredModel):
             try:
                 self._layers = layers_of(model, caches)
@@ -70,7 +70,7 @@ class LayersOnce:
             self._refused = "the model has no first_layers"
 
     def trace(self, step: Callable[[], object]) -> None:
-        """Run ``step``, which traces the model; again with all layers if they cannot be copied."""
+        """Run ``step``, which traces the model; if copying fails, run it again with all layers."""
         layers = self._layers
         if layers is None or self._refused:
             step()
@@ -95,17 +95,17 @@ class LayersOnce:
             return
         finally:
             self._tracing = None
-        self.trace(step)  # by what is known now
+        self.trace(step)  # with more first layers, or with all
 
     def complete(self, module: GraphModule) -> tuple[list[Tensor], LayerCount]:
-        """Put the layers that were not traced into a traced graph, and mark the layer of each node.
+        """Mark the layer of each node of a traced graph, and add the layers that were not traced.
 
         Returns:
-            The tensors of the placeholders that were added, after those that were there, and how
-            many layers came from where.
+            The tensors of the new placeholders, which come after the graph's own, and the numbers
+            of traced and copied layers.
 
         Raises:
-            CannotCopy: the graph is one of layers that cannot be copied.
+            CannotCopy: the graph's layers cannot be copied.
         """
         if self._layers is None:
             return [], LayerCount(traced=0, copied=0, why_not_copied=self._refused)
@@ -121,11 +121,10 @@ class LayersOnce:
 
 
 def num_first(kinds: tuple[int, ...], *, times: int = 1, shows_values: bool = False) -> int:
-    """The fewest first layers that have the kind of every later layer ``times`` times, layer 0
-    not counted.
+    """Find the fewest first layers that show the kind of every later layer ``times`` times.
 
-    Which values the last one gives may show in an earlier one alone, if there are several: with
-    ``shows_values``, that is of its kind.
+    Layer 0 does not count. With ``shows_values``, they include an earlier layer of the last one's
+    kind: it shows which of several values the last layer gives.
     """
     for count in range(len(kinds)):
         seen = Counter(kinds[1:count])
@@ -136,11 +135,11 @@ def num_first(kinds: tuple[int, ...], *, times: int = 1, shows_values: bool = Fa
 
 
 def layers_of(model: LayeredModel, caches: Caches) -> Layers:
-    """The names, kinds and tensors of a model's layers.
+    """Describe a model's layers by name, kind and tensors.
 
     Raises:
-        CannotCopy: a layer stands in several places or in none, or has a tensor of a class of
-            which nothing is known.
+        CannotCopy: a layer is registered several times or never, or has a tensor of an unknown
+            class.
     """
     names = {id(module): name for name, module in model.named_modules()}  # type: ignore[attr-defined]
     found: list[str] = []
@@ -166,7 +165,7 @@ def layers_of(model: LayeredModel, caches: Caches) -> Layers:
 
 
 def _layer_tensors(layer: nn.Module, mixers: Mapping[str, LayerCache]) -> dict[str, Tensor]:
-    """Every tensor of a layer, its caches too, by a name that is the same in each layer."""
+    """Collect the tensors of a layer and its caches, by a name that is the same in each layer."""
     found = {
         f"{path}.{name}": tensor
         for path, module in layer.named_modules(remove_duplicate=False)
@@ -178,7 +177,7 @@ def _layer_tensors(layer: nn.Module, mixers: Mapping[str, LayerCache]) -> dict[s
 
 
 def _aliases(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Which of the tensors are one, and which share their memory."""
+    """Find the tensors that are one object, and those that share memory."""
     same: dict[int, int] = {}
     shared: dict[int, int] = {}
     return tuple(

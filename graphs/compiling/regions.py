@@ -1,7 +1,7 @@
-"""Cut a step into regions: each distinct one is compiled once, and called wherever it stands.
+"""Regions of a step: each distinct one is compiled once, and called wherever it occurs.
 
-Contract: the regions one after the other are the graph; a region has no weight, pool or plan of its
-own, all of them are its inputs; two regions are one where nothing but the tensors differs.
+Contract: the regions one after the other are the graph. A region has no weight, pool or plan of its
+own; all of these are its inputs. Two regions are equal if only their tensors differ.
 
     cut a plain step after the last opaque op of each layer, and the views of its result:
         that result is in memory in any case, so that no fusion is lost; between layers the
@@ -47,7 +47,7 @@ _VIEWS = {"narrow", "unflatten", "view", "reshape", "size", getitem}
 
 
 def cut(graph: Graph) -> list[list[Node]]:
-    """The calls of a graph in regions, in order; one region where no layers are known."""
+    """Cut the calls of a graph into regions, in order: one region if no layers are known."""
     _parts_with_results(graph)
     nodes = [node for node in graph.nodes if node.op.startswith("call_")]
     is_scheduled = any(stage_of(node) is not None for node in nodes)
@@ -58,7 +58,7 @@ def cut(graph: Graph) -> list[list[Node]]:
 
 
 def _after_layers(nodes: Sequence[Node]) -> list[int]:
-    """Places behind the last opaque op of each layer, of each half."""
+    """Find the places behind the last opaque op of each layer, of each half."""
     last: dict[tuple[int | None, int], int] = {}
     for place, node in enumerate(nodes):
         layer = layer_of(node)
@@ -68,7 +68,7 @@ def _after_layers(nodes: Sequence[Node]) -> list[int]:
 
 
 def _between_stages(nodes: Sequence[Node]) -> list[int]:
-    """Places where a stage of either half begins; what has no stage goes with what is before."""
+    """Find the places where a stage of either half begins; other nodes join what is before them."""
     places: list[int] = []
     current: tuple[int | None, int] | None = None
     for place, node in enumerate(nodes):
@@ -80,7 +80,7 @@ def _between_stages(nodes: Sequence[Node]) -> list[int]:
 
 
 def _is_opaque(node: Node) -> bool:
-    """Whether Inductor calls a node's op as it is, and puts its result into memory."""
+    """Tell whether Inductor calls a node's op as it is, so that the result goes to memory."""
     target = node.target
     if isinstance(target, OpOverload):
         return target.namespace not in ("aten", "prims")
@@ -88,7 +88,7 @@ def _is_opaque(node: Node) -> bool:
 
 
 def _parts_with_results(graph: Graph) -> None:
-    """Put the parts of an op's result behind it: between regions a value is one tensor."""
+    """Move the parts of an op's result directly behind it: only tensors pass between regions."""
     for node in graph.nodes:
         parts = [n for n in node.users if n.target is getitem and n.args[0] is node]
         if parts and not isinstance(value_of(node), Tensor):
@@ -98,9 +98,9 @@ def _parts_with_results(graph: Graph) -> None:
 
 
 def _make_views_anew(regions: Sequence[list[Node]]) -> list[list[Node]]:
-    """Give each region its own views of what others computed, and drop those that none reads.
+    """Give each region its own views of other regions' values, and drop views that nobody reads.
 
-    An op's result stays as it is, and so do views of it.
+    The result of an opaque op passes between regions as it is, and so do views of it.
     """
     home = {node: nodes for nodes in regions for node in nodes}
     made = [_own_views(nodes, home) for nodes in regions]
@@ -113,7 +113,7 @@ def _make_views_anew(regions: Sequence[list[Node]]) -> list[list[Node]]:
 
 
 def _own_views(nodes: Sequence[Node], home: Mapping[Node, list[Node]]) -> dict[Node, Node]:
-    """Copies, before a region's ``nodes``, of the views that they read of what others computed."""
+    """Copy, before a region's ``nodes``, the views that they read of other regions' values."""
     own: dict[Node, Node] = {}
     graph, first = nodes[0].graph, nodes[0]
 
@@ -132,7 +132,7 @@ def _own_views(nodes: Sequence[Node], home: Mapping[Node, list[Node]]) -> dict[N
 
 
 def _is_view_of_computed(node: Node) -> bool:
-    """Whether a call gives a view of a result that Inductor lays out."""
+    """Tell whether a node is a view of a value whose layout Inductor chooses."""
     memory, is_view = storages([node]), False
     while source := next((n for n in node.all_input_nodes if memory & storages([n])), None):
         if written_nodes(node) or not source.op.startswith("call_"):
@@ -144,14 +144,14 @@ def _is_view_of_computed(node: Node) -> bool:
 
 
 def _past_views(nodes: Sequence[Node], place: int) -> int:
-    """The last of the views behind an op: the sizes that they are made with are there."""
+    """Find the last of the views behind an op; the sizes of these views are known there."""
     while place + 1 < len(nodes) and nodes[place + 1].target in _VIEWS:
         place += 1
     return place
 
 
 def _inside_contexts(nodes: Sequence[Node]) -> set[int]:
-    """Places before which a context is open."""
+    """Find the places that lie inside an open context."""
     inside: set[int] = set()
     depth = 0
     for place, node in enumerate(nodes):
@@ -162,12 +162,13 @@ def _inside_contexts(nodes: Sequence[Node]) -> set[int]:
 
 
 class Region:
-    """Some calls of a graph, what they read from outside, and what is read of them there.
+    """Consecutive calls of a graph, with the values that they read from outside and give to it.
 
     Attributes:
-        inputs: in the order in which they are first read, and after them the sizes that shapes
-            are made of.
-        outputs: in the order of the calls.
+        nodes: the calls.
+        constants: ``get_attr`` nodes that they read.
+        inputs: values that they read, in the order of their first use, then the sizes in shapes.
+        outputs: values that other nodes read, in the order of the calls.
     """
 
     def __init__(self, nodes: Sequence[Node], sizes: Mapping[Any, Node]) -> None:
@@ -184,7 +185,7 @@ class Region:
         self.inputs += [node for node in missing if node not in self.inputs]
 
     def key(self) -> object:
-        """Equal for regions that differ in nothing but the tensors that they are called on."""
+        """Compute a key that is equal for regions that differ only in their input tensors."""
         number = {node: i for i, node in enumerate([*self.inputs, *self.nodes])}
         names = {node: f"%{i}" for node, i in number.items()}
         names |= {node: str(node.target) for node in self.constants}
@@ -212,7 +213,7 @@ class Region:
         )
 
     def module(self, root: torch.nn.Module) -> GraphModule:
-        """The calls as a graph of their own; ``root`` has the constants."""
+        """Copy the calls into a graph of their own; ``root`` has the constants."""
         graph, new = Graph(), {}
         for node in self.inputs:
             new[node] = graph.placeholder(node.name)
@@ -225,10 +226,10 @@ class Region:
 
 
 def relative_marks(nodes: Sequence[Node]) -> dict[Node, object]:
-    """Half and stage of each node, counted from the first of these nodes that have them.
+    """Number the half and stage of each node relative to the first of ``nodes`` that has one.
 
-    The halves change places from one region to the next: what matters is which nodes are of one
-    stage of one half. Marks of others count as they are.
+    The halves swap places from one region to the next: only which nodes share a stage of one half
+    matters. Other marks count as they are.
     """
     halves: dict[int | None, int] = {None: -1}
     first: dict[int | None, int] = {}
@@ -245,7 +246,7 @@ def _is_size(node: Node) -> bool:
 
 
 def _symbols(fake: Any) -> set[Any]:
-    """The sizes that a value's shape is made of."""
+    """Collect the symbols in a value's shape and strides."""
     if isinstance(fake, torch.SymInt):
         return set(fake.node.expr.free_symbols)
     if not isinstance(fake, Tensor):
@@ -260,20 +261,20 @@ def _symbols(fake: Any) -> set[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionPlan:
-    """The regions of a graph: the distinct ones, and which of them is called at each place."""
+    """Regions of a graph: the distinct ones, and the number of the one at each place."""
 
-    regions: tuple[Region, ...]  # at each place
-    numbers: tuple[int, ...]  # of the distinct one, at each place
+    regions: tuple[Region, ...]  # the region at each place
+    numbers: tuple[int, ...]  # index into ``distinct``, at each place
     distinct: tuple[Region, ...]
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How often each distinct region is called."""
+        """Number of calls of each distinct region."""
         return tuple(map(self.numbers.count, range(len(self.distinct))))
 
 
 def plan_regions(graph: Graph) -> RegionPlan:
-    """Cut a graph, and find the regions that are one."""
+    """Cut a graph into regions, and find the equal ones."""
     placeholders = graph.find_nodes(op="placeholder")
     sizes = {value_of(node).node.expr: node for node in placeholders if _is_size(node)}
     regions = [Region(nodes, sizes) for nodes in cut(graph)]
@@ -288,8 +289,11 @@ def plan_regions(graph: Graph) -> RegionPlan:
 
 
 def step_text(graph: Graph, plan: RegionPlan) -> str:
-    """The step as Python text: ``step(a0, a1, ...)`` of the graph's placeholders calls its regions
-    ``f0``, ``f1`` and so on in turn."""
+    """Write the step as Python: ``step(a0, a1, ...)`` calls its regions ``f0``, ``f1``, ... in
+    turn.
+
+    The arguments are the graph's placeholders.
+    """
     placeholders = list(graph.find_nodes(op="placeholder"))
     made = {node for region in plan.regions for node in region.outputs}
     names = {node: f"a{i}" for i, node in enumerate(placeholders)}
@@ -301,7 +305,7 @@ def step_text(graph: Graph, plan: RegionPlan) -> str:
     last |= dict.fromkeys(output.all_input_nodes, len(plan.regions))
     lines = [f"def step({', '.join(names[node] for node in placeholders)}):"]
     for place, (number, region) in enumerate(zip(plan.numbers, plan.regions, strict=True)):
-        # The list alone holds a region's values then: the region frees them as early as it can.
+        # Only the list holds a region's values then, and the region frees each as early as it can.
         lines.append(f"    boxed = [{', '.join(names[node] for node in region.inputs)}]")
         done = [names[n] for n in region.inputs if n in made and last[n] == place]
         lines += [f"    del {', '.join(done)}"] if done else []
@@ -312,7 +316,7 @@ def step_text(graph: Graph, plan: RegionPlan) -> str:
 
 
 def link(text: str, compiled: Sequence[Compiled]) -> Callable[..., Sequence[Any]]:
-    """The function of a ``step_text`` over its compiled regions."""
+    """Build the function of a ``step_text`` over its compiled regions."""
     scope: dict[str, Any] = {f"f{i}": function for i, function in enumerate(compiled)}
     exec(text, scope)
     step: Callable[..., Sequence[Any]] = scope["step"]

@@ -1,4 +1,4 @@
-"""What a trace can see of a module but the values of its tensors."""
+"""Signatures of modules: all that a trace can see of a module but the values of its tensors."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ import torch
 from torch import Tensor, nn
 
 LAYER_NUMBERS = {"layer_idx", "layer_id"}  # resolved through the table while tracing
-_CHOSEN = {"choice"}  # of experts: a runner makes it the same for all before it traces
+_CHOSEN = {"choice"}  # implementation of an op: a runner sets it on all modules before it traces
 _HELD_APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
-# What stands for an object of which nothing is known.
+# Maps an object of an unknown class to its fact.
 Unknown = Callable[[Any], object]
 
 
 def identity(value: Any) -> object:
-    """Equal to itself alone, in this process."""
+    """Name an object by its identity, which no other object of this process shares."""
     return type(value), id(value)
 
 
 def signature(module: nn.Module, unknown: Unknown = identity) -> tuple[Any, ...]:
-    """All that a trace can see of a module but the values of its tensors and its layer's number.
-
-    Equal for two modules whose traces are the same but for those.
-    """
+    """Compute a key, equal for modules whose traces differ only in tensors and layer number."""
     own = vars(module) | _numbered_hooks(module)
     facts = {
         name: fact(value, unknown)
@@ -43,7 +40,7 @@ def signature(module: nn.Module, unknown: Unknown = identity) -> tuple[Any, ...]
 
 
 def fact(value: Any, unknown: Unknown = identity) -> Any:
-    """A value that is compared by what it is made of."""
+    """Turn a value into one that is compared by its contents."""
     if isinstance(value, _PLAIN):
         return type(value), repr(value)
     if isinstance(value, tuple | list):
@@ -58,19 +55,19 @@ def fact(value: Any, unknown: Unknown = identity) -> Any:
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Every tensor that a module holds itself, by name: parameters, buffers and attributes."""
+    """List the tensors that a module holds itself, by name: parameters, buffers and attributes."""
     held = [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]
     return [(name, value) for name, value in held if isinstance(value, Tensor)]
 
 
 def tensor_facts(tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor's class and layout."""
+    """Describe a tensor by its class and layout."""
     layout = tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device)
     return type(tensor), *layout, tensor.requires_grad
 
 
 def _numbered_hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
-    """The hooks of a module by their place among its own: torch counts those of all modules."""
+    """Number a module's hooks among its own: torch counts the hooks of all modules."""
     hooks = {name: value for name, value in vars(module).items() if "_hooks" in name and value}
     place = {key: i for i, key in enumerate(sorted({key for own in hooks.values() for key in own}))}
     return {name: {place[key]: hook for key, hook in own.items()} for name, own in hooks.items()}

@@ -1,6 +1,6 @@
-"""What a machine must have before steps can be compiled: a C++ compiler, headers, a cache folder.
+"""Checks of a machine before steps are compiled: C++ compiler, Python's headers, cache folder.
 
-Inductor says late, and in a page of traceback, that one of them is missing. Here it is one line,
+Inductor reports a missing one late, in a page of traceback. These checks report it in one line,
 before anything is compiled.
 """
 
@@ -21,16 +21,16 @@ import torch
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.native.build import native_instructions
 
-_NOTE = "torch_hybrid_instructions"  # in Inductor's cache: those that code in it may have
-_COMPILING = ("default", "fail_on_recompile")  # stances in which what is new is compiled
+_NOTE = "torch_hybrid_instructions"  # file in Inductor's cache: CPU instructions of its code
+_COMPILING = ("default", "fail_on_recompile")  # stances in which new graphs are compiled
 _PROBE_BYTES = 1 << 20  # less free than this, and no step can be compiled
 
 
 def make_cache_folder() -> None:
-    """Make the folder that torch makes as soon as its compiler is imported.
+    """Make the folder of Inductor's cache, which torch makes when its compiler is imported.
 
-    transformers imports that when it loads a model: called before, a folder that cannot be made is
-    not taken for a checkpoint that cannot be read.
+    transformers imports the compiler when it loads a model. Called before that, this function
+    reports a folder that cannot be made, so that no load error hides it.
 
     Raises:
         UnsupportedError: the folder cannot be made.
@@ -43,10 +43,11 @@ def make_cache_folder() -> None:
 
 
 def missing_tools(device: torch.device) -> str | None:
-    """What has to be installed before steps can be compiled for ``device``; None when it is there.
+    """Name the tool to install before steps can be compiled for ``device``; None if none is
+    missing.
 
-    On a CPU, Inductor writes C++ and calls a compiler. On CUDA, Triton needs none of its own to
-    say so.
+    On a CPU, Inductor writes C++ and calls a compiler. On CUDA, nothing is checked: Triton reports
+    a missing compiler itself.
     """
     if device.type != "cpu" or sys.platform == "win32":
         return None
@@ -72,9 +73,9 @@ def missing_tools(device: torch.device) -> str | None:
 
 
 def switched_off_by() -> str | None:
-    """Return the setting that switches torch.compile off for the process; None where none does.
+    """Name the setting that switches torch.compile off for the process; None if there is none.
 
-    Torch then runs what it is given as it is, and a step that has to be traced never is.
+    Torch then runs a function as it is, and a step that has to be traced never is.
     """
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # read by torch.compile at each call
         return "TORCHDYNAMO_DISABLE=1"
@@ -90,7 +91,7 @@ def switched_off_by() -> str | None:
 
 
 def check_toolchain(device: torch.device) -> None:
-    """Refuse to compile for ``device`` where that cannot work.
+    """Refuse to compile for ``device`` if the machine cannot.
 
     Raises:
         UnsupportedError: a tool is missing, or the compile cache cannot be written.
@@ -104,7 +105,8 @@ def check_cache() -> None:
     """Refuse a compile cache that cannot be written, or has no room.
 
     Raises:
-        UnsupportedError: with the folder, what is wrong with it and how another one is named.
+        UnsupportedError: the cache is unusable; the error names its folder, the fault, and the
+            setting of another folder.
     """
     make_cache_folder()
     check_cached_instructions()
@@ -119,8 +121,8 @@ def check_cache() -> None:
 def check_cached_instructions() -> None:
     """Refuse a compile cache that another CPU has filled with instructions that this one lacks.
 
-    Inductor compiles for the CPU that it finds, and looks nothing up by it. So what its cache may
-    hold is noted there.
+    Inductor compiles for the CPU that it runs on, but its cache is not keyed by it. So a file in
+    the cache notes the instructions that its code may use.
 
     Raises:
         UnsupportedError: the cache may hold code that this CPU cannot run.
@@ -151,7 +153,7 @@ def check_cached_instructions() -> None:
 
 @contextmanager
 def named_failures() -> Iterator[None]:
-    """Say in one line what the machine lacks when a compilation fails for it.
+    """Say in one line what the machine lacks when a compilation fails for that reason.
 
     Raises:
         UnsupportedError: the cache or the disk is full, or the C++ compiler fails.
@@ -181,7 +183,7 @@ def _write(file: IO[bytes], data: bytes) -> None:
 
 
 def _cache_folders() -> list[str]:
-    """Where Inductor keeps what it compiled, and where it and the compilers it calls work."""
+    """List the folders of Inductor's cache and of temporary files of the compilers it calls."""
     temporary = tempfile.gettempdir()
     return [os.environ.get("TORCHINDUCTOR_CACHE_DIR", temporary), temporary]
 
@@ -195,7 +197,7 @@ def _cache_refused(error: OSError) -> str:
 
 
 def _has_python_header() -> bool:
-    """Whether a compiler finds Python.h, which the kernels of Inductor include."""
+    """Tell whether a C++ compiler finds Python.h, which Inductor's kernels include."""
     folders = [sysconfig.get_path("include"), sysconfig.get_path("include", "posix_prefix")]
     for name in ("CPATH", "CPLUS_INCLUDE_PATH"):
         folders += filter(None, os.environ.get(name, "").split(os.pathsep))

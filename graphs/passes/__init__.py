@@ -1,7 +1,8 @@
-"""What is rewritten in the graph of a step between tracing and compiling, one pass a file.
+"""Passes over the graph of a step, between tracing and Inductor; one pass a file.
 
-``pipeline`` has their order and runs them, ``marks`` says what a node is of (a layer, a half of the
-batch), and ``values`` and ``mutation`` are what passes ask of a graph.
+``pipeline`` has their order and runs them. ``marks`` says to which layer and which half of the
+batch a node belongs. ``values`` and ``mutation`` answer questions of passes: shapes, memory and
+writes of nodes.
 """
 
 from torch_hybrid.graphs.passes.pipeline import (

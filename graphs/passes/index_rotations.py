@@ -1,4 +1,4 @@
-"""A graph pass: rotary embeddings read the halves that they swap where they are."""
+"""A graph pass: rotary embeddings swap the halves of a head by an index, without a copy."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ aten = torch.ops.aten
 def index_rotations(graph: Graph, *, devices: Collection[str] = ("cuda",)) -> None:
     """Write ``rotate_half`` without a ``cat``.
 
-    Contract: the graph computes the same values. Inductor's kernels for GPUs read each part of a
-    ``cat`` under a mask, number by number; halves in reverse order are only another index.
+    Contract: the graph computes the same values. Inductor's GPU kernels read each part of a ``cat``
+    under a mask, element by element; halves in reverse order are only another index.
 
     for each cat of -x[..., n:] and x[..., :n], n half of x's last dim:
         x as two rows of n, in reverse order, times -1 and 1; in x's shape
 
     Args:
-        graph: of a step.
-        devices: types of the devices where it is done. A CPU takes as long either way.
+        graph: graph of a step.
+        devices: types of the devices on which the pass runs. A CPU takes as long either way.
     """
     for node in list(graph.nodes):
         x = _rotated(node)
@@ -35,7 +35,7 @@ def index_rotations(graph: Graph, *, devices: Collection[str] = ("cuda",)) -> No
 
 
 def _rotated(node: Node) -> Node | None:
-    """The x of which a node is ``rotate_half``, if it is one."""
+    """Find the x of which a node is ``rotate_half``; None if it is something else."""
     if node.target is not torch.cat:
         return None
     parts, dim = _operands(*node.args, **node.kwargs)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def _rotated(node: Node) -> Node | None:
 def _operands(
     tensors: Sequence[Node] | Node, dim: int = 0, **_: object
 ) -> tuple[Sequence[Node] | Node, int]:
-    """The arguments of ``cat`` that matter, whether passed by position or by name."""
+    """Pick the arguments of ``cat`` that matter, whether passed by position or by name."""
     return tensors, dim
 
 
@@ -75,7 +75,7 @@ def _replace(graph: Graph, node: Node, x: Node) -> None:
         made_as = {"dtype": torch.int64, "device": device}
         signs = graph.call_function(aten.arange.start_step, (-1, 2, 2), made_as)
         keep_marks(signs, node)
-        with fake_mode:  # no argument of the call shows it
+        with fake_mode:  # the call's arguments have no fake mode
             signs.meta["example_value"] = torch.arange(-1, 2, 2, dtype=torch.int64, device=device)
         swapped = method("flip", method("unflatten", x, -1, (2, -1)), -2)
         rotated = method("mul", swapped, method("unsqueeze", signs, -1))

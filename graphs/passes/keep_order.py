@@ -1,4 +1,4 @@
-"""What keeps a schedule through Inductor: no reordering, and no kernel of two stages."""
+"""Settings of Inductor that keep a schedule: no reordering, and no kernel of two stages."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from torch_hybrid.ops.core.side_stream import JOIN
 
 
 class KeepHalves(InductorChoices):
-    """Inductor's choices, but for fusion: never across halves or stages.
+    """Inductor's choices, except that fusion never crosses halves or stages.
 
-    A kernel of both halves would wait for both, and one of two stages would be in neither place.
+    A kernel of both halves would wait for both. A kernel of two stages would run in neither's
+    place.
     """
 
     def uuid(self) -> str:
-        """Part of the key under which Inductor caches code."""
+        """Name this class in the key under which Inductor caches code."""
         return "torch_hybrid.KeepHalves.2"
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """As Inductor decides, within one stage of one half."""
+        """Allow the fusions that Inductor allows, within one stage of one half."""
         if len(_places(node1) | _places(node2)) > 1:
             return False
         return bool(InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score))
 
 
 def _places(scheduler_node: Any) -> set[tuple[int, int]]:
-    """Half and stage of each part of a kernel; parts that belong to the whole step have none.
+    """Find the half and stage of each part of a kernel; parts of the whole step have none.
 
-    A part may repeat what an earlier stage computes too: it stands at the last of its stages. What
-    is made of both halves is where they are joined, after either.
+    A part that several stages compute counts for the last of them. A part made of both halves has
+    no place: it joins the halves after either.
     """
     places = set()
     for part in scheduler_node.get_nodes():
@@ -57,13 +58,13 @@ def check_order(source: str, planned: Sequence[str]) -> None:
 
     Args:
         source: Inductor's code of a scheduled graph.
-        planned: the ops in the graph's order, from ``schedule.opaque_ops``.
+        planned: the opaque ops in the graph's order (``schedule.opaque_ops``).
 
     Raises:
-        RuntimeError: Inductor has undone the schedule.
+        RuntimeError: Inductor has changed the order.
     """
     found = [call["name"] for call in _OPAQUE_CALL.finditer(source)]
-    remaining = iter(planned)  # an op of weights alone is there once for both halves
+    remaining = iter(planned)  # an op that reads only weights stands once for both halves
     if not all(name in remaining for name in found):
         raise RuntimeError(
             f"compiled code must keep the schedule's order of ops, {list(planned)}; it has {found}"
@@ -78,15 +79,16 @@ KEEP_ORDER: dict[str, Any] = {
 }
 
 
-# Inductor reuses a buffer after the last call that reads it: too early where that only starts.
+# Inductor reuses a buffer after the last call that reads it. That is too early for an op that the
+# call only starts, on the side stream.
 KEEP_BUFFERS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
 
 
 @contextmanager
 def keep_order(planned: Sequence[str]) -> Iterator[None]:
-    """Let Inductor compile a scheduled graph as it stands; ``planned`` are its opaque ops."""
-    # Inductor makes its choices once for a thread, as the option is at its first graph: a plain
-    # graph before this one would have left its own. The option alone is part of the cache's key.
+    """Make Inductor compile a scheduled graph in its order; ``planned`` are its opaque ops."""
+    # Inductor reads the option once for a thread, at its first graph; a plain graph may have come
+    # before. So the handler is set, too; the option is there for the cache's key.
     options = KEEP_ORDER | (KEEP_BUFFERS if JOIN in planned else {})
     with torch._inductor.config.patch(options), V.set_choices_handler(KeepHalves()):
         yield

@@ -1,8 +1,8 @@
-"""Marks of nodes: which half of a step they belong to, from the traced function down to Inductor;
-and which layer, as far as our own passes.
+"""Marks of nodes: the half of a step and the stage that a node belongs to, and its layer.
 
-The step marks the calls of its halves; the marks ride in node metadata, which functionalization
-and Inductor keep as the origins of every kernel.
+The step marks the calls of its halves. Marks of halves and stages stand in node metadata, which
+functionalization and Inductor keep as the origins of every kernel. Only this package's passes see
+marks of layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def in_half(index: int) -> AbstractContextManager[None]:
 
 
 def half_of(node: Node) -> int | None:
-    """The half that a node is part of; None for what belongs to the whole step."""
+    """Read the half that a node belongs to; None if it belongs to the whole step."""
     if node.op in ("placeholder", "get_attr", "output"):
         return None  # Dynamo makes an input where it is first used
     marked: int | None = node.meta.get("custom", {}).get(_HALF)
@@ -31,7 +31,7 @@ def half_of(node: Node) -> int | None:
 
 
 def stage_of(node: Node) -> int | None:
-    """The stage of its half that a node was scheduled in."""
+    """Read the stage, counted in its half, that a node was scheduled in; None if there is none."""
     marked: int | None = node.meta.get("custom", {}).get(_STAGE)
     return marked
 
@@ -42,18 +42,18 @@ def set_stage(node: Node, stage: int) -> None:
 
 
 def other_marks(node: Node) -> dict[str, Any]:
-    """What else a node was marked with, by whoever traced it."""
+    """Read the marks of a node that are not this package's."""
     marks = node.meta.get("custom", {})
     return {key: value for key, value in marks.items() if key not in (_HALF, _STAGE)}
 
 
 def clear_marks(node: Node) -> None:
-    """Let a node belong to the whole step."""
+    """Make a node part of the whole step."""
     node.meta["custom"] = other_marks(node)
 
 
 def keep_marks(new: Node, old: Node) -> None:
-    """Mark a node that a pass made as the one that it stands for."""
+    """Copy the marks of a node to the node that a pass puts in its place."""
     if "custom" in old.meta:
         new.meta["custom"] = old.meta["custom"]
     if _LAYER in old.meta:
@@ -61,7 +61,7 @@ def keep_marks(new: Node, old: Node) -> None:
 
 
 def layer_of(node: Node) -> int | None:
-    """The layer that a call is part of; None for those of the whole step."""
+    """Read the layer that a call belongs to; None if it belongs to the whole step."""
     layer: int | None = node.meta.get(_LAYER)
     return layer
 
@@ -72,5 +72,5 @@ def set_layer(node: Node, layer: int) -> None:
 
 
 def clear_layer(node: Node) -> None:
-    """Let a call belong to the whole step."""
+    """Make a call part of no layer, but of the whole step."""
     node.meta.pop(_LAYER, None)

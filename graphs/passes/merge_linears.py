@@ -24,15 +24,16 @@ _OP = torch.ops.torch_hybrid.linear.default
 
 
 def merge_linears(graph: Graph, *, features: frozenset[str] = NO_FEATURES) -> None:
-    """Give the linear layers that read one input to a single ``linear`` op.
+    """Merge the linear layers that read one input into a single ``linear`` op.
 
-    Contract: the graph computes the same values. The op streams the weights at memory speed for
-    the few rows of a decode step, and the layers of one input are one parallel region, or launch.
-    Layers of weights with scales, which are such ops already, become one op by themselves, those of
-    one dtype and with the same groups; with those without scales, if their implementation takes
-    both.
-    Where the op has no native implementation (no compiler), and for weights that are computed in
-    the graph, nothing changes. ``features`` are those that the implementation must have.
+    Contract: the graph computes the same values. The op streams the weights at memory speed for the
+    few rows of a decode step. The layers of one input are one parallel region, or one launch.
+
+    Layers of weights with scales are ``linear`` ops already. Those of one dtype and group size
+    become one op, together with the layers without scales if the implementation takes both.
+
+    Nothing changes where the op has no native implementation (no compiler), nor for weights that
+    the graph computes. ``features`` are those that the implementation must have.
 
     for each input, the F.linear nodes that read it or a reshape of its rows, up to where it is
         written in place; and those with scales that are stored alike:
@@ -55,13 +56,13 @@ def merge_linears(graph: Graph, *, features: frozenset[str] = NO_FEATURES) -> No
             _merge(graph, group)
 
 
-# How a weight is stored: its dtype, how many numbers share a scale, whether there are zero points.
+# Storage of a weight: its dtype, how many numbers share a scale, whether there are zero points.
 _Stored = tuple[torch.dtype, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A call of ``F.linear`` in a graph, or of the op with a weight that has scales."""
+    """Call of ``F.linear`` in a graph, or of the op with a weight that has scales."""
 
     node: Node
     source: Node
@@ -72,7 +73,7 @@ class _Linear:
 
     @property
     def stored(self) -> _Stored:
-        """Alike in layers that one launch takes."""
+        """Storage of the weight; one launch takes layers of equal storage."""
         weight = value_of(self.weight)
         if self.scale is None:
             return weight.dtype, 0, False
@@ -81,8 +82,11 @@ class _Linear:
 
     @property
     def impl(self) -> str | None:
-        """What of the op takes it, if any: rows of a plain input, weights that are there from the
-        start."""
+        """Implementation of the op that takes the call; None if there is none.
+
+        A plain call must have rows whose numbers are contiguous, and weights that the graph does
+        not compute.
+        """
         if self.scale is not None:
             return str(self.node.kwargs["impl"])
         x = value_of(self.source)
@@ -98,7 +102,7 @@ class _Linear:
 
 
 def _groups(layers: Sequence[_Linear]) -> list[list[_Linear]]:
-    """Those of one input that become one op each; of a group, those with scales come first."""
+    """Group the linear layers of one input that become one op; those with scales come first."""
     by_stored: dict[_Stored, list[_Linear]] = defaultdict(list)
     for layer in layers:
         by_stored[layer.stored].append(layer)
@@ -126,12 +130,12 @@ def _linear_of(node: Node, features: frozenset[str]) -> _Linear | None:
 def _operands(
     input: Node, weight: Node, bias: Node | None = None
 ) -> tuple[Node, Node, Node | None]:
-    """The arguments of ``F.linear``, whether passed by position or by name."""
+    """Pick the arguments of ``F.linear``, whether passed by position or by name."""
     return input, weight, bias
 
 
 def _rows_of(source: Node) -> Node:
-    """What ``source`` is another shape of, with the same rows."""
+    """Find the tensor that ``source`` is a reshape of, with the same rows."""
     while source.op == "call_method" and source.target in _RESHAPES:
         whole = source.all_input_nodes[0]
         x, reshaped = value_of(whole), value_of(source)
@@ -142,7 +146,7 @@ def _rows_of(source: Node) -> Node:
 
 
 def _place_in_result(layer: _Linear) -> tuple[bool, bool]:
-    """In order: those with scales, as the op takes them, and widths by which torch writes fast."""
+    """Order layers in an op: those with scales first, then widths that torch writes aligned."""
     return layer.scale is None, value_of(layer.node).shape[-1] % ALIGNED != 0
 
 
@@ -184,7 +188,7 @@ def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
 
 
 def _source(node: Node) -> Node:
-    """What a linear layer reads now: columns stand where a layer was merged."""
+    """Find the node that a linear layer reads now; after a merge, it may be columns of another."""
     source = node.args[0] if node.args else node.kwargs["input"]
     assert isinstance(source, Node)
     return source

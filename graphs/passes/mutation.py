@@ -1,4 +1,4 @@
-"""Which tensors a node of a Dynamo graph writes, and which storages it touches."""
+"""Writes of nodes in a Dynamo graph, and the storages that they touch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ _IN_PLACE = {
 
 
 def storages(nodes: Iterable[Node]) -> set[int]:
-    """The storages behind the values of ``nodes``; views of one tensor share it."""
+    """Collect the storages behind the values of ``nodes``; views of one tensor share it."""
     return storages_of([node.meta.get("example_value") for node in nodes])
 
 
 def written_nodes(node: Node) -> list[Node]:
-    """The arguments that ``node`` writes to: ``x.add_(y)``, ``x += y``, ``x[0] = y``, ``out=x``,
-    and those that an op's schema declares."""
+    """Find the arguments that ``node`` writes to.
+
+    These are ``x`` in ``x.add_(y)``, ``x += y``, ``x[0] = y`` and ``out=x``, and those that an op's
+    schema declares.
+    """
     written: list[object] = [node.kwargs.get("out")]
     if isinstance(node.target, OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):

@@ -1,4 +1,4 @@
-"""A graph pass: products of a few rows and columns, as residual streams are mixed, become sums."""
+"""A graph pass: products of small matrices, as residual streams are mixed, become sums."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _PRODUCTS = (torch.matmul, operator.matmul, "matmul")
 def narrow_products(graph: Graph, *, devices: Collection[str] = ("cpu",)) -> None:
     """Write products of many small matrices out, term by term.
 
-    Contract: the graph computes the same values, up to rounding. A library multiplies so few
-    numbers a matrix no faster than memory is read, and leaves the result there; the sum fuses with
-    what is before and after it.
+    Contract: the graph computes the same values, up to rounding. For so small matrices a library is
+    bound by memory, and it stores the result. The sum fuses with its neighbours instead.
 
     for each matmul of [..., M, K] by [..., K, N], M up to 8 and K from 2 to 8:
         left[..., 0, None] * right[..., 0, None, :] + left[..., 1, None] * ...
 
     Args:
-        graph: of a step.
-        devices: types of the devices where it is done, and was measured to be faster.
+        graph: graph of a step.
+        devices: types of the devices on which the pass runs: those where it was measured to be
+            faster.
     """
     for node in list(graph.nodes):
         num_terms = _num_terms(node)
@@ -38,7 +38,7 @@ def narrow_products(graph: Graph, *, devices: Collection[str] = ("cpu",)) -> Non
 
 
 def _num_terms(node: Node) -> int | None:
-    """Of each element of a narrow product; None of anything else."""
+    """Count the terms of each element of a narrow product; None if a node is something else."""
     if node.target not in _PRODUCTS or len(node.args) != 2:
         return None
     operands = [value_of(arg) for arg in node.args if isinstance(arg, Node)]
@@ -46,7 +46,7 @@ def _num_terms(node: Node) -> int | None:
 
 
 def is_narrow(operands: Sequence[Any]) -> bool:
-    """Whether the product of what is given is one of many matrices of a few rows and terms."""
+    """Tell whether operands are batches of matrices of a few rows and terms."""
     if any(not isinstance(x, Tensor) or x.dim() < 3 for x in operands) or len(operands) != 2:
         return False
     num_rows, num_terms = operands[0].shape[-2:]

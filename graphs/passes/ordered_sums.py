@@ -1,7 +1,8 @@
-"""Sums over the ranks in the order of the ranks, whatever their size: a collective begins each part
-of a tensor with another rank, so that a row's bits depend on how many there are.
+"""Sums over the ranks in the order of the ranks.
 
-Every rank is sent all parts, and adds them up itself: R / 2 times as much as a ring of R sends.
+A collective begins each part of a tensor with another rank, so that a row's bits depend on the
+number of rows. Here every rank receives all parts and adds them up itself. That is R / 2 times the
+traffic of a ring of R ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _wait = torch.ops._c10d_functional.wait_tensor
 
 
 def ordered_sums(graph: Graph, *, num_ranks: int) -> None:
-    """Give each sum over the ranks to every rank.
+    """Replace each sum over the ranks by a gather of the parts and a sum in the order of the ranks.
 
     Contract: the graph computes the same values, up to rounding.
 
@@ -51,10 +52,10 @@ def ordered_sums(graph: Graph, *, num_ranks: int) -> None:
 
 
 class InOrder(TorchFunctionMode):
-    """The same of a model that runs as it is.
+    """Mode that does the work of ``ordered_sums`` for a model that runs eagerly.
 
     Args:
-        num_ranks: that share it.
+        num_ranks: number of ranks that share the model.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -72,9 +73,9 @@ class InOrder(TorchFunctionMode):
             return func(*args, **kwargs or {})
         part, _, group = args
         parts = _wait(_gather(part.contiguous(), self._num_ranks, group))
-        return add_up(parts.unflatten(0, (self._num_ranks, -1)))  # to wait for it is to have it
+        return add_up(parts.unflatten(0, (self._num_ranks, -1)))  # a later wait returns it at once
 
 
 def _is_sum(target: object, args: Sequence[Any]) -> bool:
-    """Whether a call sums over the ranks."""
+    """Tell whether a call sums over the ranks."""
     return target in (_all_reduce, _all_reduce.default) and args[1] == "sum"

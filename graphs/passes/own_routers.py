@@ -1,4 +1,4 @@
-"""A graph pass: what a router does between its logits and its experts' weights becomes one op."""
+"""A graph pass: the part of an MoE router between its logits and its weights becomes one op."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_hybrid.graphs.passes.values import value_of
 from torch_hybrid.ops.core.capability import FLOATS, Need
 from torch_hybrid.ops.route.op import IMPLEMENTATIONS, ROUTE
 
-# How models write the choice, from scores to expert ids: by all experts, and by those of the best
+# Spellings of the choice, from scores to expert ids: among all experts, and among those of the best
 # groups (DeepSeek-V3 and its kin in transformers; Ring-2.5).
 _BY_ALL = ("topk", "getitem")
 _BY_GROUPS = tuple(
@@ -31,12 +31,12 @@ _BY_GROUPS = tuple(
 
 
 def own_routers(graph: Graph) -> None:
-    """Give each router to the op ``route``: its scores, choice, renormalisation and scale.
+    """Replace each router by the op ``route``: its scores, choice, renormalisation and scale.
 
     Contract: the graph chooses the same experts, of equal ones the first; weights are the same but
-    for rounding. On a GPU the op is one launch, where two to seven kernels stood around ``topk``.
-    Where the op has no native implementation (a CPU), or a router is written in another way,
-    nothing changes.
+    for rounding. On a GPU the op is one launch, in the place of ``topk`` and two to seven kernels
+    around it. Nothing changes where the op has no native implementation (a CPU), nor for other
+    spellings.
 
     for each softmax or sigmoid of logits whose scores go into a topk, plainly or by best groups:
         find the weights: the scores of the k best, divided by their sum, scaled, of a dtype
@@ -49,19 +49,19 @@ def own_routers(graph: Graph) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Router:
-    """Nodes of a router, and what the op is told."""
+    """Nodes of a router, and the options of the op that replaces it."""
 
     logits: Node
     bias: Node | None
     chosen: Node  # the last topk
     ids: Node
     weights: Node
-    inner: tuple[Node, ...]  # all that the op takes the place of, in order
+    inner: tuple[Node, ...]  # all nodes that the op replaces, in order
     options: dict[str, Any]  # of the op, k among them
 
 
 def _router(scores: Node) -> _Router | None:
-    """The router whose scores a node is, if it is one."""
+    """Find the router whose scores a node is; None if it is no router."""
     score = {"softmax": "softmax", "sigmoid": "sigmoid"}.get(_name(scores))
     if score is None or not _is_float_scores(scores):
         return None
@@ -91,7 +91,7 @@ def _router(scores: Node) -> _Router | None:
 
 
 def _groups(choice: Sequence[Node]) -> dict[str, Any] | None:
-    """How many groups there are, and how many are chosen from; None where it is another choice."""
+    """Find the numbers of all groups and of the best groups; None for another choice."""
     names = tuple(map(_name, choice))
     ranks = [_k(node) for node in choice if _name(node) == "topk"]
     if names == _BY_ALL and None not in ranks:
@@ -102,7 +102,7 @@ def _groups(choice: Sequence[Node]) -> dict[str, Any] | None:
 
 
 def _is_float_scores(scores: Node) -> bool:
-    """[T, E] float32, over the last dim."""
+    """Tell whether scores are [T, E] in float32, over the last dim."""
     value = value_of(scores)
     if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype != torch.float32:
         return False
@@ -111,43 +111,45 @@ def _is_float_scores(scores: Node) -> bool:
 
 
 def _choice(scores: Node) -> list[Node]:
-    """What follows of the scores, in order, up to the ids that are chosen."""
+    """Collect the nodes from the scores, in order, up to the ids of the chosen experts."""
     reached, found = {scores}, list[Node]()
     node = scores
     while (node := node.next).op != "output":
         if reached.isdisjoint(node.all_input_nodes):
-            continue  # of something else, the other half of the step perhaps
+            continue  # reads no scores: a node of the other half, for example
         if _is_behind(node, found):
             break
         reached.add(node)
         found.append(node)
-    if _is_plain(found):  # whose values are the weights
+    if _is_plain(found):  # the values of the topk are the weights: no part of the choice
         return [node for node in found if _name(node) != "getitem" or node.args[1] == 1]
     return found
 
 
 def _is_behind(node: Node, found: Sequence[Node]) -> bool:
-    """Whether a node reads what was chosen."""
+    """Tell whether a node reads the result of the choice."""
     if not {"topk", "getitem"} <= set(map(_name, found)):
         return False
     return _name(node) == "gather" or (_is_plain(found) and _name(node) != "getitem")
 
 
 def _is_plain(found: Sequence[Node]) -> bool:
-    """Whether the first thing done with the scores is the choice."""
+    """Tell whether the scores go into a topk directly."""
     return bool(found) and _name(found[0]) == "topk"
 
 
 def _bias(first: Node, scores: Node) -> Node | None:
-    """What is added to the scores for the choice."""
+    """Find the bias that is added to the scores for the choice; None if there is none."""
     if _name(first) == "add" and first.args[0] is scores and isinstance(first.args[1], Node):
         return first.args[1]
     return None
 
 
 def _bare_weights(scores: Node, ids: Node) -> list[Node]:
-    """The scores of the chosen: gathered, or the values of their topk; and a cast of them that is
-    none (LFM2)."""
+    """Find the scores of the chosen experts: a gather by their ids, or the values of the topk.
+
+    A cast to the dtype that the scores have already (LFM2) counts as part of the gather.
+    """
     for node in ids.users:
         if _name(node) == "gather":
             given = dict(zip(("input", "dim", "index"), node.args, strict=False)) | node.kwargs
@@ -164,7 +166,7 @@ def _bare_weights(scores: Node, ids: Node) -> list[Node]:
 
 
 def _renormalised(router: _Router) -> _Router:
-    """The same with the division by the sum, where there is one."""
+    """Add the division by the sum to a router, if there is one."""
     weights = router.weights
     total = next((node for node in weights.users if _name(node) == "sum"), None)
     if total is None or len(weights.users) != 2 or len(total.users) != 1:
@@ -184,7 +186,7 @@ def _renormalised(router: _Router) -> _Router:
 
 
 def _scaled(router: _Router) -> _Router:
-    """The same with the factor, where there is one."""
+    """Add the factor of the weights to a router, if there is one."""
     [*users] = router.weights.users
     if len(users) != 1 or _name(users[0]) != "mul" or not isinstance(users[0].args[1], float | int):
         return router
@@ -193,7 +195,7 @@ def _scaled(router: _Router) -> _Router:
 
 
 def _with_dtype(router: _Router) -> _Router:
-    """The same with the dtype to which the weights alone are taken."""
+    """Add the dtype that the weights are cast to, if there is a cast."""
     [*users] = router.weights.users
     dtype = users[0].args[1:] if len(users) == 1 and _name(users[0]) == "to" else ()
     if len(dtype) != 1 or dtype[0] not in FLOATS:
@@ -203,7 +205,7 @@ def _with_dtype(router: _Router) -> _Router:
 
 
 def _is_served(router: _Router) -> bool:
-    """Whether the native implementation serves it, and nothing else needs what is within."""
+    """Tell whether the native implementation serves a router, and no other node reads inside it."""
     within = {*router.inner, router.ids}
     is_open = any(
         not within.issuperset(node.users)
@@ -239,7 +241,7 @@ def _replace(graph: Graph, router: _Router) -> None:
 
 
 def _k(node: Node) -> int | None:
-    """Of a topk of the largest along the last dim; None of another."""
+    """Read the k of a topk of the largest along the last dim; None of another."""
     options = dict(zip(("k", "dim", "largest", "sorted"), node.args[1:], strict=False))
     options |= node.kwargs
     k, dim = options.get("k"), options.get("dim", -1)
@@ -248,7 +250,7 @@ def _k(node: Node) -> int | None:
 
 
 def _name(node: Node) -> str:
-    """Of a function or method."""
+    """Read the name of a function or method."""
     if node.op == "call_method":
         return str(node.target)
     return getattr(node.target, "__name__", "") if node.op == "call_function" else ""

@@ -1,6 +1,6 @@
 """A graph pass: the k best of short rows, as routers choose experts, become one op.
 
-Where the model runs as it is, ``OwnTopK`` meets it as the model calls it.
+``OwnTopK`` does the same for a model that runs eagerly.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TOP_K
 
 
 def own_top_k(graph: Graph) -> None:
-    """Give each ``topk`` of rows of up to 1024 elements to the op ``top_k``.
+    """Replace each ``topk`` of rows of up to 1024 elements by the op ``top_k``.
 
-    Contract: the graph computes the same values; of equal elements the first are taken, where
-    torch leaves open which. On a GPU the op is one launch, where ``torch.topk`` takes up to twenty
-    and sorts. Where the op has no native implementation (a CPU), nothing changes.
+    Contract: the graph computes the same values; of equal elements the op takes the first, where
+    torch leaves the choice open. On a GPU the op is one launch; ``torch.topk`` takes up to twenty
+    and sorts. Nothing changes where the op has no native implementation (a CPU).
 
     for each topk of the largest along the last dim, its k a number:
         values, places = top_k(x, k)
@@ -37,7 +37,7 @@ def own_top_k(graph: Graph) -> None:
 
 
 def _operands(node: Node) -> tuple[Node, int] | None:
-    """The rows and the k of a call that the op can take the place of."""
+    """Find the rows and the k of a call that the op can replace; None for another call."""
     if node.target is not torch.topk and (node.op, node.target) != ("call_method", "topk"):
         return None
     x, k, dim, largest = _arguments(*node.args, **node.kwargs)  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ def _operands(node: Node) -> tuple[Node, int] | None:
 
 
 def _is_served(rows: Any, k: object, dim: int, largest: bool) -> bool:
-    """Whether the native implementation finds the k largest of such rows."""
+    """Tell whether the native implementation finds the k largest of such rows."""
     if not isinstance(rows, Tensor) or not isinstance(k, int) or not largest:
         return False
     if rows.dim() == 0 or dim not in (-1, rows.dim() - 1) or not isinstance(rows.shape[-1], int):
@@ -58,12 +58,15 @@ def _is_served(rows: Any, k: object, dim: int, largest: bool) -> bool:
 def _arguments(
     input: Any, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[Any, Any, int, bool]:
-    """Those of ``topk`` that matter, whether passed by position or by name."""
+    """Pick the arguments of ``topk`` that matter, whether passed by position or by name."""
     return input, k, dim, largest
 
 
 class OwnTopK(TorchFunctionMode):
-    """The same of a model that runs as it is: torch's order goes by how many rows there are."""
+    """Mode that does the work of ``own_top_k`` for a model that runs eagerly.
+
+    Torch's own order of equal elements depends on the number of rows.
+    """
 
     def __torch_function__(
         self,

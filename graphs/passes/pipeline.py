@@ -1,7 +1,7 @@
-"""Graph passes over the traced step, before Inductor: each changes one Dynamo graph in place.
+"""Pipeline of passes over the traced step, before Inductor: each changes one Dynamo graph in place.
 
-``apply_passes`` lints the graph after each pass, and names the pass that broke it; and brings up to
-date what is known of each value.
+``apply_passes`` lints the graph after each pass, and names the pass that broke it. It also
+recomputes the values (shapes, strides) that a pass has changed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch_hybrid.graphs.passes.values import refresh_values
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A named pass; the name switches it off and shows in reports.
+    """Graph pass with a name, which switches it off and shows in reports.
 
-    With ``keep_text``, each graph's text before and after it is recorded, to look at.
+    With ``keep_text``, the graph's text before and after the pass is recorded for inspection.
     """
 
     name: str
@@ -48,7 +48,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord:
-    """What a pass did to one graph: numbers of nodes, and the graph's text if that was kept."""
+    """Effect of a pass on one graph: numbers of nodes, and the graph's text if that was kept."""
 
     name: str
     nodes_before: int
@@ -57,14 +57,14 @@ class PassRecord:
     text_after: str = field(default="", repr=False)
 
     def diff(self) -> str:
-        """The lines of the graph that the pass took out, put in or moved; "" without texts."""
+        """Compare the texts: lines that the pass removed, added or moved; "" without texts."""
         before, after = self.text_before.splitlines(), self.text_after.splitlines()
         lines = difflib.unified_diff(before, after, "before", self.name, n=1, lineterm="")
         return "\n".join(lines)
 
 
 def without(passes: Sequence[Pass], switched_off: Collection[str]) -> tuple[Pass, ...]:
-    """``passes`` but those with a name in ``switched_off``.
+    """Drop the passes whose names are in ``switched_off``.
 
     Raises:
         ValueError: ``switched_off`` names no pass.
@@ -77,7 +77,7 @@ def without(passes: Sequence[Pass], switched_off: Collection[str]) -> tuple[Pass
 
 
 def with_text(passes: Sequence[Pass], name: str) -> tuple[Pass, ...]:
-    """``passes``, of which the one of this name keeps the text of each graph."""
+    """Make the pass of this name keep the text of each graph."""
     return tuple(replace(p, keep_text=True) if p.name == name else p for p in passes)
 
 
@@ -86,7 +86,7 @@ def apply_passes(module: GraphModule, passes: Sequence[Pass]) -> list[PassRecord
 
     Args:
         module: changed in place.
-        passes: each is given the module's graph.
+        passes: each gets the module's graph.
 
     Raises:
         RuntimeError: a pass refused the graph, or left one that does not lint.
@@ -122,7 +122,7 @@ def apply_passes(module: GraphModule, passes: Sequence[Pass]) -> list[PassRecord
 
 
 def graph_text(graph: Graph) -> str:
-    """One line for each call in a graph, with its half in front where it belongs to one."""
+    """Write one line for each call of a graph; its half ("a" or "b") stands in front."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     return "\n".join(map(_line, nodes))
 

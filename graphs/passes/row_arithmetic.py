@@ -1,7 +1,7 @@
-"""Means, norms and softmaxes of rows, made of sums that have one order each.
+"""Means, norms and softmaxes of rows, made of sums that each have a fixed order.
 
-A few elements are added up one after the other, in float32, which fuses with what stands around;
-more by the op ``power_sum``.
+A few elements are added up one after the other, in float32; this fuses with its neighbours. The op
+``power_sum`` adds up more.
 """
 
 from __future__ import annotations
@@ -16,22 +16,28 @@ from torch import Tensor
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.power_sum.op import POWER_SUM
 
-FEW = 16  # elements that are added up one after the other: experts of a token, streams
+FEW = 16  # most elements that are added up one after the other: experts of a token, streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowArithmetic:
-    """Torch's functions of a tensor's rows, with the arguments that torch's own take.
+    """Torch's functions of a tensor's rows, with the arguments of torch's own.
 
-    ``input`` is that tensor, or stands for it as a graph is made: what must be known of it is read
-    of ``like``. With ``power`` 2 sums are of squares: those of ``like`` itself stand there, and
-    ``input`` is what was squared, less the ``addend``, if there is one.
+    With ``power`` 2 the sums are of squares. If ``like`` itself holds squares, ``input`` is the
+    tensor that was squared, less its ``addend`` if there is one.
+
+    Attributes:
+        like: the tensor, or its fake during tracing; its shape and dtype are read here. ``input``
+            is the tensor, or its proxy in a graph.
+        impl: implementation of the op ``power_sum``.
+        power: 1 for sums, 2 for sums of squares.
+        addend: second term of the tensor that is squared.
     """
 
     like: Tensor
-    impl: str  # of power_sum
+    impl: str
     power: int = 1
-    addend: Any = None  # of squares
+    addend: Any = None
 
     def sum(
         self, input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
@@ -89,7 +95,7 @@ class RowArithmetic:
     def logsumexp(self, input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
         place = self._place(dim)
         most = self._most(input, place)
-        most = most.masked_fill(most.abs() == torch.inf, 0.0)  # of which less itself is no number
+        most = most.masked_fill(most.abs() == torch.inf, 0.0)  # inf - inf would be NaN
         parts = (input.to(torch.float32) - most).exp()
         total = self._total(parts, place, keepdim=True).log() + most
         return (total if keepdim else total.squeeze(place)).to(self.like.dtype)
@@ -126,7 +132,7 @@ class RowArithmetic:
         return replace(self, power=2)
 
     def _total(self, x: Tensor, place: int, *, keepdim: bool) -> Tensor:
-        """float32, of x or of its squares."""
+        """Sum x or its squares along a dim, in float32."""
         if self.like.shape[place] > FEW:
             rows, addend = (self._rows(each, place) for each in (x, self.addend))
             total: Tensor = POWER_SUM(rows, self.power, addend, impl=self.impl)
@@ -140,7 +146,7 @@ class RowArithmetic:
         return x if x is None or place == self.like.dim() - 1 else x.movedim(place, -1)
 
     def _most(self, x: Tensor, place: int) -> Tensor:
-        """The largest of each row, float32: no order changes it."""
+        """Find the largest of each row, in float32; its bits do not depend on the order."""
         if self.like.shape[place] > FEW:
             return x.to(torch.float32).amax(place, keepdim=True)
         return _in_turn(lambda a, b: a.maximum(b), self._terms(x, place)).unsqueeze(place)
@@ -149,7 +155,7 @@ class RowArithmetic:
         return [x.select(place, i).to(torch.float32) for i in range(self.like.shape[place])]
 
     def _place(self, dim: Any) -> int:
-        """The one dim that is summed over, counted from the first."""
+        """Resolve the one dim that is summed over to a number from 0 on."""
         if isinstance(dim, Sequence) and len(dim) == 1:
             [dim] = dim
         if not isinstance(dim, int):

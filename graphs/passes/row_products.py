@@ -1,12 +1,12 @@
-"""Steps of which each row has the bits that it has alone: what takes the place of torch's own
-products, whose order of additions depends on how many rows there are.
+"""Batch-invariant products: each row has the same bits, whatever other rows a step has.
 
-In a graph that is a pass; where the model runs as it is, torch's functions are met as it calls them
-(``in_rows``). There functions of single elements differ too, by where these lie: the last ones of a
-tensor, and of each thread's share, are computed one by one, and the others by vectors.
+Torch's own products add up in an order that depends on the number of rows. A pass replaces them in
+graphs; for a model that runs eagerly, ``in_rows`` replaces torch's functions as it calls them.
+Functions of single elements also differ there: torch computes the last elements of a tensor, and of
+each thread's share, one by one, and the others in vectors.
 
-Sums over a row are those of ``row_sums``, over the ranks of ``ordered_sums``, and the best of a row
-are those of ``own_top_k``.
+``row_sums`` does the same for sums over a row, ``ordered_sums`` for sums over ranks, and
+``own_top_k`` for the best of a row.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from torch_hybrid.graphs.passes.row_sums import SumsByRow
 from torch_hybrid.graphs.passes.values import value_of
 from torch_hybrid.ops.linear.op import linear
 
-# Of whole tensors: their rows would depend on one another.
+# Products of whole tensors: their rows would depend on one another.
 _PRODUCTS = {
     *("addbmm", "addmm", "addmv", "baddbmm", "bilinear", "bmm", "chain_matmul", "einsum", "matmul"),
     *("__matmul__", "__rmatmul__", "mm", "mv", "scaled_dot_product_attention", "tensordot"),
     *("conv1d", "conv2d", "conv3d"),
 }
-# Of single elements, by functions that vectors compute otherwise than one number.
+# Functions of single elements that torch's vector code rounds otherwise than its scalar code.
 _ELEMENTWISE = {
     *("cos", "elu", "erf", "exp", "exp2", "expm1", "gelu", "log", "log1p", "log2", "logsigmoid"),
     *("mish", "sigmoid", "silu", "sin", "softplus", "tanh"),
 }
-_VECTOR = 64  # elements that any loop of vectors takes at once
-_STRETCH = 16384  # elements that torch gives to no second thread
-_BLOCKS = 4096  # a multiple of what any of torch's kernels on a GPU gives a block
+_VECTOR = 64  # a multiple of the elements that any vector loop takes at once
+_STRETCH = 16384  # most elements that torch computes in one thread
+_BLOCKS = 4096  # a multiple of the elements that any of torch's GPU kernels gives a block
 
 
 def row_products(graph: Graph, *, impl: str) -> None:
-    """Give each ``F.linear`` of a graph to the op ``linear``.
+    """Replace each ``F.linear`` of a graph by the op ``linear``.
 
-    Contract: the graph computes the same values, up to rounding, and of a product each row by
-    itself.
+    Contract: the graph computes the same values, up to rounding; each row of a product is computed
+    by itself.
 
     for each F.linear:
         linear(input as rows, [weight], [bias])
@@ -66,7 +66,7 @@ def row_products(graph: Graph, *, impl: str) -> None:
 
 
 def _replace(graph: Graph, node: Node, impl: str) -> None:
-    """The op in the place of one F.linear."""
+    """Put the op in the place of one F.linear."""
 
     def method(name: str, *args: Any) -> Node:
         made = graph.call_method(name, args)
@@ -95,13 +95,12 @@ def _replace(graph: Graph, node: Node, impl: str) -> None:
 def _operands(
     input: Node, weight: Node, bias: Node | None = None
 ) -> tuple[Node, Node, Node | None]:
-    """The arguments of ``F.linear``, whether passed by position or by name."""
+    """Pick the arguments of ``F.linear``, whether passed by position or by name."""
     return input, weight, bias
 
 
 def in_rows(step: Callable[..., Tensor], impl: str, num_ranks: int = 1) -> Callable[..., Tensor]:
-    """A step of a model that runs as it is, with each row computed by itself, also where several
-    ranks do."""
+    """Make an eager step batch-invariant: each row is computed by itself, also across ranks."""
 
     def stepped(*inputs: Any) -> Tensor:
         with _ByRow(impl), InOrder(num_ranks), SumsByRow(), OwnTopK():
@@ -111,7 +110,7 @@ def in_rows(step: Callable[..., Tensor], impl: str, num_ranks: int = 1) -> Calla
 
 
 class _ByRow(TorchFunctionMode):
-    """Torch's functions as a model calls them, with each row computed by itself.
+    """Mode in which torch's functions, as a model calls them, compute each row by itself.
 
     Args:
         impl: an implementation of ``linear``.
@@ -154,7 +153,7 @@ def _name(func: Any) -> str:
 
 
 def _check_product(name: str, operands: Sequence[Tensor]) -> None:
-    """Refuse a product whose elements are sums."""
+    """Refuse a product whose elements are sums of several terms."""
     is_plain = len(operands) == 2 and name in ("matmul", "__matmul__", "mm", "bmm")
     if is_plain and operands[0].shape[-1] == 1:
         return
@@ -164,7 +163,7 @@ def _check_product(name: str, operands: Sequence[Tensor]) -> None:
 
 
 def _narrow_product(left: Tensor, right: Tensor) -> Tensor:
-    """What the pass ``narrow_products`` writes out, one term after the other."""
+    """Multiply small matrices term by term, as the pass ``narrow_products`` does in graphs."""
     work = torch.promote_types(left.dtype, torch.float32)
     columns, rows = left.to(work).unsqueeze(-1).unbind(-2), right.to(work).unsqueeze(-3).unbind(-2)
     terms = [column * row for column, row in zip(columns, rows, strict=True)]
@@ -174,8 +173,10 @@ def _narrow_product(left: Tensor, right: Tensor) -> Tensor:
 def _in_vectors(
     func: Callable[..., Tensor], x: Tensor, *args: Any, is_in_place: bool, **kwargs: Any
 ) -> Tensor:
-    """A function of each element of x, all of them by whole vectors, in one thread's stretches; on
-    a GPU by whole blocks."""
+    """Compute an elementwise function in whole vectors and stretches; on a GPU in whole blocks.
+
+    Torch computes a stretch in one thread.
+    """
     is_on_host = x.device.type == "cpu"
     whole = _VECTOR if is_on_host else _BLOCKS
     padded = F.pad(x.reshape(-1), (0, -x.numel() % whole), value=1.0)

@@ -1,8 +1,8 @@
-"""Steps of which each row has the bits that it has alone: what takes the place of sums over a row,
-whose order of additions is another in each of Inductor's graphs, and in torch goes by sizes.
+"""Batch-invariant sums over a row: the same bits in every graph and for every number of rows.
 
-In a graph that is a pass; where the model runs as it is, torch's functions are met as it calls them
-(``SumsByRow``). On a CPU sums have one order as they are.
+Inductor's graphs each sum in another order, and torch's order depends on sizes. A pass replaces
+these sums in graphs; ``SumsByRow`` replaces torch's functions as an eager model calls them. On a
+CPU, sums have one order without this.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch_hybrid.graphs.passes.row_arithmetic import FEW, FUNCTIONS, RowArithme
 from torch_hybrid.graphs.passes.values import value_of
 
 DEVICES = ("cuda",)
-# Other sums, of which no model's step has any.
+# Other sums, which occur in no model's step.
 _REFUSED = {
     *("batch_norm", "cdist", "cosine_similarity", "cumprod", "cumsum", "dist", "group_norm"),
     *("histc", "index_add", "index_add_", "index_reduce", "index_reduce_", "instance_norm"),
@@ -37,22 +37,21 @@ _REFUSED = {
 
 
 def row_sums(graph: Graph, *, impl: str = "triton", devices: Collection[str] = DEVICES) -> None:
-    """Write each sum over a row as one that has an order of additions of its own.
+    """Write each sum over a row as one with a fixed order.
 
-    Contract: the graph computes the same values, up to rounding, and of each sum over a row the
-    same bits as any other graph with that sum. Last of all passes: others know what models write.
+    Contract: the graph computes the same values, up to rounding. Each sum over a row has the same
+    bits in every graph. This pass is the last: others recognize the functions that models call.
 
     for each sum, mean, norm, softmax, logsumexp along one dim:
-        the same of sums in one order (``RowArithmetic``)
-        of the squares of x, the op reads x, and of x that was cast to float32, what was cast; of
-        two tensors that were added up, both: the residual stream, whose sum is then made where it
-        is used
+        write it with sums in a fixed order (``RowArithmetic``)
+        for a sum of squares of x: read x itself, before its cast to float32
+            where x = a + b (the residual stream): read a and b; x is computed where it is used
     any other sum is refused
 
     Args:
-        graph: of a step.
-        impl: of the op ``power_sum``.
-        devices: types of the devices where it is done.
+        graph: graph of a step.
+        impl: implementation of the op ``power_sum``.
+        devices: types of the devices on which the pass runs.
     """
     written = storages(w for node in graph.nodes for w in written_nodes(node))
     for node in list(graph.nodes):
@@ -67,7 +66,7 @@ def row_sums(graph: Graph, *, impl: str = "triton", devices: Collection[str] = D
 
 
 def _replace(graph: Graph, node: Node, x: Node, impl: str, written: set[int]) -> None:
-    """Sums in one order in the place of a call, whose first argument is ``x``."""
+    """Put sums in a fixed order in the place of a call, whose first argument is ``x``."""
     value = value_of(x)
     squared: tuple[Node, ...] = ()
     tracer = GraphAppendingTracer(graph)
@@ -98,8 +97,12 @@ def _replace(graph: Graph, node: Node, x: Node, impl: str, written: set[int]) ->
 
 
 def _squared(x: Node, written: set[int]) -> tuple[Node, ...]:
-    """What ``x`` is the square of, before it was cast to float32, or the two that this is the sum
-    of; nothing where it is no square, or where a graph writes to that."""
+    """Find the tensor that ``x`` is the square of, before its cast to float32.
+
+    Returns:
+        That tensor, or the two tensors that it is the sum of. Nothing if ``x`` is no square, or if
+        the graph writes to the tensor.
+    """
     is_square = (_name(x) == "pow" and x.args[1:] == (2,)) or _name(x) == "square"
     is_product = x.target is operator.mul and len(set(x.args)) == 1
     if value_of(x).dtype != torch.float32 or not (is_square or is_product):
@@ -113,7 +116,7 @@ def _squared(x: Node, written: set[int]) -> tuple[Node, ...]:
 
 
 def _addends(x: Node, written: set[int]) -> tuple[Node, ...]:
-    """The two tensors like ``x`` whose sum it is; nothing where it is none of such."""
+    """Find the two tensors of x's shape and dtype that ``x`` is the sum of; else nothing."""
     if _name(x) != "add" or x.kwargs or len(x.args) != 2:
         return ()
     terms = tuple(each for each in x.args if isinstance(each, Node) and _is_like(each, x))
@@ -138,14 +141,14 @@ def _check(name: str) -> None:
 
 
 def _name(node: Node) -> str:
-    """Of a function or method."""
+    """Read the name of a function or method."""
     if node.op == "call_method":
         return str(node.target)
     return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
 class SumsByRow(TorchFunctionMode):
-    """The same of a model that runs as it is."""
+    """Mode that does the work of ``row_sums`` for a model that runs eagerly."""
 
     def __init__(self, impl: str = "triton", devices: Collection[str] = DEVICES) -> None:
         super().__init__()

@@ -1,10 +1,9 @@
-"""Interleave the two halves of a step, so that what one waits for the other hides.
+"""Interleaved halves of a step: while one half waits, the other computes.
 
 Contract of the pass ``interleave_halves``: it permutes the nodes of a graph and changes nothing
-else. Every node is there once; the nodes of a half keep their order; every pool is read and
-written in the order in which it was; collectives come in one order, which follows from the graph
-alone and is therefore that of every rank. A graph that cannot be scheduled so is an error, and one
-without halves stays as it is.
+else. Every node is there once. The nodes of a half keep their order, and so do the reads and writes
+of every pool. The order of collectives follows from the graph alone, so it is the same on every
+rank. A graph that cannot be scheduled so is an error; one without halves stays as it is.
 
     sizes alone                         -> first
     nodes of half 0, nodes of half 1    -> cut into stages, both alike:
@@ -61,7 +60,13 @@ _MATRIX_OPS = {"linear", "head_linear", "fused_experts"}
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stretch of one half: which one, its place there, and the ops that take time, in order."""
+    """Stage of one half: a stretch of its nodes.
+
+    Attributes:
+        half: 0 or 1.
+        index: number of the stage in its half.
+        ops: ops that take time of their own, in order.
+    """
 
     half: int
     index: int
@@ -69,12 +74,12 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """ "a0", "a1", ... of the first half, "b0", "b1", ... of the second."""
+        """Name of the stage: "a0", "a1", ... in the first half, "b0", "b1", ... in the second."""
         return f"{'ab'[self.half]}{self.index}"
 
     @property
     def work(self) -> str:
-        """The ops as text: "2 linear, paged_attention"."""
+        """Ops as text: "2 linear, paged_attention"."""
         runs = ((op, len(list(same))) for op, same in groupby(self.ops))
         return ", ".join(f"{count} {op}" if count > 1 else op for op, count in runs) or "-"
 
@@ -86,9 +91,9 @@ def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
     """Run the stages of both halves in turn; see the module's docstring for the contract.
 
     Args:
-        graph: of a step whose halves are marked with ``marks.in_half``.
-        offset: by how many stages the second half lags; None is 0 where stages end with
-            what they start, and 1 elsewhere.
+        graph: graph of a step whose halves are marked with ``marks.in_half``.
+        offset: number of stages by which the second half lags. None is 0 if stages end with starts
+            of asynchronous ops, else 1.
 
     Raises:
         RuntimeError: the halves differ, or the contract cannot be kept.
@@ -118,7 +123,7 @@ def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
 
 
 def read_schedule(graph: Graph) -> tuple[Stage, ...]:
-    """The stages of a scheduled graph in the order in which they run; none without halves."""
+    """Read the stages of a scheduled graph in the order in which they run; none without halves."""
     placed = [(half_of(n), stage_of(n), heavy_op(n)) for n in graph.nodes]
     stages = []
     for (half, index), part in groupby((p for p in placed if p[1] is not None), lambda p: p[:2]):
@@ -127,7 +132,7 @@ def read_schedule(graph: Graph) -> tuple[Stage, ...]:
 
 
 def heavy_op(node: Node) -> str | None:
-    """The name of an op that takes time of its own: matrix product, mixer, collective or wait."""
+    """Name an op that takes time of its own: matrix product, mixer, collective or wait."""
     name = _op_name(node)
     if _is_matrix_product(node):
         return name.rpartition(".")[2]
@@ -135,13 +140,13 @@ def heavy_op(node: Node) -> str | None:
 
 
 def opaque_ops(graph: Graph) -> list[str]:
-    """The ops that Inductor calls as they are, "torch_hybrid.linear" for example, in order."""
+    """List the ops that Inductor calls as they are, such as "torch_hybrid.linear", in order."""
     names = ["torch_hybrid.linear" if n.target is linear else _op_name(n) for n in graph.nodes]
     return [name for name in names if name.startswith((f"{NAMESPACE}.", f"{_COLLECTIVES}."))]
 
 
 def _op_name(node: Node) -> str:
-    """ "torch_hybrid.paged_attention" for our op; the plain name of any other function."""
+    """Name a function; an op of this package is "torch_hybrid.paged_attention", for example."""
     if isinstance(node.target, OpOverload):
         return str(node.target.overloadpacket)
     if callable(node.target) and not isinstance(node.target, OpOverloadPacket):
@@ -164,20 +169,19 @@ def _is_mixer(node: Node) -> bool:
 
 
 def is_collective_start(node: Node) -> bool:
-    """Whether a node starts a collective, which is waited for later."""
+    """Tell whether a node starts a collective, which a later node waits for."""
     namespace, _, name = _op_name(node).partition(".")
     return namespace == _COLLECTIVES and name != "wait_tensor"
 
 
 def _starts(node: Node) -> bool:
-    """Whether a node starts what goes on beside later nodes: a collective, or an op on the side
-    stream."""
+    """Tell whether a node starts an asynchronous op: a collective, or an op on the side stream."""
     beside = isinstance(node.target, OpOverload) and node.target._overloadname == OVERLOAD
     return beside or is_collective_start(node)
 
 
 def last_mixers(half: Sequence[Node]) -> list[int]:
-    """Where the last mixer op before each matrix product stands."""
+    """Find the places of the last mixer op before each matrix product."""
     found: list[int] = []
     last: int | None = None
     for i, node in enumerate(half):
@@ -190,7 +194,7 @@ def last_mixers(half: Sequence[Node]) -> list[int]:
 
 
 def sizes_alone(nodes: Sequence[Node]) -> set[Node]:
-    """Nodes that compute sizes from sizes: Dynamo makes each once and uses it in both halves."""
+    """Find the nodes that compute sizes from sizes; Dynamo makes each once, for both halves."""
     sizes: set[Node] = set()
     for node in nodes:
         values = pytree.tree_leaves(node.meta.get("example_value"))
@@ -203,21 +207,21 @@ def sizes_alone(nodes: Sequence[Node]) -> set[Node]:
 
 
 def pools_of(nodes: Sequence[Node]) -> set[int]:
-    """Storages of the step's inputs that some node writes: the pools."""
+    """Find the pools: storages of the step's inputs that some node writes."""
     inputs = storages(node for node in nodes if node.op in ("placeholder", "get_attr"))
     written: set[int] = storages(w for node in nodes for w in written_nodes(node))
     return inputs & written
 
 
 def uses_of(node: Node, shared: set[int]) -> set[int]:
-    """The pools that a node reads or writes; to ask for a size is neither."""
+    """Find the pools that a node reads or writes; reading a size is neither."""
     if node.op == "call_method" and node.target in _SIZE_METHODS:
         return set()
     return storages(node.all_input_nodes) & shared
 
 
 def _cut(half: Sequence[Node], shared: set[int], after_starts: bool) -> list[list[Node]]:
-    """A half's nodes as stages, in order."""
+    """Cut a half's nodes into stages, in order."""
     cuts = _after_starts(half) if after_starts else _between_kinds(half)
     inside = _inside(half, shared)
     allowed = [cut for cut in cuts if cut not in inside]
@@ -229,9 +233,10 @@ def _after_starts(half: Sequence[Node]) -> list[int]:
 
 
 def _between_kinds(half: Sequence[Node]) -> list[int]:
-    """Before the first mixer op after a matrix product, and after the last one before the next.
+    """Find the cuts around runs of mixer ops that lie between matrix products.
 
-    What lies between, norms and gates, goes with the matrix products: it is fused there.
+    A cut stands before the first mixer op after a product, and after the last one before the next
+    product. Norms and gates between these belong to the products: Inductor fuses them there.
     """
     cuts = [last + 1 for last in last_mixers(half)]
     in_mixer = False
@@ -243,7 +248,7 @@ def _between_kinds(half: Sequence[Node]) -> list[int]:
 
 
 def _inside(half: Sequence[Node], shared: set[int]) -> set[int]:
-    """Places where no cut may be: between two uses of one pool, and inside a context."""
+    """Find the places where no cut may be: between two uses of one pool, and inside a context."""
     uses: dict[int, list[int]] = {}
     for i, node in enumerate(half):
         for storage in uses_of(node, shared):
@@ -258,7 +263,7 @@ def _inside(half: Sequence[Node], shared: set[int]) -> set[int]:
 
 
 def _in_turn(stages: Sequence[list[list[Node]]], offset: int) -> list[list[Node]]:
-    """a0 .. a[offset] b0 a[offset + 1] b1 ..."""
+    """Order the stages: a0 .. a[offset] b0 a[offset + 1] b1 ..."""
     first, second = stages
     turns: list[list[Node]] = []
     for i in range(len(first) + offset):
@@ -270,7 +275,7 @@ def _in_turn(stages: Sequence[list[list[Node]]], offset: int) -> list[list[Node]
 def _around(
     nodes: Sequence[Node], halved: set[Node], sizes: set[Node]
 ) -> tuple[list[Node], list[Node]]:
-    """The nodes of the whole step: those that need nothing of a half, and the others."""
+    """Split the nodes of the whole step into those that need no value of a half, and the others."""
     after: set[Node] = set()
     for node in nodes:
         if node not in halved and any(n in halved or n in after for n in node.all_input_nodes):
@@ -282,10 +287,10 @@ def _around(
 
 
 def _unmark_shared(nodes: Sequence[Node]) -> None:
-    """Let what both halves compute alike, from weights and sizes, belong to neither.
+    """Clear the marks of nodes that both halves compute alike, from weights and sizes.
 
-    Functionalization makes one node of the two; as part of a half it could not be fused with the
-    other's.
+    Functionalization makes one node of the two. As part of one half, it could not be fused with
+    nodes of the other.
     """
     users = {n: {half_of(user) for user in n.users} for n in nodes if n.op == "placeholder"}
     shared = {n for n, halves in users.items() if halves != {0} and halves != {1}}

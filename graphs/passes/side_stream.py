@@ -1,7 +1,7 @@
 """A graph pass: the mixers of a step in halves go to a second CUDA stream.
 
-A mixer (attention, a recurrence) waits for memory where a matrix product keeps the arithmetic busy:
-on one device, that is what the halves of a step can hide from each other.
+A mixer (attention, a recurrence) is bound by memory, a matrix product by arithmetic. On one device,
+the halves of a step can hide one behind the other.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torch_hybrid.ops.core.side_stream import OVERLOAD, join_side_stream
 def mixers_on_side_stream(graph: Graph, *, devices: Collection[str] = ("cuda",)) -> None:
     """Start the mixers of both halves on the side stream.
 
-    Contract: the graph computes the same values. A step that is not in halves stays as it is, and
-    so does one with collectives: those are what its halves hide.
+    Contract: the graph computes the same values. A step without halves stays as it is, and so does
+    one with collectives: there the halves hide these.
 
     in each half, for the last mixer op before each matrix product:
         y = op(...)  ->  y = op.on_side_stream(...); join_side_stream(y)
@@ -39,9 +39,9 @@ def mixers_on_side_stream(graph: Graph, *, devices: Collection[str] = ("cuda",))
     ``interleave_halves`` ends a stage between the two.
 
     Args:
-        graph: of a step, its halves marked with ``marks.in_half``.
-        devices: types of the devices where it is done. Elsewhere there is one stream, and the
-            two ops run in turn.
+        graph: graph of a step whose halves are marked with ``marks.in_half``.
+        devices: types of the devices on which the pass runs. Others have one stream, on which the
+            two ops would run in turn.
     """
     halves = [[node for node in graph.nodes if half_of(node) == k] for k in HALVES]
     if any(is_collective_start(node) for half in halves for node in half):
@@ -53,19 +53,19 @@ def mixers_on_side_stream(graph: Graph, *, devices: Collection[str] = ("cuda",))
 
 
 def _has_result(node: Node) -> bool:
-    """Whether a node is an op of this package that returns something to wait for."""
+    """Tell whether a node is an op of this package that returns something to wait for."""
     op = node.target
     return isinstance(op, OpOverload) and op.namespace == NAMESPACE and bool(op._schema.returns)
 
 
 def _device(node: Node) -> str:
-    """The type of the device of a node's tensors."""
+    """Read the type of the device of a node's tensors."""
     values = pytree.tree_leaves([n.meta.get("example_value") for n in node.all_input_nodes])
     return next(value.device.type for value in values if isinstance(value, Tensor))
 
 
 def _with_pools_of_their_own(graph: Graph, chosen: Sequence[Node]) -> Sequence[Node]:
-    """Those of ``chosen`` whose pools no other node uses."""
+    """Select the nodes of ``chosen`` whose pools no other node uses."""
     pools = pools_of(list(graph.nodes))
     while True:
         others = [n for n in graph.nodes if n not in chosen and n.op != "placeholder"]

@@ -1,7 +1,7 @@
-"""What is known of each value of a step while it is compiled: its shape, strides, dtype and memory.
+"""Values of a step's nodes during compilation: shape, strides, dtype and memory.
 
-Dynamo leaves them with the nodes that it traced. A pass that puts nodes of its own into a graph
-leaves none there, and those behind may be views of what has other strides now.
+Dynamo stores them with the nodes that it traced. A pass stores none with the nodes that it makes.
+Nodes that read these may be views of a tensor that has other strides now.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ _VALUE = "example_value"
 
 
 def value_of(node: Node) -> Any:
-    """A node's value while it is compiled; computed where a pass has left none."""
+    """Read a node's fake value; compute it if a pass has left none."""
     if _VALUE not in node.meta:
         node.meta[_VALUE] = _computed(node)
     return node.meta[_VALUE]
 
 
 def refresh_values(graph: Graph) -> None:
-    """Compute the values of nodes that a pass made, and of those behind them that are not as they
-    were: what reads other strides, or is a view of what was taken out."""
+    """Compute the values of nodes that a pass made, and of later nodes whose values these change.
+
+    A later node changes if it reads other strides, or is a view of a tensor that the pass removed.
+    """
     changed: set[Node] = set()
-    replaced: set[int] = set()  # storages of which no node is left that made them
+    replaced: set[int] = set()  # storages whose nodes are gone
     for node in graph.nodes:
         if not node.op.startswith("call_") or not _reads_values(node):
             continue
@@ -49,7 +51,7 @@ def refresh_values(graph: Graph) -> None:
 
 
 def _reads_values(node: Node) -> bool:
-    """Whether a node is a call on tensors and sizes, and not one that opens a context."""
+    """Tell whether a node is a call on tensors or sizes; a call that opens a context is not."""
     given = pytree.tree_leaves([source.meta.get(_VALUE) for source in node.all_input_nodes])
     return any(isinstance(value, Tensor | torch.SymInt) for value in given)
 
@@ -74,6 +76,6 @@ def _layouts(value: Any) -> list[object]:
 
 
 def storages_of(value: Any) -> set[int]:
-    """The storages behind the tensors of a value; views of one tensor share it."""
+    """Collect the storages behind the tensors of a value; views of one tensor share it."""
     leaves = pytree.tree_leaves(value)
     return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}

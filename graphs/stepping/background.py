@@ -1,16 +1,16 @@
-"""Steps that run eagerly while their graphs are compiled beside them: compile="background".
+"""Steps that run eagerly until their graphs are compiled: compile="background".
 
-    on a CPU     a forked process compiles, and leaves an artefact for each kind of step: steps run
-                 beside it undisturbed by the interpreter's lock, and weights are there once. It
-                 stands still during the first step, and has its share of the cores after that:
-                 compiled steps are faster by more than it takes from the eager ones
+    on a CPU     a forked process compiles, and leaves an artefact for each variant. Eager steps run
+                 undisturbed by the interpreter's lock, and weights are in memory once. The process
+                 pauses during the first step, and shares the cores after it: compiled steps
+                 gain more time than compiling takes from the eager ones
     elsewhere    a process that has used CUDA cannot be forked: a thread compiles, from a copy of
-                 the model's modules that has the same tensors. Kinds of steps switch together, as
+                 the model's modules that has the same tensors. All variants switch together, as
                  no step can be captured in a CUDA graph while a thread loads kernels.
 
-In both a thread brings what is ready, and the next step that is prepared takes it up: a switch is
-always between two steps, in the thread that runs them. What fails is told once, as a warning, and
-steps stay as they are.
+In both cases a thread collects compiled steps, and ``prepare`` takes them up: a switch always falls
+between two steps, in the thread that runs them. A failure is told once, as a warning, and steps
+stay eager.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ from torch_hybrid.ops.native.ahead import Builds
 
 Compile = bool | Literal["background"]
 _INTERVAL = 0.05  # seconds between looks at what is built
-_SECONDS = 60  # as in steps.py, beside eager steps
+_SECONDS = 60  # to compile a step as in steps.py, while eager steps run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
-    """What has become of the steps of a runner with compile="background".
+    """State of the switch from eager to compiled steps, with compile="background".
 
     Attributes:
-        seconds: from when the runner was made to the first compiled step of each kind, by name.
-        num_eager: steps that ran uncompiled.
-        failed: why the others stay uncompiled; empty where nothing failed so far.
+        seconds: time from the making of the runner to the first compiled step of each variant, by
+            the variant's name.
+        num_eager: number of steps that ran eagerly.
+        failed: why the other variants stay eager; empty if nothing failed so far.
     """
 
     seconds: Mapping[str, float]
@@ -63,7 +64,7 @@ class Switches:
 
 
 class MakeSteps(Protocol):
-    """Makes the steps of a runner, but for what is compiled and where it is found."""
+    """Maker of a runner's steps, given the model to run and the artefact of compiled steps."""
 
     def __call__(self, model: Model, *, store: StepStore | None) -> Steps: ...
 
@@ -78,15 +79,16 @@ def check_compile(compile: Compile, model: Model) -> None:
 
 
 class BackgroundSteps:
-    """The steps of a runner, as ``Steps``: eager ones, until compiled ones are there.
+    """Steps of a runner, used like ``Steps``: eager until the compiled ones are ready.
 
-    Compiling begins at once, and ends with ``close``, or when all is there.
+    Compiling begins at once, and ends with ``close`` or when all variants are compiled.
 
     Args:
-        make: the runner's steps.
-        model: that they run.
-        store: where compiled steps may be, and where they are written to.
-        builds: of the kernels that steps call. Eager steps wait for them, so they have all cores.
+        make: makes the runner's steps.
+        model: the model that the steps run.
+        store: artefact that may hold compiled steps, and to which new ones are written.
+        builds: builds of the native kernels. Eager steps wait for these, so kernels are built first
+            and with all cores.
     """
 
     def __init__(self, make: MakeSteps, model: Model, store: StepStore, builds: Builds) -> None:
@@ -94,7 +96,7 @@ class BackgroundSteps:
         self._make, self._model, self._store, self._builds = make, model, store, builds
         self._eager = make(model, store=None)
         self._compiled: Steps | None = None
-        self._brought: dict[Variant, GraphRecord] = {}  # and not taken up yet
+        self._brought: dict[Variant, GraphRecord] = {}  # compiled, and not taken up yet
         self._switched: dict[Variant, float] = {}
         self._num_eager, self._failed, self._is_told = 0, "", False
         self._is_over, self._is_closed = Event(), False
@@ -107,7 +109,7 @@ class BackgroundSteps:
         uses_cuda = model.device.type != "cpu" or torch.cuda.is_initialized()
         if can_fork() and not uses_cuda and not is_there:
             folder = Path(self._folder.name)
-            with compiling():  # nobody else does, while this process is copied
+            with compiling():  # no other thread compiles while this process is forked
                 self._child = Forked(lambda: _compiled_files(make, model, store, folder))
         self._thread = Thread(
             target=copy_context().run,  # with torch's configs as its caller has them
@@ -119,7 +121,7 @@ class BackgroundSteps:
 
     @property
     def graphs(self) -> dict[str, GraphRecord]:
-        """What is known of the compiled steps that are there, by variant's name."""
+        """Records of the graphs of compiled variants, by the variant's name."""
         return {} if self._compiled is None else self._compiled.graphs
 
     @property
@@ -129,21 +131,25 @@ class BackgroundSteps:
 
     @property
     def graph_breaks(self) -> int:
-        """Of all that was traced in this process since."""
+        """Number of graph breaks in this process since these steps were made."""
         return self._eager.graph_breaks
 
     @property
     def switches(self) -> Switches:
-        """Which steps are compiled by now."""
+        """Variants that run compiled by now, and the number of eager steps."""
         seconds = {variant.name: after for variant, after in self._switched.items()}
         return Switches(seconds=seconds, num_eager=self._num_eager, failed=self._failed)
 
     def is_ready(self, variant: Variant) -> bool:
-        """Whether ``prepare`` has nothing to do for a variant just now."""
+        """Tell whether ``prepare`` has neither a compiled step nor a warning for a variant."""
         return variant not in self._brought and not self._must_warn
 
     def prepare(self, variant: Variant) -> GraphRecord | None:
-        """Take up a variant's compiled step if it has come, and then say what its graph is."""
+        """Take up a variant's compiled step if it is ready.
+
+        Returns:
+            The record of its graph; None if there is nothing new.
+        """
         if self._must_warn:
             self._is_told = True
             warnings.warn(self._failed, stacklevel=3)
@@ -154,15 +160,15 @@ class BackgroundSteps:
 
     @property
     def _must_warn(self) -> bool:
-        """Whether compiling has failed, and nobody was told."""
+        """Flag: compiling has failed, and the user was not told yet."""
         return bool(self._failed) and not self._is_told and not self._is_closed
 
     def is_final(self, variant: Variant) -> bool:
-        """Whether a variant's step is not one that is exchanged: a captured one stays."""
+        """Tell whether a variant's step is compiled; an eager one will be replaced."""
         return variant in self._switched
 
     def running(self, variant: Variant) -> AbstractContextManager[Callable[[Inputs], Tensor]]:
-        """A variant's step, compiled if that was taken up."""
+        """Hold the model for a step, eager or compiled, and yield the function that runs it."""
         if variant in self._switched:
             assert self._compiled is not None
             return self._compiled.running(variant)
@@ -178,10 +184,10 @@ class BackgroundSteps:
             yield stack.enter_context(self._eager.running(variant))
 
     def wait(self) -> None:
-        """Wait until all variants are there.
+        """Wait until all variants are compiled.
 
         Raises:
-            UnsupportedError: they could not be compiled, or were closed before.
+            UnsupportedError: compiling failed, or the steps were closed before it ended.
         """
         with nullcontext() if self._is_over.is_set() else bar("compiling the steps"):
             self._is_over.wait()
@@ -190,30 +196,33 @@ class BackgroundSteps:
             raise UnsupportedError(self._failed)
 
     def save_if_new(self) -> None:
-        """Nothing: whoever compiled has done so."""
+        """Do nothing: the process or thread that compiled has written the artefact."""
 
     def save(self, path: Path) -> None:
-        """Write the graphs of all variants, which are there, to an artefact."""
+        """Write the graphs of all variants, which are compiled, to an artefact."""
         assert self._compiled is not None
         self._compiled.save(path)
 
     def close(self) -> None:
-        """Stop compiling: the process ends, with its compilers, and a thread when the variant that
-        it compiles is done. Steps stay as they are."""
+        """Stop compiling, and leave all steps as they are.
+
+        The forked process ends at once, with its compilers; a thread ends after the variant that it
+        compiles.
+        """
         self._is_closed = True
         if self._child is not None:
             self._child.close()
-        if self._thread is not current_thread():  # which may be the one that collects garbage
+        if self._thread is not current_thread():  # that thread may collect this object as garbage
             self._thread.join()
         self._folder.cleanup()
 
     def _bring(self) -> None:
-        """Bring what is compiled, as it comes; all there is of the thread."""
+        """Collect compiled variants as they become ready, or note a failure: the thread's work."""
         try:
             self._bring_all()
         except (EOFError, ForkedError) as error:
             self._failed = f"steps stay uncompiled: {str(error) or 'the runner was closed'}"
-        except Exception as error:  # of any pass or compiler: the steps go on as they are
+        except Exception as error:  # raised by any pass or compiler: steps stay eager
             self._failed = f"steps stay uncompiled: {_in_one_line(error)}"
         finally:
             if self._child is not None:
@@ -244,15 +253,19 @@ class BackgroundSteps:
             if child is not None:
                 self._brought[variant] = record
         if child is not None:
-            with suppress(EOFError):  # closed: all that it was needed for is here
-                child.receive()  # not ended before it has written what others will find
+            with suppress(EOFError):  # closed: every variant has been received
+                child.receive()  # wait until the process has written the runner's own artefact
         else:
             self._brought.update(brought)
 
 
 def _compiled_files(make: MakeSteps, model: Model, store: StepStore, folder: Path) -> Iterator[str]:
-    """Compile all variants, and yield an artefact of each, and their folder when the runner's own
-    artefact is written too: the work of the forked process."""
+    """Compile all variants in the forked process.
+
+    Yields:
+        The path of an artefact for each variant; at last the path of their folder, once the
+        runner's own artefact is written too.
+    """
     be_alone()
     try:
         with _prepared(model, store):
@@ -264,16 +277,16 @@ def _compiled_files(make: MakeSteps, model: Model, store: StepStore, folder: Pat
                 yield str(path)
                 steps.save_if_new()
             yield str(folder)
-    except Exception as error:  # of any pass or compiler; a line of it is told
+    except Exception as error:  # raised by any pass or compiler; its first line is told
         raise ForkedError(_in_one_line(error)) from error
 
 
 @contextmanager
 def _prepared(model: Model, store: StepStore) -> Iterator[None]:
-    """Surroundings to compile in.
+    """Check that the machine can compile, and isolate torch's settings meanwhile.
 
     Raises:
-        UnsupportedError: the machine lacks what that takes.
+        UnsupportedError: a compiler or a tool is missing.
     """
     if not store.is_open:
         if missing := missing_tools(model.device):
@@ -284,7 +297,7 @@ def _prepared(model: Model, store: StepStore) -> Iterator[None]:
 
 
 def _same_tensors(model: Model) -> Model:
-    """A copy of a model's modules on the same tensors: a trace takes layers out of it."""
+    """Copy a model's modules but not its tensors: a trace takes layers out of the copy."""
     if not isinstance(model, nn.Module):
         return model
     tensors = {id(t): t for module in model.modules() for _, t in own_tensors(module)}

@@ -1,4 +1,4 @@
-"""The sizes that a step is padded to, so that the same code and buffers serve all lengths."""
+"""Buckets: sizes that steps are padded to, so that one graph and its buffers serve all lengths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Sizes of one padded step: sequences, tokens, and pages that a sequence may own."""
+    """Sizes of one padded step: sequences, tokens, and pages in the table of each sequence."""
 
     num_seqs: int
     num_tokens: int
@@ -17,10 +17,10 @@ class Bucket:
 
 
 def round_up(size: int, sizes: Sequence[int]) -> int:
-    """The first of the ascending ``sizes`` that holds ``size``.
+    """Find the first of the ascending ``sizes`` that is not less than ``size``.
 
     Raises:
-        ValueError: none does.
+        ValueError: all of them are less.
     """
     i = bisect_left(sizes, size)
     if i == len(sizes):
@@ -29,7 +29,7 @@ def round_up(size: int, sizes: Sequence[int]) -> int:
 
 
 def geometric(first: int, last: int, ratio: int = 2) -> tuple[int, ...]:
-    """``first``, ``ratio`` times that, and so on; ends with ``last``."""
+    """List sizes from ``first`` to ``last``, each ``ratio`` times the one before."""
     sizes = []
     while first < last:
         sizes.append(first)
@@ -38,7 +38,7 @@ def geometric(first: int, last: int, ratio: int = 2) -> tuple[int, ...]:
 
 
 def token_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Sizes of extend steps: 16 apart up to 256, then 64 apart, so that padding stays small."""
+    """List sizes of extend steps: 16 apart up to 256, then 64 apart, so that padding is small."""
     fine = range(16, min(256, max_tokens), 16)
     coarse = range(256, max_tokens, 64)
     return (*fine, *coarse, max_tokens)
@@ -46,10 +46,16 @@ def token_sizes(max_tokens: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:
-    """The sizes that steps are padded to, ascending; the last of each is the largest.
+    """Ascending sizes that steps are padded to; the last of each is the largest.
 
-    ``decode_seqs`` None leaves decode steps as they are. ``chunk_rows`` is for the tables of layers
-    that read a prefix in chunks; None leaves those as they are too.
+    Attributes:
+        decode_seqs: sequences of a decode step; None leaves decode steps unpadded.
+        seqs: sequences of an extend step.
+        tokens: tokens of an extend step.
+        half_tokens: tokens of each half of a step that is cut in two.
+        pages: width of the page table.
+        chunk_rows: rows of the tables of layers that read a prefix in chunks; None leaves these
+            tables unpadded.
     """
 
     decode_seqs: tuple[int, ...] | None
@@ -61,7 +67,7 @@ class StepSizes:
 
     @classmethod
     def fine(cls, *, max_seqs: int, max_tokens: int, half_tokens: int, num_pages: int) -> StepSizes:
-        """Little padding: for graphs that serve every size."""
+        """Choose many sizes, for little padding: for graphs that serve every size."""
         return cls(
             decode_seqs=None,
             seqs=geometric(2, max(max_seqs, 2)),
@@ -82,11 +88,13 @@ class StepSizes:
         page_size: int,
         small_extends: bool = False,
     ) -> StepSizes:
-        """Few sizes: for graphs that are captured once for each. Sequences of a decode step and
-        tokens double; tables, where padding is copied but is no work, grow in wider strides.
+        """Choose few sizes: for graphs that are captured once for each size.
 
-        ``small_extends``: steps that extend are padded as little as decode steps: they are those
-        too, or go by how many tokens each of their sequences has.
+        Sequences of a decode step and tokens double. Widths of tables grow faster: their padding is
+        copied, but no kernel works on it.
+
+        ``small_extends`` pads extend steps as finely as decode steps. It is for runners where
+        extend steps serve decode too, or are chosen by the number of tokens of each sequence.
         """
         decode_seqs = geometric(1, max(max_seqs, 2))
         return cls(

@@ -1,4 +1,4 @@
-"""What ``Runner.extend`` refuses before anything has changed."""
+"""Checks of the arguments of ``Runner.extend``, before any state changes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 
 from torch_hybrid.host.ints import has_bools, joined, packed_ints
 
-# From so many on, a tensor of their ids is looked at faster than each.
+# From this many tokens on, the range of a tensor is found faster than that of a list.
 _MANY_TOKENS = 256
 
 
 def token_lists(tokens: Any) -> Sequence[Sequence[int]]:
-    """The new tokens of each sequence, packed: of lists, tuples, 1-D or 2-D integer tensors.
+    """Pack the new tokens of each sequence from lists, tuples, or 1-D or 2-D integer tensors.
 
     Raises:
-        TypeError: they are no lists, or hold something else.
+        TypeError: ``tokens`` holds something other than lists of ints.
     """
     rows = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     return [_packed(row.tolist() if isinstance(row, Tensor) else row) for row in rows]
 
 
 def _packed(row: Any) -> Sequence[int]:
-    """An array, which takes a third of the time of a look at each token."""
+    """Pack a list of tokens into an array, in a third of the time of a check of each token."""
     if not isinstance(row, list | tuple):
         raise TypeError(f"tokens must be a list of token ids for each sequence, got {row!r}")
     try:
@@ -56,11 +56,11 @@ def check_extend(
     """Raise ValueError unless the arguments are as ``Runner.extend`` says.
 
     Args:
-        tokens, positions, logits: its arguments.
-        num_seqs: how many sequences it was given.
+        tokens, positions, logits: arguments of ``Runner.extend``.
+        num_seqs: number of sequences that the call was given.
         max_tokens: most new tokens in one step.
-        vocab_size, num_position_axes: of the model.
-        most_each: new tokens that a sequence may have; None is any number.
+        vocab_size, num_position_axes: sizes of the model.
+        most_each: most new tokens of one sequence; None is any number.
     """
     if num_seqs != len(tokens):
         raise ValueError(

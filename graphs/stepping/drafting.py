@@ -1,8 +1,8 @@
-"""Drafts of sequences: tried by a step that verifies them, and made by a model's own head.
+"""Drafts of sequences: verified by a step of the model, and made by the model's draft head.
 
-    verify    a step replays what was accepted before, appends a certain token and tries drafts
-    flush     such a step without new tokens, for those who copy or move states
-    draft     the head reads what it has not read of a sequence, and goes on from there
+    verify    a step replays the accepted drafts, appends a committed token, and tries new drafts
+    flush     a verify step without new tokens: it completes states that are to be copied or moved
+    draft     the head reads the tokens that it has not read, then drafts further ones
     read      the head reads, and drafts nothing
 
 All of them leave the states of sequences as plain decoding would.
@@ -24,18 +24,18 @@ from torch_hybrid.specs import KEPT_HIDDEN
 
 
 class Drafting:
-    """What a runner does about drafts, of sequences and tokens that have been checked.
+    """Verification and drafting of a runner; its callers have checked sequences and tokens.
 
     Args:
-        cache: of the sequences.
-        planner: of the steps.
-        stepper: plans and counts those that verify.
-        execution: runs them.
-        verify_mode: of steps that verify.
-        has_head: whether the model has layers that draft.
-        max_drafts: of a sequence.
-        max_tokens: of a step.
-        num_position_axes: of the model.
+        cache: states of the sequences.
+        planner: plans the steps of the draft head.
+        stepper: plans, runs and counts the verify steps.
+        execution: runs planned steps.
+        verify_mode: mode of verify steps.
+        has_head: whether the model has a draft head.
+        max_drafts: most drafts of a sequence in one step.
+        max_tokens: most tokens of a step.
+        num_position_axes: position axes of the model.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Drafting:
         self.verify_mode, self.has_head = verify_mode, has_head
         self._max_drafts, self._max_tokens = max_drafts, max_tokens
         self._num_position_axes = num_position_axes
-        self._most_unread = min(KEPT_HIDDEN - 1, max_tokens)  # by the head, of a sequence
+        self._most_unread = min(KEPT_HIDDEN - 1, max_tokens)  # by the head, of one sequence
 
     def verify(
         self,
@@ -64,7 +64,13 @@ class Drafting:
         tokens: Sequence[Sequence[int]],
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Run a step that verifies drafts, of sequences that may have no token; logits, padded."""
+        """Run a step that verifies drafts, and return its logits, padding included.
+
+        Args:
+            seqs: sequences of the step.
+            tokens: new tokens of each: one committed token, then drafts; or none at all.
+            positions: positions of the tokens; by default they follow the committed ones.
+        """
         num_drafts = [len(new) - 1 for new in tokens]
         self.keep_room(seqs, [len(new) for new in tokens])
         variant, planned = self._stepper.plan(
@@ -81,8 +87,7 @@ class Drafting:
         )
 
     def flush(self, seqs: Sequence[HeldSequence]) -> None:
-        """Bring the states of sequences up to their last certain token, and what a head has
-        read."""
+        """Replay accepted drafts into the states of sequences, and have the head read the rest."""
         behind = [seq for seq in seqs if not self._cache.are_replayed([seq])]
         if behind:
             self.verify(behind, [()] * len(behind))
@@ -94,12 +99,15 @@ class Drafting:
         tokens: Sequence[Sequence[int]],
         counts: Sequence[int],
     ) -> list[list[int]]:
-        """So many tokens that the head expects of each sequence, after one that it does not hold.
+        """Draft tokens of each sequence with the model's head.
 
         Args:
-            seqs: that are live.
-            tokens: of each, that one.
-            counts: 1 to ``max_drafts``.
+            seqs: live sequences.
+            tokens: for each, the one token that follows those it holds.
+            counts: drafts wanted of each, 1 to ``max_drafts``.
+
+        Returns:
+            The drafts of each sequence, as many as its count.
         """
         if len(seqs) + sum(map(self._cache.num_unread, seqs)) > self._max_tokens:
             self.read(seqs)
@@ -107,7 +115,7 @@ class Drafting:
         return [own[:count] for own, count in zip(drafted, counts, strict=False)]
 
     def read(self, seqs: Sequence[HeldSequence]) -> None:
-        """Have the head read what it has not read of sequences."""
+        """Run the head on the tokens of sequences that it has not read, as many a step as fit."""
         if not self.has_head:
             return
         group: list[HeldSequence] = []
@@ -122,8 +130,11 @@ class Drafting:
             self._run_head(group, [()] * len(group), ())
 
     def keep_room(self, seqs: Sequence[HeldSequence], num_new: Sequence[int]) -> None:
-        """Have the head read what a step would lose unread: its new tokens write over it, or it
-        takes the states to another slot, with the last token's alone."""
+        """Have the head read the hidden states that the next step would overwrite or leave behind.
+
+        A step overwrites them if unread and new tokens together exceed the kept hidden states. A
+        step that starts from another slot takes only the last token's hidden state with it.
+        """
         if not self.has_head:
             return
         unread = map(self._cache.num_unread, seqs)
@@ -137,9 +148,17 @@ class Drafting:
         tokens: Sequence[Sequence[int]],
         counts: Sequence[int],
     ) -> Tensor:
-        """[1 or max_drafts, N] of the head, padded; it reads what it has not read of sequences, and
-        the tokens after those. Without ``counts`` that is all."""
-        self._execution.join()  # pages may be copied
+        """Run the head on unread tokens and on ``tokens``, then on its own drafts.
+
+        Args:
+            seqs: live sequences.
+            tokens: tokens after those that each sequence holds.
+            counts: drafts wanted of each sequence; empty only reads.
+
+        Returns:
+            [1 or max_drafts, N] drafts, padding included.
+        """
+        self._execution.join()  # the batch may copy pages on the device
         batch = self._cache.make_draft_batch(
             seqs,
             tokens,

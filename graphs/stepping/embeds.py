@@ -1,10 +1,10 @@
-"""Rows that stand in the place of tokens' own embeddings: of images, from a model's tower.
+"""Rows that replace token embeddings: of images, for example, from a model's vision tower.
 
     given    [1 + max_tokens, dim] on the device, at a fixed address; row 0 is null
-    index    [T] of a step's batch: which given row a token takes, 0 where it has its own embedding
+    index    [T] in a step's batch: the given row of each token, 0 if it keeps its own embedding
 
-A step with rows is the same graph as one without: it looks both up and takes one. Rows are copied
-in before the step, and nothing is where there are none. Steps that decode have no index.
+One graph serves steps with and without rows: it looks up both values and selects one. Rows are
+copied in before a step; a step without rows copies nothing. Decode steps have no index.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch_hybrid.graphs.step import GIVEN, Caches, Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embeds:
-    """Rows in the place of some tokens' own embeddings.
+    """Rows that replace the embeddings of some tokens.
 
     Attributes:
-        rows: [K, dim] of the model's dtype, on its device.
-        places: [K] which of a step's packed tokens take them, ascending.
+        rows: [K, dim] in the model's dtype, on its device.
+        places: [K] ascending indices of these tokens among the packed tokens of a step.
     """
 
     rows: Tensor
@@ -34,13 +34,13 @@ class Embeds:
 
 
 class GivenRows:
-    """Where the steps of a runner find the rows that they are given.
+    """Device buffer from which the steps of a runner read the rows that replace embeddings.
 
     Args:
-        max_tokens: of a step.
-        dim: of a row.
-        dtype: of the model.
-        device: of the model.
+        max_tokens: most tokens of a step.
+        dim: width of a row.
+        dtype: dtype of the model.
+        device: device of the model.
     """
 
     @torch.inference_mode(mode=False)
@@ -51,15 +51,15 @@ class GivenRows:
 
     @classmethod
     def of(cls, model: Model, max_tokens: int, takes_embeds: bool | None) -> GivenRows | None:
-        """Those of a runner; None where its steps are given none.
+        """Make the buffer of a runner; None if its steps take no rows.
 
         Args:
-            model: of the runner.
-            max_tokens: of a step.
-            takes_embeds: whether steps are given rows; None: where the model has a tower.
+            model: model of the runner.
+            max_tokens: most tokens of a step.
+            takes_embeds: whether steps take rows; None: they do if the model has a vision tower.
 
         Raises:
-            UnsupportedError: the model's forward takes none.
+            UnsupportedError: the model's forward takes no rows.
         """
         if takes_embeds is None:
             takes_embeds = getattr(model, "vision", None) is not None
@@ -75,11 +75,11 @@ class GivenRows:
 
     @property
     def caches(self) -> Caches:
-        """As what steps are handed them."""
+        """Buffer in the form in which steps receive it, beside the pools."""
         return {GIVEN: ({"rows": self._rows},)}
 
     def check(self, embeds: Embeds, num_tokens: int) -> None:
-        """Raise ValueError unless these rows can stand in a step of so many tokens."""
+        """Raise ValueError unless these rows fit a step of ``num_tokens`` tokens."""
         rows, own = embeds.rows, self._rows
         expected = f"[{len(embeds.places)}, {own.shape[1]}] in {own.dtype} on {own.device}"
         is_alike = rows.dtype == own.dtype and rows.device == own.device
@@ -96,5 +96,5 @@ class GivenRows:
             )
 
     def write(self, embeds: Embeds) -> None:
-        """Give these rows to the next step, which has been checked; after the one before it."""
+        """Copy checked rows into the buffer for the next step, once the step before is launched."""
         self._rows[1 : 1 + len(embeds.places)].copy_(embeds.rows)

@@ -1,4 +1,4 @@
-"""Runs the planned steps of a runner: on static inputs, called or replayed, waited for or not."""
+"""Execution of planned steps: on static inputs, called or replayed, waited for or not."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NO_DRAWS = Draws.nothing(0)
 
 
 class Execution:
-    """The steps of one runner on its device, one after another.
+    """Executor of a runner's steps on its device, one after another.
 
     Args:
-        steps: of which those that are run were prepared.
-        planner: made their inputs.
+        steps: the runner's steps; a step that runs has been prepared.
+        planner: planner that made the inputs; it knows their largest sizes.
         last: the tokens that were sampled last.
-        capture: which steps are captured; None where none is.
-        max_seqs: of the runner.
-        device: where steps run.
+        capture: which steps are captured in CUDA graphs; None captures none.
+        max_seqs: most sequences of the runner.
+        device: device on which steps run.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class Execution:
             variant: StaticInputs(StepInputs(inputs=planner.largest(variant), draws=draws), device)
             for variant in planner.forms
         }
-        self._under_way: Launched | None = None  # what was launched last
+        self._under_way: Launched | None = None  # the step that was launched last
 
     @property
     def nbytes(self) -> int:
-        """Size of the static inputs."""
+        """Bytes of the static inputs."""
         return sum(inputs.nbytes for inputs in self._inputs.values())
 
     @property
     def num_buckets(self) -> int:
-        """Sizes of steps so far."""
+        """Number of buckets that steps have used so far."""
         return sum(inputs.num_buckets for inputs in self._inputs.values())
 
     def logits(self, variant: Variant, inputs: Inputs) -> Tensor:
-        """Run a step whose inputs are on the host: its logits, padding included."""
+        """Run a step whose inputs are on the host, and return its logits, padding included."""
         return self._run(variant, StepInputs(inputs=inputs, draws=_NO_DRAWS), None)
 
     def launch(
@@ -70,13 +70,13 @@ class Execution:
         places: Sequence[int],
         draws: Sequence[Draw | None],
     ) -> Launched:
-        """Start a step that samples, whose inputs are on the host.
+        """Start a step that samples; its inputs are on the host.
 
         Args:
-            variant: of the step.
-            inputs: whose tokens may be some that were sampled last; see ``launch``.
-            places: of the step's sequences.
-            draws: how a token is drawn for each; None: none is.
+            variant: variant of the step.
+            inputs: inputs; a token may stand for one that was sampled last (``capturing.launch``).
+            places: place of each sequence of the step among the tokens sampled last.
+            draws: how to sample the token of each sequence; None samples none.
         """
         kind = DrawKind.of(draws)
         made = Draws.of(places, draws, kind, num_logits(inputs))
@@ -85,19 +85,21 @@ class Execution:
         return self._under_way
 
     def wait(self) -> None:
-        """Wait for the step that was launched last, and so for all before it."""
+        """Wait for the step that was launched last, and so for all steps before it."""
         if self._under_way is not None:
             self._under_way.result()
 
     def join(self) -> None:
-        """Let what this thread starts on the device from now on begin after all that was launched,
-        which may be of another thread's stream."""
+        """Make this thread's later device work wait for the launched steps of any stream."""
         if self._under_way is not None:
             self._under_way.join(self._device)
 
     def _run(self, variant: Variant, planned: StepInputs, kind: DrawKind | None) -> Tensor:
-        """The logits of a step, or with a ``kind`` the tokens drawn of them: those are
-        overwritten by the next step."""
+        """Run a step.
+
+        Returns:
+            Its logits, or with a ``kind`` the sampled tokens. The next step overwrites them.
+        """
         self.join()
         static = self._inputs[variant]
         value = static.refresh(planned)

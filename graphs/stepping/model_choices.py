@@ -1,6 +1,6 @@
-"""What a runner chooses beside its backends: who computes experts, and who linear layers.
+"""Implementations that a runner chooses beside its backends: of experts and of linear layers.
 
-What has weights with scales is of a kind of its own: "fp8 linear", "int4 fused_experts".
+Modules whose weights have scales form kinds of their own: "fp8 linear", "int4 fused_experts".
 """
 
 from __future__ import annotations
@@ -29,35 +29,37 @@ from torch_hybrid.ops.native.ahead import Builds, build_ahead
 
 
 def modules_of(model: Model) -> list[nn.Module]:
-    """All modules of a model; none where it is no module itself."""
+    """List the modules of a model; none if the model is no ``nn.Module``."""
     return list(model.modules()) if isinstance(model, nn.Module) else []
 
 
 def choosers_of(model: Model) -> list[HasImplementation]:
-    """The experts of all layers of a model, and its linear layers of weights with scales."""
+    """List a model's experts and its linear layers with scales: modules that call a chosen op."""
     return [module for module in modules_of(model) if isinstance(module, HasImplementation)]
 
 
 def choices_of(model: Model, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Those of some choices that modules of a model go by."""
+    """Select the choices that modules of a model use."""
     kinds = {module.kind for module in choosers_of(model)}
     return tuple(choice for choice in choices if choice.op in kinds)
 
 
 def set_choices(model: Model, choices: Sequence[Choice]) -> None:
-    """Have each module of a model go by the choice for its kind."""
+    """Set the choice of each module of a model, by the module's kind."""
     by_kind = {choice.op: choice for choice in choices}
     for module in choosers_of(model):
         module.choice = by_kind[module.kind]
 
 
 def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, ...]:
-    """Who computes all experts of a model and its linear layers with scales, if it has some, and
-    the other linear layers of its steps, if they are compiled or may not be torch's.
+    """Choose the implementations of a model's experts and linear layers.
+
+    Plain linear layers are chosen for only in compiled or batch-invariant steps; otherwise torch
+    computes them.
 
     Raises:
-        ValueError: a name is of no implementation.
-        UnsupportedError: none can serve what there is, where it is now.
+        ValueError: a wanted name is no implementation.
+        UnsupportedError: no implementation serves the model on its device.
     """
     preferred = {
         "fused_experts": wanted.named("fused_experts", wanted.experts),
@@ -83,8 +85,7 @@ def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, .
 
 
 def start_builds(choices: Sequence[Choice], backends: Mapping[str, LayerBackend]) -> Builds:
-    """Have the kernels of what a model and its backends go by built, should the cache lack them:
-    before others what steps of prompts call, which come first."""
+    """Start the builds of chosen native kernels that the cache lacks, those of prefill first."""
     by_mode = [pair for backend in backends.values() for pair in backend.choices.items()]
     of_prompts = [chosen for mode, chosen in by_mode if mode.tokens_per_seq is None]
     first = chain(choices, *of_prompts)
@@ -93,13 +94,13 @@ def start_builds(choices: Sequence[Choice], backends: Mapping[str, LayerBackend]
 
 
 def _implementations(choices: Iterable[Choice]) -> list[Implementation]:
-    """What was chosen, but for choices that stand for several others and are of no op."""
+    """List the chosen implementations of ops; a choice that stands for several others has no op."""
     chosen = {(each.op.split()[-1], each.impl) for each in choices}
     return [REGISTERED[op][impl] for op, impl in chosen if impl in REGISTERED.get(op, ())]
 
 
 def _with(need: Need, wanted: Backends) -> Need:
-    """The same, with what every implementation must be able to do."""
+    """Add the features that the user asked of every implementation to a module's need."""
     return replace(need, features=need.features | wanted.features)
 
 
@@ -111,11 +112,13 @@ def passes_for(
     batch_invariant: bool = False,
     num_ranks: int = 1,
 ) -> dict[Mode, Sequence[Pass]]:
-    """``passes`` for the steps of each mode: linear layers are merged where that was chosen.
-    Where rows are to be computed by themselves, no product is left to torch, no sum over the ranks
-    to a collective, and on a GPU none over a row to Inductor.
+    """Choose the graph passes of each mode.
 
-    On a GPU, where steps have few rows: many are torch's, one weight after the other all the same.
+    Linear layers are merged where the chosen implementation profits: always with "cpp", in steps of
+    few rows with "triton". In steps of many rows, torch computes the products one after the other.
+
+    Batch-invariant steps also replace every product, and sums over ranks by sums in a fixed order.
+    On a GPU they replace sums over a row, whose order Inductor would choose.
     """
     impls = dict(impls_of(choices))
     if batch_invariant:

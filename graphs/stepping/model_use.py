@@ -1,8 +1,8 @@
-"""Who uses a model just now: many may run it, or one may trace it.
+"""Lock of a model: many threads may run it, or one may trace it.
 
-While a step is traced, its model has its first layers alone (``layers_once``). Whoever ran it
-meanwhile, from another thread and another runner, would run those alone. And its experts are
-computed as one runner has chosen: who chose otherwise waits.
+While a step is traced, its model has only its first layers (``layers_once``). Another thread that
+ran the model meanwhile would run only those. A runner also sets its choice of implementations on
+the model's modules. So a runner with other choices waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_hybrid.graphs.stepping.model_choices import set_choices
 
 
 class ModelUse:
-    """Of one model, shared by its runners; ``of`` finds it."""
+    """Lock of one model, shared by its runners; ``of`` finds it."""
 
     _of_model: ClassVar[WeakKeyDictionary[Model, ModelUse]] = WeakKeyDictionary()
     _finding: ClassVar = Lock()
@@ -31,22 +31,23 @@ class ModelUse:
 
     @classmethod
     def of(cls, model: Model) -> ModelUse:
-        """The one that all runners of ``model`` share."""
+        """Find the lock that all runners of ``model`` share."""
         with cls._finding:
             return cls._of_model.setdefault(model, cls())
 
     @classmethod
     def forget(cls) -> None:
-        """Nobody uses any model: of what other threads did, a forked process knows nothing."""
+        """Drop all locks, in a forked process: the threads that held them do not exist there."""
         cls._of_model, cls._finding = WeakKeyDictionary(), Lock()
 
     @contextmanager
     def running(self, model: Model, choices: Sequence[Choice] = ()) -> Iterator[None]:
-        """Others may run it too; waits while it is traced, or run by other choices.
+        """Hold the model to run it; wait while it is traced, or run with other choices.
 
         Args:
-            model: that is run.
-            choices: of its modules; none where no code of the model runs, or none chooses.
+            model: the model that runs.
+            choices: implementations of its modules; none if no module's code runs, or none has a
+                choice.
         """
         with self._changed:
             if choices and choices != self._choices:
@@ -62,7 +63,7 @@ class ModelUse:
 
     @contextmanager
     def tracing(self, model: Model, choices: Sequence[Choice]) -> Iterator[None]:
-        """Nobody else uses it; waits until nobody does."""
+        """Hold the model alone, to trace it; wait until nobody runs it."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_running)
             self._set_choices(model, choices)

@@ -1,4 +1,4 @@
-"""From ragged batches to the padded inputs of one of a few graphs."""
+"""Planner of steps: pads ragged batches to a few buckets, and plans their layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_hybrid.graphs.stepping.buckets import Bucket, StepSizes, round_up
 from torch_hybrid.graphs.two_batch import OverlapPolicy, plan_split, rows_in_halves
 
 Logits = Literal["last", "all"]
-# What a graph is traced with; distinct sizes, so that no two symbols are taken for one.
+# Sizes of the step that is traced; they differ, so that no two symbols are taken for one.
 _TRACED_SEQS, _TRACED_PAGES = 8, 11
 _TRACED_MIX = Bucket(num_seqs=5, num_tokens=512, num_pages=_TRACED_PAGES)
 _TRACED_CHUNK_ROWS = 192
@@ -26,17 +26,17 @@ _TRACED_ROWS = 13
 
 
 class StepPlanner:
-    """Pads steps to buckets, cuts them where the policy says so, and plans their layers.
+    """Planner that pads steps to buckets, cuts large ones in halves, and plans their layers.
 
     Args:
-        backends: of the model's kinds of layers.
-        sizes: what steps are padded to.
-        num_position_axes: of the model.
+        backends: the backend of each kind of layer of the model.
+        sizes: the buckets that steps are padded to.
+        num_position_axes: position axes of the model (1, or 3 with multimodal rotary embeddings).
         overlap: which steps are cut in halves.
-        chunk_grid: a cut inside a sequence is at a multiple of so many tokens.
-        modes: of the steps that are planned.
-        takes_embeds: whether steps that extend are given rows in the place of embeddings.
-        drafting: the kinds of layers that the model's head has; all that its steps need.
+        chunk_grid: a cut inside a sequence falls on a multiple of so many tokens.
+        modes: modes of the steps to plan.
+        takes_embeds: whether extend steps take rows in the place of token embeddings.
+        drafting: kinds of layers in the model's draft head; a draft step plans only these.
     """
 
     def __init__(
@@ -65,17 +65,21 @@ class StepPlanner:
         }
 
     def table_width(self, num_pages: int) -> int:
-        """Width of the page table of a step whose longest sequence owns so many pages."""
+        """Round up a number of pages to a bucket: the width of the page table."""
         width: int = round_up(num_pages, self._sizes.pages)
         return width
 
     def plan(self, batch: Batch, mode: Mode, logits: Logits) -> tuple[Variant, Inputs]:
-        """A step's variant and its inputs on the host, padded to their bucket.
+        """Plan a batch: choose its variant and pad its inputs, on the host, to a bucket.
 
         Args:
-            batch: unpadded, its page table as wide as ``table_width`` says.
-            mode: of the batch, whose sequences have as many new tokens as it says.
-            logits: which rows are wanted.
+            batch: unpadded; its page table is as wide as ``table_width`` says.
+            mode: mode of the step; it fits the number of new tokens of each sequence.
+            logits: "last" returns the logits of each sequence's last token, "all" those of every
+                token.
+
+        Returns:
+            The variant whose graph serves the step, and its padded inputs.
         """
         parts: tuple[Batch, ...] = (batch,)
         cut = batch.num_tokens
@@ -96,11 +100,14 @@ class StepPlanner:
     def plan_drafts(
         self, batch: Batch, further: Mapping[str, Sequence[Sequence[int]]]
     ) -> tuple[Variant, Inputs]:
-        """Steps of the model's head, one after the other: their variant and inputs.
+        """Plan the consecutive steps of the draft head, which run in one graph.
 
         Args:
-            batch: the tokens that it is to read in the first of them.
-            further: the steps after that, as for ``chained``.
+            batch: the tokens that the head reads in the first step.
+            further: arguments of ``chained`` for the steps after the first.
+
+        Returns:
+            The variant whose graph serves the steps, and its padded inputs.
         """
         mode = Mode.draft(1 + len(further["slots"]))
         forms = self._forms_of_step([batch], mode)
@@ -113,13 +120,13 @@ class StepPlanner:
         return variant, self._inputs(padded, mode, forms, None)
 
     def plan_idle(self) -> tuple[Variant, Inputs]:
-        """A step of no sequences, of decode if there are such: all padding, so that it reads and
-        writes no state."""
+        """Plan a step without sequences, a decode step if the modes include one. All of it is
+        padding, so it reads and writes no state."""
         nothing = self._null_batch(Bucket(num_seqs=0, num_tokens=0, num_pages=2), self._idle)
         return self.plan(nothing, self._idle, "last")
 
     def largest(self, variant: Variant) -> Inputs:
-        """An all-padding step of a variant whose every leaf is as large as it ever gets."""
+        """Build an all-padding step of a variant; each tensor has its largest possible size."""
         num_seqs = self._sizes.seqs[-1]
         each = variant.mode.tokens_per_seq
         if each is not None and not variant.mode.num_chained:
@@ -131,7 +138,7 @@ class StepPlanner:
         return self._null_inputs(variant, bucket, self.forms[variant], num_rows)
 
     def traced(self, variant: Variant) -> Inputs:
-        """An all-padding step of a variant to trace it on: no two kinds of size are equal."""
+        """Build the all-padding step that a variant is traced on; sizes of two kinds differ."""
         forms = {
             kind: replace(form, num_rows=_TRACED_CHUNK_ROWS)
             for kind, form in self.forms[variant].items()
@@ -143,7 +150,7 @@ class StepPlanner:
         return self._null_inputs(variant, bucket, forms, _TRACED_ROWS)
 
     def _bucket_of(self, parts: Sequence[Batch], mode: Mode) -> tuple[int, int]:
-        """Sequences and tokens that each part is padded to."""
+        """Choose the numbers of sequences and of tokens that each part is padded to."""
         num_seqs = max(part.num_seqs for part in parts)
         if mode.tokens_per_seq is not None:
             num_seqs = self._decode_seqs(num_seqs)
@@ -153,37 +160,40 @@ class StepPlanner:
         return round_up(num_seqs, self._sizes.seqs), round_up(num_tokens, sizes)
 
     def _backends_of(self, mode: Mode) -> Mapping[str, LayerBackend]:
-        """Of the layers that a step of a mode runs."""
+        """Choose the backends of the layers that a step of a mode runs."""
         return self._drafting if mode.num_chained else self._backends
 
     def _planned_as(self, mode: Mode, part: int = 0) -> Mode:
-        """The mode that layers of a part of a step are planned in: a step of the head is one of
-        decoding, the first of them one of several tokens of each sequence."""
+        """Choose the mode in which the layers plan a part of a step.
+
+        Parts of a draft step are planned as decode; the first, which may have several tokens for
+        each sequence, as verify.
+        """
         if not mode.num_chained:
             return mode
         return self._idle if part else self._verifying
 
     def _forms_of_step(self, batches: Sequence[Batch], mode: Mode) -> dict[str, LayerForm]:
-        """The form of each kind of layer for a step of these batches, padded."""
+        """Choose the form of each kind of layer for these batches, and pad its tables."""
         planned_as = self._planned_as(mode)
         found = forms_of(self._backends_of(mode), batches, planned_as)
         return {kind: self._padded(kind, planned_as, form) for kind, form in found.items()}
 
     def _decode_seqs(self, num_seqs: int) -> int:
-        """Sequences that a step of as many tokens for each is padded to."""
+        """Round up the number of sequences of a step that has equally many tokens for each."""
         num_seqs = max(num_seqs, 1)
         sizes = self._sizes.decode_seqs
         return num_seqs if sizes is None else round_up(num_seqs, sizes)
 
     def _padded(self, kind: str, mode: Mode, form: LayerForm) -> LayerForm:
-        """A form whose tables have one of a few sizes, where that is asked for."""
+        """Round up the number of rows of a form's tables, if ``sizes`` has buckets for them."""
         if self._sizes.chunk_rows is None or not form.num_rows:
             return form
         largest = {f.name: f.num_rows for f in self._backends[kind].forms(mode)}[form.name]
         return replace(form, num_rows=min(round_up(form.num_rows, self._sizes.chunk_rows), largest))
 
     def _wanted(self, batch: Batch, mode: Mode, logits: Logits) -> Tensor:
-        """[R] the tokens whose logits are wanted, padded with token 0."""
+        """Find the tokens whose logits are wanted: indices [R], padded with token 0."""
         if mode.tokens_per_seq is not None:
             rows = _counted(batch.num_tokens)
             size = self._decode_seqs(batch.num_seqs) * mode.tokens_per_seq
@@ -227,7 +237,7 @@ class StepPlanner:
         return self._inputs(batches, mode, forms, rows)
 
     def _null_batch(self, bucket: Bucket, mode: Mode) -> Batch:
-        """Empty sequences and padding tokens."""
+        """Build a batch of empty sequences and padding tokens."""
         axes, num_tokens, num_seqs = self._num_position_axes, bucket.num_tokens, bucket.num_seqs
         position_shape = (num_tokens,) if axes == 1 else (axes, num_tokens)
         return Batch(
@@ -244,14 +254,14 @@ class StepPlanner:
         )
 
     def _cuts_of(self, mode: Mode) -> list[bool]:
-        """Whether steps of a mode run whole, in halves, or some so and some so."""
+        """List whether steps of a mode may run whole (False), in halves (True), or either way."""
         largest = self._sizes.seqs[-1], self._sizes.tokens[-1]
         whole = [] if self._overlap.always_cuts(mode) else [False]
         halves = [True] if self._overlap.cuts(mode, *largest) else []
         return whole + halves
 
     def _forms_of(self, mode: Mode) -> Iterator[dict[str, LayerForm]]:
-        """Every combination of forms that steps of a mode may take, each at its largest."""
+        """Enumerate the combinations of layer forms of a mode's steps, each form at its largest."""
         backends = self._backends_of(mode)
         planned_as = self._planned_as(mode)
         for forms in product(*(backend.forms(planned_as) for backend in backends.values())):
@@ -259,8 +269,10 @@ class StepPlanner:
 
 
 def _longest(parts: Sequence[Batch], mode: Mode) -> int:
-    """Tokens that each sequence of a mode of fixed lengths is padded to: where drafts are verified,
-    as many as the longest of the step has."""
+    """Count the tokens that each sequence is padded to, in a mode with as many for each sequence.
+
+    A verify step pads to the longest sequence of the batch.
+    """
     if not mode.num_drafts:
         return mode.tokens_per_seq or 1
     lengths = [int(part.cu_seqlens.diff().max()) for part in parts]
@@ -272,5 +284,4 @@ def _zeros(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _counted(count: int) -> Tensor:
-    """0, 1 and so on."""
     return torch.arange(count, dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""One step of sequences: from their tokens to what is run, and what they hold once it has."""
+"""Path of one step: from tokens, through plan, compilation and run, to what the sequences hold."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ ResultT = TypeVar("ResultT")
 
 
 class Stepper:
-    """Plans the steps of a runner in the mode that they are given, has them compiled, and counts
-    what was run.
+    """Planner and runner of steps: it pads and compiles a step, runs it, and counts its tokens.
 
     Args:
-        cache: of the sequences.
-        planner: of the steps.
-        steps: that are compiled.
-        execution: runs them.
-        builds: of the kernels that they call.
-        capture: which of them are captured; None where none is.
-        given: rows in the place of embeddings; None where steps take none.
-        num_position_axes: of the model.
+        cache: states of the sequences.
+        planner: pads and plans batches.
+        steps: compiled or eager steps.
+        execution: runs planned steps.
+        builds: builds of the native kernels that steps call.
+        capture: which steps are captured in CUDA graphs; None captures none.
+        given: buffer of rows that replace embeddings; None if steps take none.
+        num_position_axes: position axes of the model.
         check_batch: called with the batch of each step before it runs.
-        device: where steps run.
+        device: device on which steps run.
     """
 
     def __init__(
@@ -73,12 +72,24 @@ class Stepper:
         positions: Tensor | None = None,
         embeds: Embeds | None = None,
     ) -> tuple[Variant, Inputs]:
-        """A step's variant, compiled by now, and its inputs; the pages of its tokens are taken.
+        """Reserve the pages of new tokens, and plan and compile their step.
 
-        ``num_drafts`` of the tokens of each sequence are not certain, by default none. Where it
-        raises, no state has changed.
+        An error leaves all states unchanged.
+
+        Args:
+            seqs: sequences of the step.
+            tokens: new tokens of each.
+            mode: mode of the step.
+            num_drafts: number of each sequence's last tokens that are drafts; by default none.
+            logits: "last" returns the logits of each sequence's last token, "all" those of every
+                token.
+            positions: positions of the new tokens; by default they follow the committed ones.
+            embeds: rows that replace embeddings of some tokens.
+
+        Returns:
+            The step's variant, compiled, and its inputs.
         """
-        self._execution.join()  # pages may be copied
+        self._execution.join()  # the batch may copy pages on the device
         places = None
         if self._given is not None and mode.tokens_per_seq is None:
             places = () if embeds is None else embeds.places
@@ -101,19 +112,19 @@ class Stepper:
         return variant, planned
 
     def plan_idle(self) -> tuple[Variant, Inputs]:
-        """As ``plan``, of a step of no sequences."""
+        """Plan and compile a step without sequences."""
         idle, planned = self._planner.plan_idle()
         self.check(planned.parts[0].batch)
         self.compile(idle)
         return idle, planned
 
     def check(self, batch: Batch) -> None:
-        """Have the caller look at the batch of a step."""
+        """Call the user's ``check_batch`` with the batch of a step."""
         if self._check_batch is not None:
             self._check_batch(batch)
 
     def compile(self, variant: Variant) -> None:
-        """Have a variant compiled, if steps are, and the kernels of first steps built."""
+        """Compile a variant if steps are compiled, and wait for the kernels of first steps."""
         if not self._steps.is_ready(variant):
             self._prepare(variant)
             self._steps.save_if_new()
@@ -122,14 +133,14 @@ class Stepper:
             self._is_built = True
 
     def wait_for_builds(self) -> None:
-        """Wait until all kernels are built."""
+        """Wait until all native kernels are built."""
         self._builds.wait()
 
     def _prepare(self, variant: Variant) -> None:
         if self._capture is None:
             self._steps.prepare(variant)
             return
-        with on_capture_stream(self._device):  # a step is run
+        with on_capture_stream(self._device):  # tracing runs a step once
             record = self._steps.prepare(variant)
         if record is not None:
             self._capture.check(variant, record.ops)
@@ -141,7 +152,7 @@ class Stepper:
         variant: Variant,
         run: Callable[[], ResultT],
     ) -> ResultT:
-        """``run`` a step that gives each sequence so many tokens; cut off, it breaks them."""
+        """Run a step and count ``lengths`` new tokens of its sequences; cut off, it breaks them."""
         are_read = variant.mode.tokens_per_seq is None
         return self.run(seqs, run, lambda: self._cache.commit(seqs, lengths, are_read=are_read))
 
@@ -151,7 +162,7 @@ class Stepper:
         run: Callable[[], ResultT],
         commit: Callable[[], None],
     ) -> ResultT:
-        """``run`` a step of sequences and count its tokens; cut off, it breaks them."""
+        """Run a step of sequences, then ``commit`` its tokens; cut off, it breaks the sequences."""
         try:
             result = run()
             commit()

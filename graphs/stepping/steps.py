@@ -1,4 +1,4 @@
-"""The steps of a runner: each compiled, or found in an artefact, when it is first wanted."""
+"""Steps of a runner: each compiled, or loaded from an artefact, when it is first needed."""
 
 from __future__ import annotations
 
@@ -40,22 +40,24 @@ from torch_hybrid.graphs.stepping.model_use import ModelUse
 from torch_hybrid.graphs.stepping.planner import StepPlanner
 from torch_hybrid.host.progress import bar, be_silent, tell
 
-# Of Qwen3-Next's kinds of layers on two cores of an Ice Lake Xeon, whatever their number: the first
-# step of a process, which also finds out what the compiler can do, and each one more.
+# Seconds to compile a step, measured with Qwen3-Next's kinds of layers, any number of them, on two
+# cores of an Ice Lake Xeon. The first step of a process also finds out what the compiler can do.
 _SECONDS_FIRST, _SECONDS_MORE = 40, 15
 _COMPILING = RLock()  # runners of several threads compile one after another
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """No other thread compiles meanwhile."""
+    """Keep other threads of this process from compiling meanwhile."""
     with _COMPILING:
         yield
 
 
 def be_alone() -> None:
-    """Forget what other threads held, and who they were: in a forked process, which does not have
-    them. Inductor would hand a kernel to a thread that has compiled before, and wait for it."""
+    """Forget the locks and threads of the parent, in a forked process that has none of the threads.
+
+    Without this, Inductor would hand a kernel to a thread that compiled before, and wait for it.
+    """
     from torch._inductor.async_compile import AsyncCompile
 
     global _COMPILING
@@ -68,18 +70,19 @@ def be_alone() -> None:
 
 
 class Steps:
-    """One function for each variant of a runner's steps.
+    """Steps of a runner: one function for each variant.
 
     Args:
-        model: that the steps run.
-        cache: of its layers.
-        planner: makes what steps are traced with.
-        passes: over the graphs of each mode.
-        choices: beside those of the backends: of experts, and of linear layers.
-        given: what steps read beside the pools of their layers.
-        by_row: whether rows are computed by themselves; in graphs the passes and the compiler see
-            to it.
-        store: where compiled steps may be; None compiles nothing, and runs the model as it is.
+        model: the model that the steps run.
+        cache: pools of the model's layers.
+        planner: plans the inputs that steps are traced with.
+        passes: graph passes of each mode.
+        choices: chosen implementations beside those of the backends: of experts and linear layers.
+        given: tensors that steps read beside the pools of their layers.
+        store: artefact that may hold compiled steps; None compiles nothing and runs the model
+            eagerly.
+        by_row: batch-invariant: a row's bits do not depend on the other rows. The passes and the
+            compiler ensure this in graphs.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Steps:
         self._use = ModelUse.of(model)
         self._caches, self._planner, self._store = {**cache.pools, **given}, planner, store
         self._log = CompileLog()
-        self._place: dict[str, int] = {}  # by variant's name, of its graph in the log
+        self._place: dict[str, int] = {}  # variant's name -> place of its graph in the log
         self._breaks_before = _count_graph_breaks()
         pools = cache.pool_tensors()
         self.of: dict[Variant, StepFunction] = {
@@ -134,7 +137,7 @@ class Steps:
 
     @property
     def graphs(self) -> dict[str, GraphRecord]:
-        """What is known of the variants that are ready, by name."""
+        """Records of the graphs of ready variants, by the variant's name."""
         return {name: self._log.graphs[place] for name, place in self._place.items()}
 
     @property
@@ -144,12 +147,15 @@ class Steps:
 
     @property
     def graph_breaks(self) -> int:
-        """Of all that was traced since."""
+        """Number of graph breaks in this process since these steps were made."""
         return _count_graph_breaks() - self._breaks_before
 
     @contextmanager
     def running(self, variant: Variant) -> Iterator[Callable[[Inputs], Tensor]]:
-        """A variant's step, which is ready; the model is not traced meanwhile."""
+        """Hold the model for a variant's step, which is ready, and yield the function that runs it.
+
+        No other thread traces the model meanwhile.
+        """
         step = self.of[variant]
         runs_model = not isinstance(step, CompiledStep)
         choices = self._module_choices if runs_model else ()
@@ -157,14 +163,20 @@ class Steps:
             yield lambda inputs: step(inputs, self._caches)
 
     def is_ready(self, variant: Variant) -> bool:
-        """Whether ``prepare`` has nothing to do for a variant."""
+        """Tell whether a variant can run without ``prepare``."""
         return variant.name in self._place or not isinstance(self.of[variant], CompiledStep)
 
     def prepare(self, variant: Variant, *, tells: bool = True) -> GraphRecord | None:
-        """Make a variant ready, and say what its graph is; None if it was ready, or has none.
+        """Load a variant's graph from the artefact, or trace and compile it.
 
-        What is not found is traced on a step of null sequences, which changes no state, after a
-        line that ``tells`` so.
+        Tracing runs on padding alone, so it changes no state.
+
+        Args:
+            variant: kind of step to make ready.
+            tells: print a line and a progress bar when the step has to be compiled.
+
+        Returns:
+            The record of the graph; None if the variant was ready, or is not compiled.
         """
         if self.is_ready(variant):
             return None
@@ -184,7 +196,7 @@ class Steps:
         return self._log.graphs[place]
 
     def _telling(self, variant: Variant) -> AbstractContextManager[object]:
-        """A line, and a bar for as long as a variant is compiled."""
+        """Print that a variant is compiled, and show a progress bar meanwhile."""
         has_compiled = bool(torch._dynamo.utils.counters["stats"])
         seconds = _SECONDS_MORE if has_compiled else _SECONDS_FIRST
         duration = f"about {seconds} s, " if self._model.device.type == "cpu" else ""
@@ -193,7 +205,7 @@ class Steps:
         return bar(doing)
 
     def save_if_new(self) -> None:
-        """Write what was looked for in an artefact and not found, beside what the file has."""
+        """Write newly compiled graphs to the artefact, beside the graphs that its file has."""
         path = None if self._store is None else self._store.path
         if path is None or all(graph.is_loaded for graph in self.graphs.values()):
             return
@@ -203,11 +215,11 @@ class Steps:
             warnings.warn(f"no artefact is written to {path}: {error}", stacklevel=3)
 
     def is_final(self, variant: Variant) -> bool:
-        """Whether a variant's step is not one that is exchanged: none is."""
+        """Tell whether a variant's step stays as it is: always, these steps are never replaced."""
         return variant in self.of
 
     def save(self, path: Path, variants: Iterable[Variant] | None = None) -> None:
-        """Write the graphs of variants, which are ready, to an artefact; by default of all."""
+        """Write the graphs of ready variants to an artefact; by default of all that are ready."""
         ready = self._ready()
         names = ready if variants is None else [variant.name for variant in variants]
         self._save(path, {name: ready[name] for name in names})
@@ -217,7 +229,7 @@ class Steps:
         self._store.save(path, steps, self._choices)
 
     def _ready(self) -> dict[str, tuple[CompiledGraph, GraphRecord]]:
-        """The graph and the record of each variant that is ready, by its name."""
+        """Map the name of each ready variant to its graph and the graph's record."""
         return {
             variant.name: (step.graphs[0], self.graphs[variant.name])
             for variant, step in self.of.items()
@@ -225,22 +237,22 @@ class Steps:
         }
 
     def _unused(self) -> dict[str, tuple[CompiledGraph, GraphRecord]]:
-        """Graphs and records that the artefact has of variants that no step was of so far."""
+        """Map names of variants that no step has needed so far to their graphs in the artefact."""
         assert self._store is not None
         unused = [v for v in self.of if v.name not in self._place and self._store.has([v.name])]
         found = {v.name: self._store.find(v.name, self._inputs(v), self._choices) for v in unused}
         return {name: each for name, each in found.items() if each is not None}
 
     def _inputs(self, variant: Variant) -> Inputs:
-        """What a variant is traced with."""
+        """Build the inputs on which a variant is traced, on the model's device."""
         traced = self._planner.traced(variant)
         return map_tensors(lambda leaf: leaf.to(self._model.device), traced)
 
     def _trace(self, step: CompiledStep, inputs: Inputs, mode: Mode) -> None:
-        """Trace and compile a step for inputs of all sizes.
+        """Trace and compile a step once for inputs of all sizes.
 
         Raises:
-            UnsupportedError: torch.compile was switched off since the runner was made.
+            UnsupportedError: torch.compile was switched off after the runner was made.
         """
         if setting := switched_off_by():
             raise UnsupportedError(
@@ -256,7 +268,7 @@ class Steps:
             torch.inference_mode(),
             named_failures(),
         ):
-            if mode.num_chained:  # none of the layers that are traced once
+            if mode.num_chained:  # the draft head's layers are not traced once for all
                 step.trace(inputs, self._caches)
             else:
                 self.layers.trace(lambda: step.trace(inputs, self._caches))
