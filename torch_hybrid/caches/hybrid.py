@@ -342,10 +342,7 @@ class HybridCache:
             held.start = held.slot
 
     def accept(self, seqs: Many[Sequence], counts: Many[int]) -> None:
-        """Commit the first ``counts[i]`` drafts of each sequence, and give back pages of the
-        others.
-
-        All or none.
+        """Commit the first drafts of each sequence, and free the pages of the others; all or none.
 
         Raises:
             ValueError: a sequence has fewer drafts, or a handle is foreign, freed or given twice.
