@@ -32,6 +32,9 @@ class Allocator:
         capacity: number of ids.
         unit: name of one id's resource, for errors.
         limit: argument that raises ``capacity``, for errors.
+
+    Raises:
+        ValueError: ``capacity`` is below 1.
     """
 
     def __init__(self, capacity: int, *, unit: str, limit: str) -> None:

@@ -38,15 +38,15 @@ class Reclaimer(Protocol):
     """Holder of spare snapshots, which it releases when the pools run short."""
 
     def free_pages(self, count: int) -> None:
-        """Release snapshots until ``count`` pages are free, or none of them is left."""
+        """Release snapshots until ``count`` pages are free, or no snapshot is left."""
         ...
 
     def clear(self) -> None:
-        """Release all of them."""
+        """Release all snapshots that it holds."""
         ...
 
     def free_snapshot(self) -> None:
-        """Release snapshots until one more can be made, or none of them is left."""
+        """Release snapshots until one more can be made, or no snapshot is left."""
         ...
 
 

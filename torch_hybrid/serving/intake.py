@@ -95,7 +95,7 @@ class Intake:
             images = Images(self._tower, tokens, inputs, sampling.n)
         eos = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
         ends = eos.union(sampling.stop_token_ids)
-        # A config may name others; to intersect with a range would walk through the vocabulary.
+        # A config may name ids outside of the vocabulary; no set of the whole vocabulary is built.
         barred = frozenset(token for token in ends if 0 <= token < self._vocab_size)
         tokenizer = self._tokenizer if stream or sampling.stop else None
         return [

@@ -15,8 +15,9 @@ the cost of trying:
 
 A step has no more drafts than the credit covers if all are rejected. With ``ENOUGH`` credit it may
 have any number. So drafts that are often right and had bad luck continue, fewer at a time, without
-waiting for the 1 %. With any drafts, serving takes at most 1.01 times as long as without, plus
-``START`` plain steps and the loss of one step. At most ``MOST`` of the gains is put at risk again.
+waiting for the 1 %. Even if all drafts fail, serving takes at most 1.01 times as long as without,
+plus ``START`` plain steps and the loss of one step. At most ``MOST`` of the gains is put at risk
+again.
 """
 
 from __future__ import annotations
