@@ -1,4 +1,8 @@
-"""Ids of a pool: handed out, shared, and taken back when nobody holds them; 0 never."""
+"""Allocator of a pool's ids: ids are taken, shared, and free again once nobody holds them.
+
+Holds are firm or spare. A spare hold is revocable: its holder gives it back when the pool runs
+short.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,30 @@ import torch
 from torch_hybrid.errors import CapacityError
 from torch_hybrid.host.ints import int_tensor
 
-_FIRM = 1 << 32  # what a firm hold adds to an id's holds; one to spare adds 1
-_FEW = 32  # ids that are looked at one by one: for more, tensors take less time
+_FIRM = 1 << 32  # what a firm hold adds to an id's holds; a spare one adds 1
+_FEW = 32  # ids up to which a loop is faster than tensors
 
-# The holds of some ids in order, and how many ids after one another have as many: sequences own
-# runs of pages that are held alike.
+# Run-length encoded holds of some ids, in order: sequences own long runs of pages that are held
+# alike.
 _Runs = list[tuple[int, int]]
 
 
 class Allocator:
-    """Hands out the ids 1 to ``capacity`` of a pool; id 0 is null and stays in the pool's hands.
+    """Allocator of the ids 1 to ``capacity`` of a pool; id 0 is null and is never handed out.
 
-    Whoever takes an id holds it firmly. Others may come to hold it too, firmly or to spare, which
-    is to give it back when asked: it is free again when the last of them has given it back.
+    Taking an id holds it firmly. Others may share it, with a firm or a spare hold. An id is free
+    again once its last hold is given back.
+
+    Args:
+        capacity: number of ids.
+        unit: name of one id's resource, for errors.
+        limit: argument that raises ``capacity``, for errors.
+
+    Raises:
+        ValueError: ``capacity`` is below 1.
     """
 
     def __init__(self, capacity: int, *, unit: str, limit: str) -> None:
-        """``unit`` names what is handed out and ``limit`` the argument that raises ``capacity``."""
         if capacity < 1:
             raise ValueError(f"{limit} must allow at least one {unit}, got {capacity}")
         self.capacity = capacity
@@ -40,12 +51,12 @@ class Allocator:
 
     @property
     def num_free(self) -> int:
-        """How many ids can still be taken."""
+        """Number of ids that nobody holds."""
         return len(self._free)
 
     @property
     def num_spare(self) -> int:
-        """How many ids are held to spare alone."""
+        """Number of ids that have spare holds alone."""
         return self._num_spare
 
     def take(self, count: int) -> array[int]:
@@ -67,7 +78,7 @@ class Allocator:
         return taken
 
     def share(self, ids: Sequence[int], *, spare: bool = False) -> None:
-        """Hold ids that are in use once more each; they are distinct."""
+        """Add a hold to each of some distinct ids, which are in use."""
         holds = self._holds_of(ids)
         assert not _count(holds, _is_free)
         if not spare:
@@ -75,11 +86,11 @@ class Allocator:
         self._add(ids, 1 if spare else _FIRM)
 
     def give_back(self, ids: Sequence[int], *, spare: bool = False) -> None:
-        """Give up a hold of each id; nothing changes unless all of them can be given back.
+        """Give back a hold of each id; nothing changes unless all of them can be given back.
 
         Args:
-            ids: distinct.
-            spare: the holds that are given up are to spare.
+            ids: distinct ids.
+            spare: give back spare holds instead of firm ones.
 
         Raises:
             ValueError: an id is null, unknown, repeated, or was given back already.
@@ -95,20 +106,20 @@ class Allocator:
             self._free.extend(i for i in ids if not self._holds[i])
 
     def give_back_each(self, ids: Iterable[int]) -> None:
-        """As ``give_back``, of ids that may repeat: that many holds of them."""
+        """Give back a firm hold of each id, once for each time that the id occurs."""
         for i in ids:
             self.give_back([i])
 
     def count_spare(self, ids: Sequence[int]) -> int:
-        """How many of these are held to spare alone."""
+        """Count the ids that have spare holds alone."""
         return _count(self._holds_of(ids), _is_spare)
 
     def count_firm_once(self, ids: Sequence[int]) -> int:
-        """How many of these are held firmly by one holder alone."""
+        """Count the ids that have exactly one firm hold."""
         return _count(self._holds_of(ids), _is_firm_once)
 
     def _holds_of(self, ids: Sequence[int]) -> _Runs:
-        """The holds of each id; IndexError where one is of no such pool."""
+        """List the holds of each id, as runs; IndexError if an id is outside of the pool."""
         if len(ids) >= _FEW:
             holds = self._all_holds.index_select(0, int_tensor(ids, torch.int32))
             runs = torch.unique_consecutive(holds, return_counts=True)
@@ -118,7 +129,7 @@ class Allocator:
         return [(self._holds[i], 1) for i in ids]
 
     def _add(self, ids: Sequence[int], change: int) -> None:
-        """Add to the holds of each id."""
+        """Add ``change`` to the holds of each id."""
         if len(ids) >= _FEW:
             each = self._one.expand(len(ids))
             self._all_holds.index_add_(0, int_tensor(ids, torch.int32), each, alpha=change)
@@ -127,7 +138,7 @@ class Allocator:
                 self._holds[i] += change
 
     def _checked(self, ids: Sequence[int]) -> _Runs:
-        """The holds of each id, if all are in use and distinct."""
+        """Check that all ids are in use and distinct, and list their holds."""
         try:
             holds = self._holds_of(ids)
             are_in_use = not _count(holds, _is_free)
@@ -142,7 +153,7 @@ class Allocator:
 
 
 def _count(runs: _Runs, are_so: Callable[[int], bool]) -> int:
-    """How many ids are so, by their holds."""
+    """Count the ids whose holds satisfy a predicate."""
     return sum(count for holds, count in runs if are_so(holds))
 
 
@@ -167,15 +178,15 @@ def _is_firm_once(holds: int) -> bool:
 
 
 def _is_last(holds: int) -> bool:
-    """Whether an id is held by one holder alone, firmly."""
+    """Tell whether an id has one firm hold and no other."""
     return holds == _FIRM
 
 
 def _is_last_firm(holds: int) -> bool:
-    """Whether an id is held firmly by one holder, and by others to spare."""
+    """Tell whether an id has one firm hold, and spare ones."""
     return _FIRM < holds < 2 * _FIRM
 
 
 def _is_last_spare(holds: int) -> bool:
-    """Whether an id is held by one holder alone, to spare."""
+    """Tell whether an id has one spare hold and no other."""
     return holds == 1

@@ -1,4 +1,4 @@
-"""All pools of a model, and who owns what in them."""
+"""Hybrid cache: all pools of a model, and the slots and pages of its sequences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch_hybrid.specs import SCALES, LayerTable
 class HybridCache:
     """Pools of every layer by kind, and the slots, pages and lengths of the live sequences.
 
-    ``snapshots`` are what is kept of them; ``packing`` makes batches of what they hold.
+    ``snapshots`` are the live snapshots; ``packing`` makes batches of sequences.
 
     It can be made in ``torch.inference_mode()`` and used outside. Not thread-safe.
 
@@ -37,11 +37,11 @@ class HybridCache:
         max_seqs: slots for sequences.
         kv_tokens: tokens that all sequences together may hold, rounded up to whole pages.
         page_size: tokens in a page.
-        dtype: of keys, values and convolution states.
-        device: of the pools; the bookkeeping stays on the host.
-        max_snapshots: slots for the states of snapshots. Those of a model without states take
-            none, and can be as many as there are pages for.
-        num_drafts: tokens of a sequence that need not be certain, at most.
+        dtype: dtype of keys, values and convolution states.
+        device: device of the pools; the bookkeeping stays on the host.
+        max_snapshots: slots for the states of snapshots. A model without states needs none: only
+            pages limit its snapshots.
+        num_drafts: the most drafts of a sequence.
 
     Raises:
         ValueError: a size is too small to hold anything.
@@ -110,13 +110,14 @@ class HybridCache:
         """Take a slot for each of ``num_seqs`` new sequences.
 
         Args:
-            num_seqs: how many.
-            start: what they hold; nothing by default. Its pages are shared, its states read.
-            length: so many tokens of ``start``; by default all, as it must be with states.
+            num_seqs: number of sequences.
+            start: snapshot to start from, if any. Its pages are shared, its states read.
+            length: number of tokens of ``start`` to keep; all by default, as a model with states
+                requires.
 
         Raises:
             CapacityError: fewer slots are free.
-            ValueError: ``start`` is foreign or was released, or is not known at ``length``.
+            ValueError: ``start`` is foreign or was released, or cannot be cut to ``length`` tokens.
         """
         kept = None if start is None else self.snapshots.find(start, length)
         places = self.slots.take(num_seqs)
@@ -131,7 +132,7 @@ class HybridCache:
         return seqs
 
     def _start(self, held: SequenceState, kept: SnapshotState, length: int) -> None:
-        """Let a new sequence hold the first tokens of a snapshot."""
+        """Start a new sequence after the first ``length`` tokens of a snapshot."""
         held.pages = kept.pages[: -(-length // self.page_size)]
         held.length = length
         held.has_borrowed = length % self.page_size != 0
@@ -156,18 +157,18 @@ class HybridCache:
             self._page_table.row(held)[: len(held.pages)] = 0
 
     def snapshot(self, seq: Sequence, *, spare: bool = False) -> Snapshot:
-        """Keep what a sequence holds now, without a copy.
+        """Make a snapshot of a sequence, without a copy.
 
-        The pages are shared. The snapshot takes over the sequence's slot: the sequence reads it
-        once more, in its next step, and stores into another one from then on.
+        The pages are shared. The snapshot takes over the sequence's slot: the next step of the
+        sequence reads that slot once more, and stores to another one.
 
         Args:
-            seq: with at least one token.
-            spare: it is one of a reclaimer's, which releases it when pages run out.
+            seq: a sequence with at least one token.
+            spare: the snapshot belongs to a reclaimer, which releases it when pages run short.
 
         Raises:
             ValueError: the handle is foreign, was freed, is broken, or holds no token.
-            CapacityError: as many snapshots have states as there are slots for.
+            CapacityError: all state slots of snapshots are taken.
         """
         self.check_usable([seq])
         held = self._held[seq.id]
@@ -185,7 +186,7 @@ class HybridCache:
         return self.snapshots.add(held.length, slot, pages, spare=spare)
 
     def release(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot no longer; sequences that started from it stay as they are.
+        """Release a snapshot; sequences that started from it stay as they are.
 
         Raises:
             ValueError: the handle is foreign or was released before.
@@ -194,11 +195,11 @@ class HybridCache:
 
     @property
     def num_free_snapshots(self) -> int:
-        """How many more snapshots there is room for."""
+        """Number of snapshots that can still be made."""
         return self.snapshots.num_free
 
     def num_freed_by(self, seq: Sequence) -> int:
-        """How many pages are free or spare once a sequence is freed, and not before."""
+        """Count the pages that become free or spare once a sequence is freed."""
         self.check([seq])
         return self.pages.count_firm_once(self._held[seq.id].pages)
 
@@ -212,11 +213,11 @@ class HybridCache:
             raise ValueError("a sequence is given twice in one call")
 
     def holds(self, seq: Sequence) -> bool:
-        """Say whether a handle is ours and live."""
+        """Tell whether a handle is ours and live."""
         return seq.owner is self._owner and seq.id in self._held
 
     def check_nothing_held(self) -> None:
-        """Raise ValueError if there are sequences, or snapshots that nobody would give back."""
+        """Raise ValueError if there are sequences, or snapshots that are not spare."""
         kept = self.snapshots.num_firm
         if self._held or kept:
             raise ValueError(
@@ -225,29 +226,29 @@ class HybridCache:
             )
 
     def check_usable(self, seqs: Many[Sequence]) -> None:
-        """As ``check``, and no sequence was broken by a step that did not finish."""
+        """Raise ValueError as ``check`` does, or if an interrupted step has broken a sequence."""
         self.check(seqs)
         held = self._held
         for seq in [seq for seq in seqs if held[seq.id].is_broken]:
             raise ValueError(f"{seq} was in a step that did not finish: free it")
 
     def length(self, seq: Sequence) -> int:
-        """How many tokens ``seq`` holds."""
+        """Count the committed tokens of a sequence."""
         self.check([seq])
         return self._held[seq.id].length
 
     def slot(self, seq: Sequence) -> int:
-        """Where a step leaves the states of ``seq`` in the pools that have slots."""
+        """Return the slot that a step stores the states of ``seq`` to."""
         self.check([seq])
         return self._held[seq.id].slot
 
     def places_of(self, seqs: Many[Sequence]) -> list[int]:
-        """Numbers of distinct sequences, 1 to ``max_seqs``, that stay theirs while they live."""
+        """List the numbers of distinct sequences, 1 to ``max_seqs``, each fixed for life."""
         self.check(seqs)
         return [self._held[seq.id].place for seq in seqs]
 
     def pages_needed(self, seq: Sequence, num_new: int) -> int:
-        """How many more pages ``seq`` needs to hold ``num_new`` more tokens.
+        """Count the pages that ``seq`` needs for ``num_new`` more tokens.
 
         Raises:
             ValueError: the handle is foreign or was freed.
@@ -262,7 +263,7 @@ class HybridCache:
     def reserve(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
         """Give each sequence the pages that its new tokens need; all or none.
 
-        What reclaimers keep to spare is taken back for it. A last page that is another's is copied.
+        Reclaimers give up spare snapshots for it. A last page that a snapshot shares is copied.
 
         Raises:
             CapacityError: fewer pages are free.
@@ -296,7 +297,7 @@ class HybridCache:
             for row, pages in tables:
                 row.copy_(pages)
         except BaseException:
-            for held, _, _ in grown:  # the rest of a row is beyond what its sequence owns
+            for held, _, _ in grown:  # entries beyond a row's own pages are unused
                 self._page_table.row(held)[: len(held.pages)] = int_tensor(held.pages, torch.int32)
             self.pages.give_back(taken)
             raise
@@ -306,10 +307,10 @@ class HybridCache:
         self.pages.give_back_each([page for page, _ in borrowed])
 
     def commit(self, seqs: Many[Sequence], num_new: Many[int], *, are_read: bool = False) -> None:
-        """Count the new tokens as held: the step that wrote them has finished.
+        """Commit the new tokens of a step that has finished.
 
-        What was accepted before has been replayed, and other drafts are forgotten. ``are_read``
-        says that the model's head has read the new tokens.
+        Tokens accepted before have been replayed, and other drafts are forgotten. With
+        ``are_read``, the model's head has read the new tokens.
         """
         for seq, n in zip(seqs, num_new, strict=True):
             held = self._held[seq.id]
@@ -319,12 +320,13 @@ class HybridCache:
             self._leave_start(held)
 
     def commit_drafts(self, seqs: Many[Sequence], num_drafts: Many[int]) -> None:
-        """Count the first new token of each sequence as held, where it has any, and its drafts as
-        not certain; what was accepted before has been replayed.
+        """Commit the first new token of each sequence, and record its drafts.
+
+        Tokens accepted before have been replayed.
 
         Args:
-            seqs: of a step that verified drafts.
-            num_drafts: of each; -1 where it had no new token.
+            seqs: sequences of a step that verified drafts.
+            num_drafts: number of drafts of each; -1 for a sequence without a new token.
         """
         for seq, n in zip(seqs, num_drafts, strict=True):
             held = self._held[seq.id]
@@ -334,15 +336,13 @@ class HybridCache:
             self._leave_start(held)
 
     def _leave_start(self, held: SequenceState) -> None:
-        """Its states are in its own slot now."""
+        """Release the slot that a sequence started from: its own slot has its states now."""
         if held.start != held.slot:
             self.states.give_back([held.start])
             held.start = held.slot
 
     def accept(self, seqs: Many[Sequence], counts: Many[int]) -> None:
-        """Count the first drafts of sequences as certain, and give back the pages of the others.
-
-        All or none.
+        """Commit the first drafts of each sequence, and free the pages of the others; all or none.
 
         Raises:
             ValueError: a sequence has fewer drafts, or a handle is foreign, freed or given twice.
@@ -362,7 +362,7 @@ class HybridCache:
         self.give_back_pages(seqs)
 
     def give_back_pages(self, seqs: Many[Sequence]) -> None:
-        """Give back the pages that hold neither tokens of sequences nor drafts to be accepted."""
+        """Give back the pages that hold neither committed tokens nor drafts."""
         for held in (self._held[seq.id] for seq in seqs):
             num_used = -(-(held.length + held.num_drafts) // self.page_size)
             if num_used < len(held.pages):
@@ -371,12 +371,15 @@ class HybridCache:
                 del held.pages[num_used:]
 
     def are_replayed(self, seqs: Many[Sequence]) -> bool:
-        """Whether the states of all sequences hold all of their certain tokens; unknown ones do."""
+        """Tell whether the states of all sequences hold all of their committed tokens.
+
+        Unknown sequences count as replayed.
+        """
         known = (self._held.get(seq.id) for seq in seqs)
         return not any(held.num_accepted for held in known if held is not None)
 
     def mark_broken(self, seqs: Many[Sequence]) -> None:
-        """A step was cut off: what these sequences hold is unknown, they can only be freed."""
+        """Mark sequences of an interrupted step: with unknown contents, they can only be freed."""
         for seq in seqs:
             self._held[seq.id].is_broken = True
 
@@ -397,14 +400,14 @@ class HybridCache:
         Args:
             seqs: N live sequences.
             tokens: the new tokens of each.
-            positions, num_position_axes, embed_places: as in ``torch_hybrid.batch.make_batch``.
-            table_width: from the most pages that one of them owns to the page table's width.
-            num_drafts: how many of the new tokens of each are drafts, in a step that replays those
-                that were accepted.
-            buckets: ascending sizes, the first at least 2; the batch is padded to the first that
-                hold its sequences and its tokens (of a step of one token for each, as many tokens
-                as sequences). A module that is compiled has then one graph for decode and one for
-                extend; what it returns for padding comes last and is of no meaning.
+            positions, num_position_axes, embed_places: see ``torch_hybrid.batch.make_batch``.
+            table_width: maps the most pages of one sequence to the width of the page table.
+            num_drafts: number of drafts among the new tokens of each; the step then replays tokens
+                that were accepted before.
+            buckets: ascending sizes, the first at least 2. The batch is padded to the first sizes
+                that hold its sequences and its tokens; a decode batch has as many tokens as
+                sequences. A compiled module then has one graph for decode and one for extend.
+                Padding comes last, and its results mean nothing.
 
         Raises:
             ValueError: a handle is foreign, was freed, is given twice, or was broken, or no bucket
@@ -437,19 +440,19 @@ class HybridCache:
         num_position_axes: int = 1,
         table_width: Callable[[int], int] = lambda used: used,
     ) -> Batch:
-        """Pack what the model's head is to read of ``seqs``, and reserve pages for its drafts.
+        """Pack the tokens that the model's head has to read, and reserve pages for its drafts.
 
-        It is each sequence's last tokens, as far as the head has not read them (``KEPT``), and
-        those after them. No state is stored.
+        These are the last committed tokens that the head has not read (``KEPT``), and ``tokens``
+        after them. No state is stored.
 
         Args:
             seqs: N live sequences.
-            tokens: after those that each holds, one or none.
-            counts: tokens of each, those included, that there are to be pages for.
-            num_position_axes, table_width: as for ``make_batch``.
+            tokens: the token after the committed ones of each, one or none.
+            counts: number of tokens of each to reserve pages for, ``tokens`` included.
+            num_position_axes, table_width: see ``make_batch``.
 
         Raises:
-            ValueError, CapacityError: as ``make_batch`` does.
+            ValueError, CapacityError: see ``make_batch``.
         """
         self.check_usable(seqs)
         self.reserve(seqs, counts)
@@ -465,42 +468,47 @@ class HybridCache:
     def places_after(
         self, seqs: Many[Sequence], counts: Many[int], num_steps: int
     ) -> dict[str, list[list[int]]]:
-        """Of steps of one token of each sequence, after one that it does not hold: the positions of
-        the tokens, the slots of their keys, and the lengths with them.
+        """Compute positions, KV slots and lengths of decode steps, after a first one.
+
+        No token of these steps, or of the first one, is committed.
 
         Args:
-            seqs: N live sequences; none: nobody takes part.
-            counts: tokens of each that there are pages for, at least 1, the first included. In
-                steps after those it is at the last of them again.
-            num_steps: how many.
+            seqs: N live sequences, or none.
+            counts: tokens of each that there are pages for, at least 1, the first step's included.
+                Later steps repeat the last of them.
+            num_steps: number of decode steps.
         """
         return places_after([self._held[seq.id] for seq in seqs], counts, num_steps, self.page_size)
 
     def num_unread(self, seq: Sequence) -> int:
-        """How many of a sequence's last tokens the model's head has not read; 0 of unknown ones."""
+        """Count the last tokens of a sequence that the model's head has not read; 0 if unknown."""
         held = self._held.get(seq.id)
         return 0 if held is None else held.num_unread
 
     def moves(self, seq: Sequence) -> bool:
-        """Whether the next step of a sequence leaves its states in another slot than it finds them
-        in, those of a snapshot; unknown ones do not."""
+        """Tell whether the next step reads a sequence's states from a snapshot's slot.
+
+        False for unknown sequences.
+        """
         held = self._held.get(seq.id)
         return held is not None and held.start != held.slot
 
     def note_read(self, seqs: Many[Sequence]) -> None:
-        """The model's head has read all tokens of sequences."""
+        """Record that the model's head has read all tokens of sequences."""
         for seq in seqs:
             self._held[seq.id].num_unread = 0
 
     def pool_tensors(self) -> list[Tensor]:
-        """Every pool tensor, kind by kind."""
+        """List all pool tensors, kind by kind."""
         tensors: list[Tensor] = pytree.tree_leaves(self.pools)
         return tensors
 
     @property
     def scales(self) -> dict[int, Tensor]:
-        """What kept numbers of 8 bits are worth, by layer id: of keys and values [2, heads], of
-        latents [1]. In use; none where keys and values are as wide as the model's."""
+        """Dequantization scales in use of an FP8 cache, by layer id; empty for other caches.
+
+        Keys and values have scales [2, heads], latents [1].
+        """
         return {
             layer_id: pools[SCALES]
             for layer_id, layer in enumerate(self.table.layers)
@@ -509,7 +517,7 @@ class HybridCache:
         }
 
     def set_scales(self, scales: Mapping[int, Tensor]) -> None:
-        """Set what kept numbers of 8 bits are worth, of all layers that keep some.
+        """Set the dequantization scales of all layers with an FP8 cache.
 
         Raises:
             ValueError: layers or shapes are not those of ``scales``, or one is not positive.
@@ -517,5 +525,5 @@ class HybridCache:
         write_scales(self.scales, scales)
 
     def costs(self) -> list[PoolCost]:
-        """What a token and a sequence take in the pools of each mixer, as ``table.entries``."""
+        """Count the bytes of a token and of a sequence for each mixer of ``table.entries``."""
         return [pool_cost(entry.spec, self.sizes) for entry in self.table.entries]

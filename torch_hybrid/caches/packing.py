@@ -1,4 +1,4 @@
-"""The batch of a step, from what its sequences hold and the tokens that they get."""
+"""Batch of a step, packed from the state of its sequences and their new tokens."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def pack(
     num_drafts: Sequence[int] | None,
     embed_places: Sequence[int] | None,
 ) -> Batch:
-    """The new tokens of sequences, which have pages for them.
+    """Pack the new tokens of sequences, which have pages for them.
 
     Args:
-        owners: of N sequences. How far their positions are shifted is noted.
-        tokens: of each.
+        owners: state of N sequences. Mutated: the shift of their rotary positions.
+        tokens: new tokens of each.
         page_table: [N, any width] int32.
-        page_size, positions, num_position_axes, embed_places: as of ``make_batch``.
-        num_drafts: of the tokens of each; None where the step replays nothing.
+        page_size, positions, num_position_axes, embed_places: see ``make_batch``.
+        num_drafts: number of drafts among the tokens of each; None if the step replays nothing.
     """
     if positions is not None:
         _note_shifts(owners, list(map(len, tokens)), positions)
@@ -59,14 +59,15 @@ def pack_unread(
     page_size: int,
     num_position_axes: int,
 ) -> Batch:
-    """The last tokens of sequences, as far as the model's head has not read them (``KEPT``), and
-    those after them. No state is stored.
+    """Pack the tokens that the model's head has to read: unread ones (``KEPT``), and new ones.
+
+    No state is stored.
 
     Args:
-        owners: of N sequences.
-        tokens: after those that each holds.
+        owners: state of N sequences.
+        tokens: tokens after those that each sequence holds.
         page_table: [N, any width] int32.
-        page_size, num_position_axes: as of ``make_batch``.
+        page_size, num_position_axes: see ``make_batch``.
     """
     read = [[KEPT] * held.num_unread + [*n] for held, n in zip(owners, tokens, strict=True)]
     prefix_lens = [held.length - held.num_unread for held in owners]
@@ -92,8 +93,7 @@ def pack_unread(
 def places_after(
     owners: Sequence[SequenceState], counts: Sequence[int], num_steps: int, page_size: int
 ) -> dict[str, list[list[int]]]:
-    """Positions, slots of keys and lengths in steps of one token of each sequence, after one that
-    it does not hold; see ``HybridCache.places_after``."""
+    """Compute positions, KV slots and lengths of decode steps; see ``HybridCache.places_after``."""
     numbers = [
         [held.length + min(ahead, n - 1) for held, n in zip(owners, counts, strict=True)]
         for ahead in range(1, 1 + num_steps)
@@ -112,7 +112,7 @@ def places_after(
 def _note_shifts(
     owners: Sequence[SequenceState], num_new: Sequence[int], positions: Tensor
 ) -> None:
-    """How far the tokens after those of a step are from where they would be without images."""
+    """Record how far images shift the rotary positions of the tokens after a step."""
     furthest = positions.reshape(-1, positions.shape[-1]).amax(0)
     for held, n, end in zip(owners, num_new, accumulate(num_new), strict=True):
         if n:

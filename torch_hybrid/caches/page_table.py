@@ -1,4 +1,4 @@
-"""Which pages each sequence owns, as steps read it."""
+"""Page tables: the pages of each sequence, as steps read them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch_hybrid.host.ints import int_tensor
 
 
 class PageTable:
-    """A row for each sequence, by its place, on the host; 0 beyond the pages that it owns.
+    """Host table with a row of page ids per sequence, by its place; 0 after its last page.
 
     Args:
-        max_seqs: how many.
-        num_pages: that one of them can own.
+        max_seqs: number of rows.
+        num_pages: the most pages of one sequence.
     """
 
     def __init__(self, max_seqs: int, num_pages: int) -> None:
@@ -25,11 +25,11 @@ class PageTable:
         self._rows = torch.zeros(max_seqs, width, dtype=torch.int32, device="cpu")
 
     def row(self, held: SequenceState) -> Tensor:
-        """A sequence's row, all of it."""
+        """Return the whole row of a sequence."""
         return self._rows[held.place - 1]
 
     def rows(self, owners: Sequence[SequenceState], width: Callable[[int], int]) -> Tensor:
-        """[N, width(most pages that one owns)] int32."""
+        """Gather the rows of N sequences [N, width(the most pages of one)] int32."""
         used = max(len(held.pages) for held in owners)
         if len(owners) == 1:
             return self.row(owners[0])[None, : width(used)]

@@ -20,28 +20,28 @@ from torch_hybrid.specs import LayerTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCopy:
-    """What a snapshot had in the pools, in memory of the host."""
+    """Copy of a snapshot in host memory."""
 
     num_tokens: int
     states: tuple[Tensor, ...]
     pages: tuple[Tensor, ...]
-    copied: torch.cuda.Event | None  # on a GPU, after which it is all there
+    copied: torch.cuda.Event | None  # of a GPU: the copy is complete after it
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of the copy."""
         return sum(tensor.nbytes for tensor in (*self.states, *self.pages))
 
 
 class PoolCopies:
     """Copies within the pools of a cache, and between them and the host.
 
-    Copies of a GPU are put behind what was started there, and waited for by nobody.
+    On a GPU, copies are ordered after all work started there, and nobody waits for them.
 
     Args:
         table: the layers.
-        pools: of the layers, by kind and dense index. Mutated.
-        device: of the pools.
+        pools: pools of the layers, by kind and dense index. Mutated.
+        device: device of the pools.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PoolCopies:
     ) -> None:
         self._device = device
         self._states: list[Tensor] = []
-        self._pages: dict[int, list[Tensor]] = defaultdict(list)  # by the dimension of their pages
+        self._pages: dict[int, list[Tensor]] = defaultdict(list)  # by the dimension of pages
         for entry in table.entries:
             tensors = pools[entry.kind][entry.index]
             for name, pool in entry.spec.pools().items():
@@ -69,7 +69,7 @@ class PoolCopies:
                 state_copy(pools, sources, targets, dim=dim, impl=self._impl)
 
     def to_host(self, slot: int | None, pages: Sequence[int], num_tokens: int) -> HostCopy:
-        """A copy of a slot, if there is one, and of pages."""
+        """Copy pages, and a slot if there is one, to the host."""
         chosen = self._indices(pages)
         states = () if slot is None else tuple(self._on_host(pool[slot]) for pool in self._states)
         kept = tuple(
@@ -82,7 +82,7 @@ class PoolCopies:
         return HostCopy(num_tokens=num_tokens, states=states, pages=kept, copied=copied)
 
     def from_host(self, copy: HostCopy, slot: int | None, pages: Sequence[int]) -> None:
-        """Write what was copied to another slot and to as many other pages."""
+        """Write a host copy to another slot and to as many other pages."""
         if copy.copied is not None:
             copy.copied.wait(torch.cuda.current_stream(self._device))
         chosen = self._indices(pages).long()
@@ -108,7 +108,7 @@ class PoolCopies:
 
     @cached_property
     def _impl(self) -> str:
-        """The first implementation that serves the device."""
+        """First implementation that serves the device."""
         need = Need(device=self._device, dtype=torch.uint8)
         able = (name for name, each in IMPLEMENTATIONS.items() if not each.capability.why_not(need))
         return next(able)

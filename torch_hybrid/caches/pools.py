@@ -1,4 +1,4 @@
-"""The tensors that a layer keeps between steps: made, and counted, from what its spec says."""
+"""Pools of a layer: tensors kept between steps, made and counted as its spec says."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ LayerCache = dict[str, Tensor]  # by the names of the spec's pools
 
 
 def make_pools(spec: LayerSpec, sizes: PoolSizes) -> LayerCache:
-    """A tensor for each pool of a layer, filled as it says, each with a storage of its own.
+    """Make a tensor for each pool of a layer, filled as the spec says, each with its own storage.
 
-    ``[num_slots + num_snapshots + 1, *shape]``, the same with ``num_drafts`` before the shape,
-    ``[num_pages + 1, page_size / tokens, *shape]`` or ``shape``, after ``planes`` where there are
-    some. Slot 0 and page 0 are null: nobody owns them.
+    The shape is ``[num_slots + num_snapshots + 1, *shape]`` per slot, with ``num_drafts`` before
+    ``shape`` per draft, ``[num_pages + 1, page_size / tokens, *shape]`` per page, or ``shape`` per
+    layer. A pool of several ``planes`` has them as its first dimension. Slot 0 and page 0 are null:
+    nobody owns them.
 
     Raises:
-        UnsupportedError: tokens that share one do not divide a page.
+        UnsupportedError: the tokens that share a row do not divide a page.
     """
     wanted = {
         n: pool for n, pool in spec.pools().items() if pool.per != "draft" or sizes.num_drafts
@@ -36,7 +37,7 @@ def _make_pool(pool: Pool, sizes: PoolSizes) -> Tensor:
 
 
 def pool_cost(spec: LayerSpec, sizes: PoolSizes) -> PoolCost:
-    """What a token and a sequence take in the pools of a layer."""
+    """Count the bytes that a token and a sequence take in the pools of a layer."""
     cost: Counter[str] = Counter()
     for pool in spec.pools().values():
         cost[pool.per] += pool.nbytes(sizes.dtype)

@@ -1,4 +1,4 @@
-"""Whether pools fit into the memory that a device has left, before any of it is taken."""
+"""Checks that pools fit into a device's free memory, before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
 from torch_hybrid.errors import CapacityError
 
-_LISTED_BYTES = 12  # of a page in the allocator: a place among the free ones, and its holds
+_LISTED_BYTES = 12  # per page in the allocator: an entry of the free list, and its holds
 
 _CGROUP = Path("/sys/fs/cgroup")
-# Limit, use, and what of the use the kernel can take back; of cgroup v2 and of v1.
+# Files of limit, use and statistics, and the field of reclaimable memory; cgroup v2, then v1.
 _CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
@@ -26,16 +26,16 @@ _CGROUP_FILES = (
 
 
 def check_room(num_bytes: int, device: torch.device, *, what: str, limits: str) -> None:
-    """Refuse an allocation that the device has no room for.
+    """Refuse an allocation that exceeds the device's free memory.
 
     Args:
-        num_bytes: to be allocated.
-        device: where; on devices other than CPU and CUDA nothing is checked.
-        what: is to be allocated, for the message.
-        limits: the arguments that make it smaller.
+        num_bytes: bytes to allocate.
+        device: target device; devices other than CPU and CUDA are not checked.
+        what: what is to be allocated, for the message.
+        limits: arguments that make it smaller, for the message.
 
     Raises:
-        CapacityError: with the bytes that it needs and the bytes that there are.
+        CapacityError: with the bytes that it needs and the bytes that are free.
     """
     free = free_bytes(device)
     if free is not None and num_bytes > free:
@@ -49,8 +49,8 @@ def check_pools(sizes: PoolSizes, costs: Iterable[PoolCost]) -> None:
     """Refuse sizes of pools that do not fit, before anything is allocated.
 
     Args:
-        sizes: of all pools.
-        costs: of each layer's.
+        sizes: sizes of all pools.
+        costs: costs of each layer's pools.
 
     Raises:
         CapacityError: the device has no memory for the pools, or the host for the page tables.
@@ -73,14 +73,14 @@ def check_pools(sizes: PoolSizes, costs: Iterable[PoolCost]) -> None:
 
 
 def _holders(sizes: PoolSizes) -> str:
-    """Whose states take slots."""
+    """Name the holders of state slots, for the message."""
     if not sizes.num_snapshots:
         return "sequences"
     return f"sequences and of {sizes.num_snapshots} snapshots"
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on ``device``; None where the system does not say."""
+    """Count the bytes that can still be allocated on ``device``; None if that is unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -92,7 +92,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _free_of_machine() -> int | None:
-    """What Linux reckons it can give without swapping."""
+    """Read Linux's estimate of the memory available without swapping."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -102,7 +102,7 @@ def _free_of_machine() -> int | None:
 
 
 def _free_of_container() -> int | None:
-    """What is left under the limit of this process's control group."""
+    """Read the memory left under the limit of this process's control group."""
     for limit, used, stat, reclaimable in _CGROUP_FILES:
         try:
             limit_bytes = int((_CGROUP / limit).read_text())  # "max": none, a ValueError
@@ -119,7 +119,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def byte_count(count: int) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Format a number of bytes: 1536 is "1.5 KiB"."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

@@ -1,4 +1,4 @@
-"""What kept numbers of 8 bits are worth: given from outside, once."""
+"""Dequantization scales of an FP8 (e4m3) KV cache, set once by the user."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch_hybrid.ops.core.registration import check_shapes
 
 
 def write_scales(own: Mapping[int, Tensor], scales: Mapping[int, Tensor]) -> None:
-    """Set what kept numbers of 8 bits are worth, of all layers that keep some.
+    """Set the dequantization scales of all layers with an FP8 cache.
 
     Args:
-        own: of a cache, by layer id. Mutated.
+        own: scales of a cache, by layer id. Mutated.
         scales: their new values.
 
     Raises:
-        ValueError: layers or shapes are not those of ``scales``, or one is not positive.
+        ValueError: layers or shapes are not those of ``own``, or a scale is not positive.
     """
     if scales.keys() != own.keys():
         raise ValueError(f"kv_scales must be of the layers {sorted(own)}, got {sorted(scales)}")

@@ -1,4 +1,4 @@
-"""How large a model's pools are, and what a layer's pool costs."""
+"""Sizes of a model's pools, and the cost of a layer's pools."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSizes:
-    """What every pool of a cache agrees on. Page 0 and slot 0 come on top of the counts."""
+    """Sizes that all pools of a cache share. Page 0 and slot 0 come on top of the counts."""
 
     num_pages: int
     page_size: int
     num_slots: int  # of sequences
     dtype: torch.dtype
     device: torch.device
-    num_snapshots: int = 0  # slots of snapshots, after those
-    num_drafts: int = 0  # of a sequence, which are not certain
+    num_snapshots: int = 0  # further slots, of snapshots
+    num_drafts: int = 0  # the most drafts of a sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCost:
-    """Bytes that one token, one sequence whatever its length, and the layer takes in its pools."""
+    """Bytes that a token, a sequence of any length, and the layer take in a layer's pools."""
 
     per_token: int = 0
     per_sequence: int = 0

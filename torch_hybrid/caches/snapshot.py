@@ -1,4 +1,4 @@
-"""What is kept of a sequence at one of its tokens, for others to start from."""
+"""Snapshots: states and pages of a sequence at one of its tokens, for others to start from."""
 
 from __future__ import annotations
 
@@ -14,53 +14,57 @@ from torch_hybrid.errors import CapacityError
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A handle of what a sequence held at one of its tokens; stale once it is released."""
+    """Handle of a snapshot, stale once it is released."""
 
     id: int
     num_tokens: int
-    owner: object = field(repr=False)  # of the cache that made it; kept alive by its handles
+    owner: object = field(repr=False)  # identity of the cache, kept alive by its handles
 
 
 @dataclass(slots=True)
 class SnapshotState:
-    """What a live snapshot has in the pools. Nobody writes its slot, nor its tokens in the pages:
-    the places behind them, in the last page, are those of the sequence that it was made of."""
+    """A live snapshot's slot and pages in the pools.
 
-    slot: int | None  # of its states; None where the model has none
+    Nobody writes its slot, nor its tokens in the pages. The places after them, in the last page,
+    belong to the sequence that it was made of.
+    """
+
+    slot: int | None  # of its states; None for a model without states
     pages: array[int]
-    is_spare: bool  # given up when somebody asks for pages or slots
+    is_spare: bool  # released by its reclaimer when pages or slots run short
 
 
 class Reclaimer(Protocol):
-    """Who keeps snapshots to spare, and releases them when something runs out."""
+    """Holder of spare snapshots, which it releases when the pools run short."""
 
     def free_pages(self, count: int) -> None:
-        """Release snapshots until ``count`` pages are free, or none of them is left."""
+        """Release snapshots until ``count`` pages are free, or no snapshot is left."""
         ...
 
     def clear(self) -> None:
-        """Release all of them."""
+        """Release all snapshots that it holds."""
         ...
 
     def free_snapshot(self) -> None:
-        """Release snapshots until one more can be made, or none of them is left."""
+        """Release snapshots until one more can be made, or no snapshot is left."""
         ...
 
 
 class Snapshots:
-    """The live snapshots of a cache, and what each has in the pools.
+    """The live snapshots of a cache, and their slots and pages in the pools.
 
-    ``reclaimers`` keep snapshots to spare, and are asked for them in turn.
+    ``reclaimers`` hold spare snapshots, and are asked for them in turn.
 
     Args:
-        slots: of sequences.
-        states: slots of states, those of sequences among them; None where the model has no states.
-        pages: of the pools.
+        slots: allocator of sequences.
+        states: allocator of state slots, those of sequences included; None for a model without
+            states.
+        pages: allocator of pages.
         page_size: tokens in a page.
-        copies: to the host and back.
-        capacity: how many there are slots for.
-        ids: of snapshots to come.
-        owner: of the cache.
+        copies: copies between the pools and the host.
+        capacity: number of state slots for snapshots.
+        ids: ids of snapshots to come.
+        owner: identity of the cache.
     """
 
     def __init__(
@@ -83,28 +87,32 @@ class Snapshots:
 
     @property
     def num_free(self) -> int:
-        """How many more snapshots there are slots for; those of a model without states need
-        none. A slot that was released is taken until the sequences that start from it have."""
+        """Number of snapshots that can still be made.
+
+        A released slot counts as taken until sequences that start from it have written their own
+        state. A model without states needs no slot: its pages are the limit.
+        """
         if self._states is None:
             return self._pages.num_free + self._pages.num_spare
         return self._states.num_free - self._slots.num_free
 
     @property
     def num_firm(self) -> int:
-        """How many are there that nobody keeps to spare."""
+        """Number of snapshots that are not spare."""
         return sum(not kept.is_spare for kept in self._kept.values())
 
     def add(self, num_tokens: int, slot: int | None, pages: array[int], *, spare: bool) -> Snapshot:
-        """A new one of so many tokens, for which its slot and pages are held."""
+        """Register a snapshot of ``num_tokens`` tokens, whose slot and pages are held already."""
         made = Snapshot(next(self._ids), num_tokens, self._owner)
         self._kept[made.id] = SnapshotState(slot=slot, pages=pages, is_spare=spare)
         return made
 
     def find(self, snapshot: Snapshot, length: int | None = None) -> SnapshotState:
-        """What a snapshot has.
+        """Find the slot and pages of a snapshot.
 
         Raises:
-            ValueError: it is foreign or was released, or is not known at ``length``.
+            ValueError: the snapshot is foreign or was released, or cannot be cut to ``length``
+                tokens.
         """
         if snapshot.owner is not self._owner or snapshot.id not in self._kept:
             is_ours = snapshot.owner is self._owner
@@ -118,11 +126,11 @@ class Snapshots:
         return self._kept[snapshot.id]
 
     def holds(self, snapshot: Snapshot) -> bool:
-        """Say whether a handle is ours and was not released."""
+        """Tell whether a handle is ours and was not released."""
         return snapshot.owner is self._owner and snapshot.id in self._kept
 
     def release(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot no longer; sequences that started from it stay as they are.
+        """Release a snapshot; sequences that started from it stay as they are.
 
         Raises:
             ValueError: the handle is foreign or was released before.
@@ -134,7 +142,7 @@ class Snapshots:
             self._states.give_back([kept.slot])
 
     def to_host(self, snapshot: Snapshot) -> HostCopy:
-        """Copy what a snapshot has to memory of the host; it stays as it is.
+        """Copy a snapshot to host memory; the snapshot stays as it is.
 
         Raises:
             ValueError: the handle is foreign or was released.
@@ -143,7 +151,7 @@ class Snapshots:
         return self._copies.to_host(kept.slot, kept.pages, snapshot.num_tokens)
 
     def from_host(self, copy: HostCopy) -> Snapshot:
-        """A snapshot again, to spare, of what was copied from one of this cache.
+        """Restore a spare snapshot from the host copy of one of this cache.
 
         Raises:
             CapacityError: there is no slot for its states, or fewer pages are free than it needs.
@@ -160,18 +168,21 @@ class Snapshots:
         return self.add(copy.num_tokens, slot, pages, spare=True)
 
     def num_shared_pages(self, start: Snapshot, length: int) -> int:
-        """Pages, of those that are free or spare, that a sequence does not take because it starts
-        after so many tokens of a snapshot. It takes those that are spare, and one for a copy."""
+        """Count the pages that starting after ``length`` tokens of a snapshot saves.
+
+        Pages that are spare now do not count, since the sequence then holds them firmly. A partly
+        filled last page does not count either, since it is copied.
+        """
         size = self._page_size
         pages = self.find(start).pages[: -(-length // size)]
         return length // size - self._pages.count_spare(pages)
 
     def is_last_page_spare(self, snapshot: Snapshot) -> bool:
-        """Whether nobody holds the last page of a snapshot firmly."""
+        """Tell whether nobody holds the last page of a snapshot firmly."""
         return self._pages.count_spare(self.find(snapshot).pages[-1:]) == 1
 
     def free_one(self) -> None:
-        """Have a slot for one more snapshot, by taking back what is spare if need be.
+        """Free a slot for one more snapshot, from reclaimers if necessary.
 
         Raises:
             CapacityError: there is none.
@@ -186,7 +197,7 @@ class Snapshots:
             )
 
     def free_pages(self, count: int) -> None:
-        """Take back what is spare until ``count`` pages are free, if there is enough of it."""
+        """Have reclaimers release snapshots until ``count`` pages are free, if enough are spare."""
         if count > self._pages.num_free + self._pages.num_spare:
             return
         for reclaimer in list(self.reclaimers):

@@ -1,4 +1,4 @@
-"""From logits to tokens: what a request asks for, its rules on the logits, the draw of a batch."""
+"""Sampling: a request's options, its rules on the logits, and the draw of tokens for a batch."""
 
 from torch_hybrid.ops.draw_tokens.counts import NOT_FINITE
 from torch_hybrid.sampling.draw import Draw, candidates

@@ -1,9 +1,9 @@
-"""The draw of a token for each row of a batch on the host.
+"""Draw of tokens on the host, one for each row of a batch.
 
-The filters keep what transformers' logits processors keep, in their order: temperature, top-k,
-top-p, min-p. Tokens that tie with the last one kept are kept too. A request has a number of its own
-for each token (``numbers``), so the draw depends on its own row of logits and its own seed. The row
-itself may differ in its last bits with the size and the cut of the batch (see ``Runner``).
+The filters keep the same tokens as transformers' logits processors, in their order: temperature,
+top-k, top-p, min-p. Tokens that tie with the last one kept are kept too. A request has its own
+random number for each token (``numbers``): the draw depends only on its row of logits and its seed.
+The row itself may differ in its last bits with the size and the cut of the batch (see ``Runner``).
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from torch_hybrid.sampling.parameters import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one token is drawn: ``number``, in [0, 1), counts where the temperature is above 0."""
+    """Options and random number of one draw; ``number``, in [0, 1), needs a temperature above 0."""
 
     sampling: Sampling
     number: float = 0.0
 
 
 def sample_on_host(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Choose a token for each row: of a few candidates, or of more where those do not suffice.
+    """Choose a token for each row, on the host.
 
     Args:
         logits: [N, vocab], any float dtype; not changed.
-        draws: N of them.
+        draws: N draws.
 
     Returns:
-        N token ids; ``NOT_FINITE`` for a row with NaN or infinity among its logits (minus
-        infinity bars a token and is allowed beside finite ones).
+        N token ids; ``NOT_FINITE`` for a row with NaN or infinity among its logits (minus infinity
+            bars
+        a token and is allowed beside finite ones).
     """
     likeliest, token_ids = logits.max(dim=-1)  # NaN wins every comparison, so it surfaces here
     tokens: list[int] = token_ids.tolist()
@@ -64,7 +65,7 @@ def sample_on_host(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _split(rows: list[int], samplings: Sequence[Sampling]) -> list[list[int]]:
-    """Rows with a filter and rows without: the latter need the whole vocabulary."""
+    """Split rows into those with a filter and those without, which need the whole vocabulary."""
     groups = (
         [row for row in rows if samplings[row].filters],
         [row for row in rows if not samplings[row].filters],
@@ -73,7 +74,7 @@ def _split(rows: list[int], samplings: Sequence[Sampling]) -> list[list[int]]:
 
 
 def candidates(logits: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
-    """The tokens that each row is drawn from.
+    """Find the tokens that each row is drawn from, with their weights.
 
     Args:
         logits: [N, vocab], finite but for barred tokens.
@@ -106,14 +107,14 @@ def candidates(logits: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, T
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    """[N, 1] float64."""
+    """Make a column [N, 1] of float64."""
     return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(-1)
 
 
 def _totals(
     logits: Tensor, best: Tensor, temperature: Tensor, samplings: Sequence[Sampling]
 ) -> Tensor:
-    """[N, 1] each row's count over the vocabulary; only a top-p without a top-k asks for it."""
+    """Sum the counts of rows with a top-p and no top-k over the vocabulary [N, 1]; 0 elsewhere."""
     total = torch.zeros(len(samplings), 1, dtype=torch.int64, device=logits.device)
     rows = [row for row, s in enumerate(samplings) if s.top_p < 1 and not s.top_k]
     if rows:
@@ -123,7 +124,7 @@ def _totals(
 
 
 def _least_kept(weights: Tensor, total: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """The weight below which the filters drop a token.
+    """Find the weight below which the filters drop a token.
 
     Args:
         weights: [N, M] descending: the M likeliest tokens.

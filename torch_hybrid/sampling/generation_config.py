@@ -1,7 +1,7 @@
-"""What of a checkpoint's ``generation_config`` becomes fields of ``Sampling``, and what does not.
+"""Conversion of a checkpoint's ``generation_config`` into fields of ``Sampling``.
 
-Each field that transformers knows is followed, changes no token, or is named. So is a field that
-nobody here has heard of: nothing that a checkpoint asks for is left out in silence.
+Each field that transformers knows is followed, is harmless, or is named in a warning. Unknown
+fields are named, too: nothing that a checkpoint asks for is silently dropped.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 DEFAULT_MAX_NEW_TOKENS = 64
 
-# Fields that are followed, with those of ``Sampling`` that they are. Those without one decide over
-# others, count the prompt, or are the engine's ("eos_token_id").
+# Fields that are followed, with their names in ``Sampling``. Those without a name there decide over
+# others, include the prompt, or are the engine's ("eos_token_id").
 FOLLOWED: Mapping[str, str | None] = {
     "do_sample": None,
     "eos_token_id": None,
@@ -30,8 +30,8 @@ FOLLOWED: Mapping[str, str | None] = {
     "top_p": "top_p",
 }
 
-# Fields that change no token: what is returned beside them, caches, compiling, tokens that only
-# padded or empty prompts have, and how drafts would be made by fields that are named.
+# Fields that change no token: further outputs, caches, compilation, tokens of padded or empty
+# prompts, and options of drafting methods that other fields select.
 HARMLESS = frozenset(
     {
         "_commit_hash",
@@ -63,7 +63,7 @@ HARMLESS = frozenset(
     }
 )
 
-# Fields that are not followed, with the value besides None that asks for nothing.
+# Fields that are not followed, with the value besides None that leaves them off.
 NAMED: Mapping[str, object] = {
     "assistant_early_exit": None,
     "assistant_ensemble_weight": None,
@@ -104,7 +104,7 @@ NAMED: Mapping[str, object] = {
 
 
 def not_followed(config: Mapping[str, Any]) -> list[str]:
-    """Name what a config asks for and ``fields_of`` does not follow, each with its value."""
+    """Name the fields that a config sets and ``fields_of`` does not follow, with their values."""
     return [
         f"{name}={reprlib.repr(value)}"
         for name, value in config.items()
@@ -115,7 +115,7 @@ def not_followed(config: Mapping[str, Any]) -> list[str]:
 
 
 def counts_prompt(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
-    """Name the lengths of a config that are followed and count the tokens of the prompt too."""
+    """Name the lengths of a config that are followed, but include the tokens of the prompt."""
     return [
         f"{name}={fields[name]}"
         for name in ("max_length", "min_length")
@@ -124,10 +124,10 @@ def counts_prompt(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> list
 
 
 def fields_of(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Make fields of ``Sampling`` of a config, with a caller's changes.
+    """Convert a config into fields of ``Sampling``; a caller's changes override it.
 
-    Without ``do_sample`` a draw is greedy, with it the default ``top_k`` is 50, as in transformers.
-    Lengths are too: one that counts new tokens alone goes before one that counts the prompt.
+    As in transformers, sampling is greedy without ``do_sample``; with it, ``top_k`` defaults to 50.
+    A length of new tokens overrides one that includes the prompt.
     """
     asked = {name: value for name, value in config.items() if value is not None}
     fields = {ours: asked[name] for name, ours in FOLLOWED.items() if ours and name in asked}
@@ -146,11 +146,11 @@ def fields_of(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 
 def _with_lengths(fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Let no length of a config be in the way of another, or of a caller's own."""
+    """Adjust the lengths of a config that contradict each other or the caller's own."""
     least, longest = fields.get("min_new_tokens", 0), fields.get("max_length")
     if not (isinstance(least, int) and isinstance(longest, int | None)):
-        return fields  # for ``Sampling`` to name
-    if "max_new_tokens" not in fields:  # a prompt takes one token of the longest at least
+        return fields  # ``Sampling`` refuses them by name
+    if "max_new_tokens" not in fields:  # a prompt takes at least one token of max_length
         most = max(DEFAULT_MAX_NEW_TOKENS, least) if longest is None else longest - 1
         fields["max_new_tokens"] = most
     if "min_new_tokens" not in changes and isinstance(fields["max_new_tokens"], int):

@@ -1,4 +1,4 @@
-"""How likely the model found tokens: natural logarithms, from its own logits."""
+"""Log-probabilities of tokens: natural logarithms, from the model's own logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, how likely it was, and the likeliest ones in its place."""
+    """Log-probability of a token, and those of the likeliest tokens in its place."""
 
     token: int
     logprob: float
@@ -19,12 +19,12 @@ class TokenLogprob:
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Log-probabilities of one token for each row.
+    """Compute the log-probability of one token per row, and the likeliest tokens of the row.
 
     Args:
         logits: [R, vocab_size], any float dtype; the model's own.
-        tokens: R of them.
-        num_top: so many of the likeliest are listed beside each; at most the vocabulary.
+        tokens: R tokens.
+        num_top: number of likeliest tokens to list for each row; at most the vocabulary.
     """
     if not tokens:
         return []

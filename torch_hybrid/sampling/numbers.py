@@ -1,4 +1,4 @@
-"""The random numbers of one request."""
+"""Random numbers of one request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _AT_ONCE = 32
 class RandomNumbers:
     """A number in [0, 1) for each token of a request, by the token's place in its output.
 
-    A token that is sampled again (after a preemption, or a step that was cut off) gets the number
-    that it had. They are those of ``torch.rand`` calls for one number each.
+    A token that is sampled again (after a preemption, or an interrupted step) gets the same number.
+    The numbers equal those of ``torch.rand`` calls for one number each.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -24,7 +24,7 @@ class RandomNumbers:
 
     @classmethod
     def of(cls, sampling: Sampling, sample: int = 0) -> RandomNumbers | None:
-        """Those of one of the ``n`` outputs of a prompt; None where it needs none."""
+        """Make the numbers of one of the ``n`` outputs of a prompt; None if it draws greedily."""
         generator = sampling.make_generator(sample)
         return None if generator is None else cls(generator)
 

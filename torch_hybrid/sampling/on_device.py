@@ -1,8 +1,8 @@
-"""The draw of a token for each row by an op that reads nothing on the host.
+"""Draw of tokens on the device, one for each row, by an op that reads nothing on the host.
 
-It is captured with the step whose logits it draws from, and called after a step that is waited for:
-on a GPU one kernel draws in both, so that running ahead changes no token. On a CPU it draws the
-same tokens as ``draw``, which is faster there.
+The op is captured with the step whose logits it draws from, or called after a step that is waited
+for. On a GPU the same kernel draws in both cases, so running ahead changes no token. On a CPU
+``draw`` is faster, and draws the same tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FEWEST_RANKED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawKind:
-    """What the rows of one step ask for: what is done for none of them is left out."""
+    """Work that the rows of one step need; the op skips what no row needs."""
 
     draws: bool = False  # some temperature is above 0
     num_ranked: int = 0  # at least the largest top-k
@@ -33,7 +33,7 @@ class DrawKind:
 
     @classmethod
     def of(cls, draws: Sequence[Draw | None]) -> DrawKind:
-        """The kind of a step that draws these."""
+        """Find the kind of a step with these draws."""
         drawn = [x.sampling for x in draws if x is not None and x.sampling.temperature > 0]
         top_k = max((sampling.top_k for sampling in drawn), default=0)
         return cls(
@@ -43,7 +43,7 @@ class DrawKind:
         )
 
     def __str__(self) -> str:
-        """As it stands in reports."""
+        """Name the kind for reports."""
         if not self.draws:
             return "greedy"
         filters = ["top-k"] * (self.num_ranked > 0) + ["top-p"] * self.has_wide_top_p
@@ -51,9 +51,9 @@ class DrawKind:
 
 
 def settings_of(draws: Sequence[Draw | None], num_rows: int) -> Tensor:
-    """[5, num_rows] float64 on the host: temperature, number, top-k, top-p and min-p of each row.
+    """Pack [5, num_rows] float64 on the host: temperature, number, top-k, top-p, min-p of each row.
 
-    Rows without a draw, and those behind the last, are all zero.
+    Rows without a draw, and padding rows, are all zero.
     """
     rows = [_NOTHING if draw is None else _settings(draw) for draw in draws]
     rows += [_NOTHING] * (num_rows - len(rows))
@@ -71,7 +71,7 @@ def _settings(draw: Draw) -> tuple[float, ...]:
 
 
 def no_settings(num_rows: int) -> Tensor:
-    """The settings of rows of which none is drawn."""
+    """Make the settings of rows that are not drawn."""
     return torch.zeros(NUM_SETTINGS, num_rows, dtype=torch.float64, device="cpu")
 
 
@@ -80,15 +80,16 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
     Args:
         logits: [N, vocab], any float dtype; not changed.
-        draws: N of them.
+        draws: N draws.
 
     Returns:
-        N token ids; ``NOT_FINITE`` for a row with NaN or infinity among its logits (minus
-        infinity bars a token and is allowed beside finite ones).
+        N token ids; ``NOT_FINITE`` for a row with NaN or infinity among its logits (minus infinity
+            bars
+        a token and is allowed beside finite ones).
     """
     if logits.device.type == "cpu":
         return sample_on_host(logits, draws)
-    if not draws:  # a step of prompts that go on
+    if not draws:  # a step of unfinished prompts alone
         return []
     settings = settings_of(draws, len(draws)).to(logits.device)
     tokens: list[int] = draw_tokens(logits, settings, DrawKind.of(draws)).tolist()
@@ -101,7 +102,7 @@ def draw_tokens(logits: Tensor, settings: Tensor, kind: DrawKind) -> Tensor:
     Args:
         logits: [N, vocab], any float dtype; not changed.
         settings: [5, N] float64, of ``settings_of``.
-        kind: of the rows that are drawn; others may hold anything.
+        kind: kind of the rows that are drawn; other rows may hold anything.
 
     Returns:
         [N] int64 token ids; ``NOT_FINITE`` for a row with NaN or infinity among its logits.
@@ -117,7 +118,7 @@ def draw_tokens(logits: Tensor, settings: Tensor, kind: DrawKind) -> Tensor:
 
 
 def _impl_for(logits: Tensor) -> str:
-    """The first implementation that serves these logits whatever is asked; the last serves all."""
+    """Choose the first implementation for these logits that takes any settings."""
     sizes = {"vocab_size": logits.shape[-1]}
     need = Need(device=logits.device, dtype=logits.dtype, sizes=sizes)
     return next(

@@ -1,4 +1,4 @@
-"""What a request asks for: checked whole when it is made, so that no step can stumble over it."""
+"""Sampling options of a request, checked when they are made, so that no step can fail on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SEEDS = range(-(2**63), 2**64)  # what torch.Generator takes
 
 
 class HasGenerationConfig(Protocol):
-    """What ``Sampling.of`` needs of a model."""
+    """Interface of a model that ``Sampling.of`` reads."""
 
     @property
     def generation_config(self) -> Mapping[str, Any]: ...
@@ -33,40 +33,41 @@ class HasGenerationConfig(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a request's tokens are chosen and when it ends. By default greedily, 64 tokens.
+    """Options of a request: how its tokens are chosen, and when it ends.
 
-    The library's default does not look at the checkpoint; ``Sampling.of(model)`` does. The rules on
-    the logits come in the order of transformers' ``generate``: repetition, presence and frequency
-    penalty, bias, ``min_new_tokens``, ``logits_processor``, then temperature, top-k, top-p, min-p.
+    The defaults are greedy, 64 tokens, whatever the checkpoint says; ``Sampling.of(model)`` reads
+    its ``generation_config``. Rules on the logits are applied in the order of transformers'
+    ``generate``: repetition, presence and frequency penalty, bias, ``min_new_tokens``,
+    ``logits_processor``, then temperature, top-k, top-p, min-p.
 
     Args:
         max_new_tokens: the most tokens generated.
-        min_new_tokens: tokens that end a request are barred before so many are generated; stop
-            texts still end it.
-        max_length: the most tokens of prompt and output together; None is any number. The smaller
-            of the two limits ends a request.
-        min_length: the same as ``min_new_tokens``, of prompt and output together; the larger of the
-            two holds, up to the most tokens.
+        min_new_tokens: until this many tokens are generated, tokens that end a request are barred;
+            stop texts still end it.
+        max_length: the most tokens of prompt and output together; None is any number. It applies
+            beside ``max_new_tokens``.
+        min_length: like ``min_new_tokens``, for prompt and output together; the larger of the two
+            applies, up to the most tokens.
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: the number of likeliest tokens to draw from; 0 is all of them.
         top_p: the likeliest tokens that reach this probability together; 1 is all of them.
         min_p: tokens at least this likely, as a fraction of the likeliest; 0 is all of them.
         repetition_penalty: divides positive and multiplies negative logits of every token of the
             prompt and the output; 1 changes nothing.
-        presence_penalty: taken from the logit of every token of the output.
-        frequency_penalty: the same, for each time that it occurs there.
-        logit_bias: by token id, added to its logit; ``-inf`` bars it.
+        presence_penalty: subtracted from the logit of every token of the output.
+        frequency_penalty: subtracted from a token's logit once for each occurrence in the output.
+        logit_bias: by token id, added to the token's logit; ``-inf`` bars the token.
         logits_processor: called as ``processor(tokens, logits)`` before each draw, with the prompt
             and output so far and a float32 copy of the row, [vocab_size], on the model's device;
-            returns logits of that shape. What it raises ends its own request.
-        logprobs: so many likeliest tokens are reported beside each generated one, with natural
-            log-probabilities by the model's own logits, before any rule; None reports nothing.
-        prompt_logprobs: the same for the tokens of the prompt.
-        seed: repeats a draw, within 64 bits; by default it comes from torch's global generator.
-        n: outputs for each prompt, with seeds ``seed``, ``seed + 1``, ...
+            returns logits of that shape. If it raises, only its own request ends.
+        logprobs: number of likeliest tokens to report beside each generated one, with natural
+            log-probabilities from the model's own logits, before any rule; None reports nothing.
+        prompt_logprobs: like ``logprobs``, for the tokens of the prompt.
+        seed: 64-bit seed that makes draws repeatable; by default from torch's global generator.
+        n: number of outputs of each prompt, with seeds ``seed``, ``seed + 1``, ...
         stop_token_ids: tokens that end the request, besides the model's own.
         stop: texts that end the request (needs a tokenizer); the output ends before them.
-        ignore_eos: go on past the model's own end-of-sequence tokens.
+        ignore_eos: continue past the model's own end-of-sequence tokens.
 
     Raises:
         TypeError: a value of a wrong type.
@@ -140,12 +141,13 @@ class Sampling:
 
     @classmethod
     def of(cls, model: HasGenerationConfig, **changes: Any) -> Self:
-        """Read what the checkpoint's ``generation_config`` asks for, with ``changes``.
+        """Read the options of the checkpoint's ``generation_config``, with ``changes``.
 
-        As ``generate`` of transformers reads it: without ``do_sample`` it is greedy, with it the
-        default ``top_k`` is 50. Tokens that end a sequence are the engine's ``eos_token_ids``.
-        A warning names what ``generate`` follows and this does not, fields that are not known, and
-        lengths that count the prompt (``max_length`` and ``min_length``, which are followed).
+        They are read as transformers' ``generate`` reads them: greedy without ``do_sample``, with
+        it a default ``top_k`` of 50. Tokens that end a sequence are the engine's ``eos_token_ids``.
+
+        A warning names three kinds of fields: those that only ``generate`` follows, unknown ones,
+        and lengths that count the prompt (``max_length`` and ``min_length``, which are followed).
         """
         config = model.generation_config
         fields = fields_of(config, changes)
@@ -157,7 +159,7 @@ class Sampling:
         return cls(**fields)
 
     def for_prompt(self, num_tokens: int) -> Self:
-        """Make lengths that count the prompt those of the output of one prompt.
+        """Convert lengths that include the prompt into lengths of the output of one prompt.
 
         Raises:
             ValueError: the prompt leaves no token of ``max_length``.
@@ -176,11 +178,11 @@ class Sampling:
 
     @property
     def filters(self) -> bool:
-        """Whether the draw is from less than the whole vocabulary."""
+        """True if the draw is from less than the whole vocabulary."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def make_generator(self, sample: int = 0) -> torch.Generator | None:
-        """The source of random numbers of one of the ``n`` outputs; None when it needs none."""
+        """Make the random generator of one of the ``n`` outputs; None if it draws greedily."""
         if self.temperature == 0:
             return None
         if self.seed is None:

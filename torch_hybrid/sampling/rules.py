@@ -1,4 +1,4 @@
-"""Rules of one request on its logits, before the draw."""
+"""Rules of one request on its logits, applied before the draw."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class LogitsRules:
     """Penalties, bias, barred tokens and the caller's own processor, for one request.
 
     Args:
-        sampling: of the request.
-        num_prompt: tokens of its prompt.
-        end_token_ids: barred until ``min_new_tokens`` are generated.
+        sampling: options of the request.
+        num_prompt: number of tokens of its prompt.
+        end_token_ids: tokens barred until ``min_new_tokens`` are generated.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class LogitsRules:
         self._num_counted = 0
         self._seen: Tensor | None = None  # [vocab_size] bool: in the prompt or the output
         self._counts: Tensor | None = None  # [vocab_size] float32: how often in the output
-        self._bias: tuple[Tensor, Tensor] | None = None  # token ids and what is added
+        self._bias: tuple[Tensor, Tensor] | None = None  # token ids and their biases
 
     @classmethod
     def of(
         cls, sampling: Sampling, *, num_prompt: int, end_token_ids: frozenset[int]
     ) -> LogitsRules | None:
-        """The rules of a request, or None where it has none."""
+        """Make the rules of a request; None if it has none."""
         has_rules = (
             sampling.repetition_penalty != 1
             or sampling.presence_penalty != 0
@@ -48,7 +48,7 @@ class LogitsRules:
         return cls(sampling, num_prompt=num_prompt, end_token_ids=end_token_ids)
 
     def apply(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-        """The logits that the next token is drawn from.
+        """Apply the rules to the logits of the next token.
 
         Args:
             logits: [vocab_size], any float dtype; not changed.
@@ -58,8 +58,8 @@ class LogitsRules:
             [vocab_size] float32.
 
         Raises:
-            TypeError, ValueError: the processor returned no logits of that shape; besides, whatever
-                it raises.
+            TypeError, ValueError: the processor returned no logits of that shape. Other errors of
+                the processor pass through.
         """
         sampling = self._sampling
         row = logits.to(torch.float32, copy=True)
@@ -89,7 +89,7 @@ class LogitsRules:
             row.sub_((counts > 0).to(row.dtype), alpha=sampling.presence_penalty)
 
     def _count(self, row: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Count what has come since the last call."""
+        """Count the tokens that were added since the last call."""
         if self._seen is None or self._counts is None:
             self._seen = torch.zeros_like(row, dtype=torch.bool)
             self._counts = torch.zeros_like(row)

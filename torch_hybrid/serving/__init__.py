@@ -1,1 +1,1 @@
-"""Serving: requests in, tokens out; continuous batching over a runner."""
+"""Serving of requests: continuous batching over a runner."""

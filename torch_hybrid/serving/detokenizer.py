@@ -1,4 +1,4 @@
-"""Text as tokens come in: what later tokens cannot change, and an end at the first stop text."""
+"""Incremental detokenizer: emits text that later tokens cannot change, and finds stop texts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-UNFINISHED = "\ufffd"  # what decoders write for bytes that are not a whole character (yet)
-_MOST_BYTES = 3  # of a character that is not whole yet
-_FEWEST_KEPT = 4  # tokens that the next ones are decoded with; at most twice as many
-# Some of the bytes that a vocabulary with byte fallback has all of.
+UNFINISHED = "\ufffd"  # what decoders write for bytes of an unfinished or invalid character
+_MOST_BYTES = 3  # of an unfinished character
+_FEWEST_KEPT = 4  # tokens of context for decoding the next ones; at most twice as many are kept
+# Sample of the byte tokens of a vocabulary with byte fallback, which has all 256.
 _NAMES_OF_BYTES = ["<0xFF>", "<0xF0>", "<0xE2>", "<0xC3>", "<0x80>"]
-# A character of the last private plane, which a vocabulary has as bytes or not at all.
+# A private-use character: vocabularies have it as bytes or not at all.
 _RARE = "\U00100000"
 # Where transformers' clean-up may take spaces or give them back, by what follows: "do n ' t" is
 # "don't", and "a ' " is "a'" before a letter and "a '." before a full stop.
@@ -19,7 +19,7 @@ _OPEN_SPACES = re.compile(r"(?: {1,2}| {0,2}'| n ?'?| '[vr])\Z")
 
 
 class Tokenizer(Protocol):
-    """What the engine uses of a tokenizer; those of transformers have it."""
+    """Interface of a tokenizer, as the engine uses it; those of transformers have it."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -36,14 +36,15 @@ class _NamesTokens(Protocol):
 class Detokenizer:
     """The growing text of one request: the pieces add up to what decoding all tokens gives.
 
-    A token's text depends on its neighbours, so it is decoded with the last few tokens, and what is
-    new and certain goes to the text. A later token may change the bytes of a run that is not over,
-    and spaces that a clean-up takes. The cost of a token does not grow with the text.
+    A token's text depends on its neighbours, so each token is decoded with the last few tokens.
+    Only text that is final is emitted: a later token may change the bytes of an unfinished run, and
+    spaces that a clean-up takes. The cost of a token does not grow with the text.
 
     Args:
         tokenizer: decodes.
         stop: texts that end the request; ``text`` then ends before the first of them. Special
-            tokens have no place in ``text``, and still end it where one is a stop text.
+            tokens do not appear in ``text``, but a special token that is a stop text ends the
+            request.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -53,15 +54,15 @@ class Detokenizer:
         self._stop = stop
         self._run_breaker = _run_breaker(tokenizer)
         self._tokens: list[int] = []  # the last few
-        self._decoded = ""  # their text
-        self._num_taken = 0  # characters of it that are in ``text``
+        self._decoded = ""  # text of those tokens
+        self._num_taken = 0  # characters of ``_decoded`` that are in ``text``
         self._num_given = 0  # characters that were returned
 
     def add(self, token: int) -> str:
-        """Take a token; return the text that is certain now and was not before."""
+        """Take a token; return the text that has become final."""
         decoded = self._decode([*self._tokens, token])
         if decoded == self._decoded and (special := self._special_text(token)):
-            if special in self._stop:  # else it has no part in any text
+            if special in self._stop:  # other special tokens are not in any text
                 self._take(len(decoded))
                 self.is_stopped = True
         else:
@@ -72,13 +73,13 @@ class Detokenizer:
         return self._give(len(self.text) - self._num_withheld())
 
     def finish(self) -> str:
-        """Return the rest: no further token comes. It may turn out to hold a stop text."""
+        """Return the rest of the text after the last token. It may turn out to hold a stop text."""
         if not self.is_stopped:
             self._take(len(self._decoded))
         return self.flush()
 
     def flush(self) -> str:
-        """Return what was held back of the text so far, without decoding anything further."""
+        """Return the text held back so far, without decoding anything further."""
         return self._give(len(self.text))
 
     def _num_certain(self) -> int:
@@ -87,17 +88,17 @@ class Detokenizer:
         whole = decoded.rstrip(UNFINISHED)
         if self._run_breaker is None:
             certain = max(len(whole), len(decoded) - _MOST_BYTES)
-        else:  # one byte may make all bytes of its run wrong, and the right ones wrong ones whole
+        else:  # one byte may invalidate all bytes of its run, or complete invalid ones
             broken = self._decode([*self._tokens, self._run_breaker])
             certain = min(len(whole), _num_alike(decoded, broken))
         changing = _OPEN_SPACES.search(decoded[:certain])
         return certain if changing is None else changing.start()
 
     def _take(self, certain: int) -> None:
-        """Add to the text what is certain of it, and cut it before the first stop text.
+        """Add final characters to the text, and cut it before the first stop text.
 
-        A stop text in the rest counts too: the request ends there, and nothing follows that could
-        change it. A character that is not whole is none yet.
+        A stop text in the rest counts too: the request ends there, so nothing that follows can
+        change it. An unfinished character does not count.
         """
         longest = max(map(len, self._stop), default=1)
         start = max(0, len(self.text) - longest + 1)
@@ -112,10 +113,10 @@ class Detokenizer:
             self._num_taken = max(self._num_taken, certain)
 
     def _forget(self) -> None:
-        """Keep fewer of the tokens, where those that are left decode as among all of them.
+        """Drop the oldest tokens if the others decode to the same text without them.
 
-        The first one left may lose a space by being first, so it is compared by what follows it.
-        What is not in the text yet has to follow it as well.
+        The first token left may lose a leading space, so the text after it is compared. Characters
+        that are not in the text yet must follow it as well.
         """
         if len(self._tokens) < 2 * _FEWEST_KEPT:
             return
@@ -131,13 +132,13 @@ class Detokenizer:
                 return
 
     def _special_text(self, token: int) -> str:
-        """What a special token is written as; "" for every other token."""
+        """Return the text of a special token; "" for every other token."""
         if self._decode([token]):
             return ""
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def _num_withheld(self) -> int:
-        """Characters at the end that may turn out to begin a stop text."""
+        """Count the characters at the end that may begin a stop text."""
         if self.is_stopped:
             return 0
         lengths = [
@@ -158,7 +159,7 @@ class Detokenizer:
 
 
 def _num_alike(text: str, other: str) -> int:
-    """Count the characters with which both begin."""
+    """Count the characters of the common prefix of two texts."""
     pairs = enumerate(zip(text, other, strict=False))
     return next((at for at, (x, y) in pairs if x != y), min(len(text), len(other)))
 
@@ -166,21 +167,21 @@ def _num_alike(text: str, other: str) -> int:
 def _run_breaker(tokenizer: Tokenizer) -> int | None:
     """Find a token of one byte that makes whole characters before it unreadable.
 
-    Byte fallback has such tokens: a run of bytes is text where all of it is. None for tokenizers
-    that read each character by itself, or have no bytes.
+    Byte fallback has such tokens: a run of bytes is text only if all of it is valid UTF-8. None for
+    tokenizers that decode each character by itself, or have no byte tokens.
     """
 
     def text(tokens: list[int]) -> str:
         return tokenizer.decode(tokens, skip_special_tokens=True)
 
     try:
-        if isinstance(tokenizer, _NamesTokens):  # by which decoders know such bytes too
+        if isinstance(tokenizer, _NamesTokens):  # decoders find byte tokens by name, too
             found = tokenizer.convert_tokens_to_ids(_NAMES_OF_BYTES)
             named = {token for token in found if token is not None}
             return min((token for token in named if text([token]) == UNFINISHED), default=None)
         run = tokenizer.encode(_RARE)
         parts = [token for token in run if text([token]) == UNFINISHED]
         breaks = parts and not text([*run, parts[0]]).startswith(text(run))
-    except Exception:  # of a caller's tokenizer, which cannot write the character: it has no bytes
+    except Exception:  # a caller's tokenizer without byte tokens cannot write the character
         return None
     return parts[0] if breaks else None

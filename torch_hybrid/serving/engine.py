@@ -1,8 +1,8 @@
-"""Continuous batching on top of a runner: prompts in, tokens out.
+"""Engine: continuous batching on top of a runner; prompts in, tokens out.
 
-A step ends what is late and runs the next batch (``step_loop``). Whatever raises in the middle,
-every page and slot comes back: requests that were running wait again and are recomputed from their
-tokens. What one request raises (its own rules on the logits, its text) ends that request alone.
+A step ends overdue requests and runs the next batch (``step_loop``). If anything raises during a
+step, every page and slot comes back: running requests wait again and are recomputed from their
+tokens. An error of one request (its own rules on the logits, its text) ends that request alone.
 """
 
 from __future__ import annotations
@@ -45,42 +45,44 @@ RunAhead = Literal["auto", "on", "off"]
 
 
 class Engine(Shown):
-    """Serves many requests on one runner.
+    """Server of many requests on one runner.
 
     Requests are served in order of arrival; one that waits for pages is passed by smaller ones, a
     bounded number of times (``scheduler.MAX_PASSES``). Several threads may submit, cancel and step:
     each call waits for the runner's lock, which a step holds from its schedule to its tokens.
 
-    Inside a step, from a callback, a hook of the model, a signal handler or a finalizer, requests
-    can be submitted and cancelled and streams closed: that is done when the step ends. ``stats``
-    tells what is; ``step``, ``close`` and the others are refused there (RuntimeError).
+    Callbacks, model hooks, signal handlers and finalizers may run inside a step. They may submit
+    and cancel requests and close streams, which takes effect when the step ends; ``stats`` works at
+    once. ``step``, ``close`` and the other methods raise RuntimeError there.
 
     Args:
-        runner: holds the sequences; others, and other engines, may hold some of its sequences too.
-        tokenizer: lets prompts be texts and outputs have text; needed by stop texts.
-        eos_token_ids: tokens that end every request which does not ignore them; by default those
-            of the runner's model.
+        runner: holds the sequences; its other users, other engines among them, may hold some too.
+        tokenizer: allows prompts to be texts and outputs to have text; stop texts need it.
+        eos_token_ids: tokens that end every request which does not ignore them; by default those of
+            the runner's model.
         max_waiting: the most requests that may wait for their first step; None is any number.
-        run_ahead: "on" starts each step before the tokens of the one before it are known on the
-            host, which then plans and keeps its books beside the device. Tokens are the same, but
-            for what other company changes (see ``Runner``): a request that ends is in one more
-            step, of which it gets nothing. Requests with rules on their logits or log-probabilities
-            are waited for. "auto" is on where steps are captured in CUDA graphs.
-        prefix_cache: keep what requests held, for those that begin with the same tokens: they run
-            the rest alone. True is ``PrefixCache()``. States are kept in the runner's
-            ``max_snapshots``, keys in pages that no sequence needs. ``close`` gives them back.
-        processor: the checkpoint's, of transformers: it makes tokens and pixels of conversations,
-            whose messages may then have images, for a model that was loaded with ``vision=True``.
-            Its tokenizer is taken where no other is given.
-        speculate: have tokens drafted, and several of them verified in one step; the runner needs
+        run_ahead: "on" starts each step before the host knows the tokens of the previous step, so
+            the host plans while the device computes. An ended request is then in one more step, and
+            ignores its token. Tokens are the same, but for what other company changes (see
+            ``Runner``). Requests with rules on their logits or log-probabilities do not run ahead.
+            "auto" is on where steps are captured in CUDA graphs.
+        prefix_cache: keep the states and pages of requests, so that requests with the same prefix
+            run only the rest. True is ``PrefixCache()``. States take the runner's
+            ``max_snapshots``, and pages are kept as long as no sequence needs them. ``close`` gives
+            both back.
+        processor: the checkpoint's processor, of transformers. It encodes conversations, whose
+            messages may have images if the model was loaded with ``vision=True``. Its tokenizer is
+            used if no other is given.
+        speculate: draft tokens, and verify several of them in one step; the runner needs
             ``max_drafts``. Tokens are the same as without, but for what other company changes.
-            Steps that may have drafts are waited for.
+            Steps that may have drafts do not run ahead.
 
     Raises:
         TypeError: ``prefix_cache`` is of another kind.
         UnsupportedError: the runner serves decode steps alone.
-        ValueError: ``max_waiting`` or ``run_ahead`` is none of its values, states are to be kept on
-            a runner that keeps no snapshots, or ``speculate`` asks for more drafts than it holds.
+        ValueError: ``max_waiting`` or ``run_ahead`` has a value that it cannot have. Or the model
+            has states and the runner keeps no snapshots, or ``speculate`` asks for more drafts than
+            the runner holds.
     """
 
     @in_isolation
@@ -115,7 +117,7 @@ class Engine(Shown):
         )
         self.max_waiting = max_waiting
         self.runs_ahead = run_ahead == "on" or (run_ahead == "auto" and runner.captures)
-        within = runner.within()  # whose calls are parts of a step
+        within = runner.within()  # its calls are part of a step that is in progress
         self._prefixes: Prefixes | None = None
         if prefix_cache:
             options = PrefixCache() if prefix_cache is True else prefix_cache
@@ -138,17 +140,17 @@ class Engine(Shown):
             speculator=self._speculator,
             runs_ahead=self.runs_ahead,
         )
-        self._arriving: deque[Request] = deque()  # queued, and not with the scheduler yet
-        self._next_deadline = math.inf  # of the requests that have one
+        self._arriving: deque[Request] = deque()  # queued, not yet handed to the scheduler
+        self._next_deadline = math.inf  # the earliest deadline of all requests
         self._seconds = 0.0
 
     def facts(self) -> Mapping[str, str]:
-        """Tell its stats, and on what it runs."""
+        """Choose the counts of ``stats`` and the model's name for ``repr``."""
         return {"runner": type(self.runner.model).__name__, **self.stats().facts()}
 
     @property
     def turn(self) -> Turn:
-        """The turns of all who use the runner."""
+        """Turn that all users of the runner share."""
         return self.runner.turn
 
     @overload
@@ -181,26 +183,26 @@ class Engine(Shown):
     ) -> Stream[Output] | Stream[TokenEvent]:
         """Serve prompts together; yield each output as its request finishes.
 
-        Leaving the loop early, Ctrl-C included, cancels what is unfinished and frees it; so does
-        ``close`` of what is returned.
+        Leaving the loop early, Ctrl-C included, cancels unfinished requests and frees them; so does
+        ``close`` of the stream.
 
         Args:
-            prompts: one prompt or several: token lists or 1-D integer tensors; texts and
-                conversations (lists of messages) when the engine has a tokenizer; or what a
-                tokenizer returned for them. With a processor, parts of messages may be images
-                (``{"type": "image", "image": ...}``: of Pillow, or a path; or ``image_url`` as
-                OpenAI's clients write it); what a processor returned is a prompt too. Parts and
-                keys that are not understood are refused.
-            sampling: for all prompts, or one for each.
-            stream: yield an event for each token instead; a request's last one has its output.
-            timeout_s: a request that has not ended after so many seconds ends with what it has;
-                they count from the first iteration.
+            prompts: one prompt or several: token lists or 1-D integer tensors; with a tokenizer,
+                texts, conversations (lists of messages), or what a tokenizer returned for them.
+                With a processor, parts of messages may be images:
+                ``{"type": "image", "image": ...}`` (of Pillow, or a path), or OpenAI's
+                ``image_url``. What a processor returned is a prompt too. Parts and keys that are
+                not understood are refused.
+            sampling: one for all prompts, or one for each.
+            stream: yield an event for each token instead; a request's last event has its output.
+            timeout_s: seconds from the first iteration after which an unfinished request ends with
+                the tokens that it has.
 
         Raises:
             TypeError: a prompt or ``sampling`` is of another kind; nothing has been started then.
             ValueError: a prompt cannot be served; nothing has been started then.
-            CapacityError: while iterating: more requests than may wait, or sequences held
-                elsewhere leave no room.
+            CapacityError: while iterating: more requests than may wait, or sequences held elsewhere
+                leave no room.
         """
         chosen = as_prompts(prompts)
         samplings = [sampling] * len(chosen) if not isinstance(sampling, Sequence) else sampling
@@ -234,26 +236,29 @@ class Engine(Shown):
         on_event: OnEvent | None = None,
         queue: asyncio.Queue[TokenEvent] | None = None,
     ) -> Request:
-        """Queue one prompt; ``step`` then brings its events and ``request.output`` its end.
+        """Queue one prompt; ``step`` then returns its events, and its output with the last one.
 
-        With ``Sampling(n=3)`` it is the first of three requests, and its ``samples`` has them all.
+        With ``Sampling(n=3)``, the request returned is the first of three: see its ``samples``.
 
         Args:
-            prompt: as one of ``generate``.
-            sampling: how its tokens are chosen and when it ends.
+            prompt: one prompt, as ``generate`` takes it.
+            sampling: how tokens are chosen and when the request ends.
             stream: give events their text as it comes (costs a decode for each token).
-            timeout_s: end it, with what it has, when so many seconds have passed.
-            on_event: called with each event from the first on, by the thread that steps, inside
-                the step: ``queue.SimpleQueue().put`` wakes a thread that waits. What it raises
-                ends its request.
-            queue: gets each event in the event loop that runs where ``submit`` is called. From
-                other threads, hand them over with ``on_event``.
+            timeout_s: seconds after which the request ends with the tokens that it has.
+            on_event: called with each event, by the thread that steps and inside the step:
+                ``queue.SimpleQueue().put`` wakes a thread that waits. If it raises, its request
+                ends.
+            queue: gets each event in the event loop that runs where ``submit`` is called. For event
+                loops of other threads, use ``on_event``.
+
+        Returns:
+            The request; its ``output`` is set when it ends.
 
         Raises:
             TypeError: the prompt, ``sampling``, ``on_event`` or ``queue`` is of another kind.
-            ValueError: the prompt is empty, holds an unknown token or, with ``max_new_tokens``,
-                is longer than a sequence can be; texts are used without a tokenizer; the queue
-                is bounded, no event loop runs, or there are two readers.
+            ValueError: the prompt is empty, holds an unknown token or, with ``max_new_tokens``, is
+                longer than a sequence can be; texts are used without a tokenizer; the queue is
+                bounded, no event loop runs, or there are two readers.
             CapacityError: ``max_waiting`` requests wait already.
         """
         _check_timeout(timeout_s)
@@ -268,10 +273,10 @@ class Engine(Shown):
     def cancel(self, request: Request) -> None:
         """End a request with the tokens it has, at once or when the step in progress ends.
 
-        A finished one stays as it is.
+        A finished request stays as it is.
 
         Raises:
-            ValueError: the request is another engine's.
+            ValueError: the request belongs to another engine.
         """
         with self.turn.lock:
             if request.output is not None:
@@ -282,15 +287,15 @@ class Engine(Shown):
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step would do anything."""
+        """True if a step would do any work."""
         return self._loop.has_unfinished or bool(self._arriving)
 
     @in_turn
     def step(self) -> list[TokenEvent]:
-        """Run one batch and return what came of it; nothing to do is no event.
+        """Run one batch and return its events; none if there is nothing to do.
 
-        Where the engine runs ahead, the next batch is under way when it returns. An exception
-        leaves the engine usable: what was running waits to be recomputed.
+        Where the engine runs ahead, the next batch is under way when ``step`` returns. An exception
+        leaves the engine usable: running requests wait to be recomputed.
 
         Raises:
             CapacityError: sequences held elsewhere leave no room for the oldest request.
@@ -306,7 +311,7 @@ class Engine(Shown):
         return self._loop.advance()
 
     def _or_restart(self, change: Callable[[], ResultT]) -> ResultT:
-        """Change requests; where that is cut off, all that are left wait to be recomputed."""
+        """Run ``change``; if it raises, all unfinished requests wait to be recomputed."""
         try:
             return change()
         except BaseException:
@@ -314,7 +319,7 @@ class Engine(Shown):
             raise
 
     def stats(self) -> EngineStats:
-        """What was served so far, what is waiting, and what the prefix cache and drafts did."""
+        """Count work done and work waiting, prefix cache and drafts included."""
         runner = self.runner
         with self.turn.lock:
             return EngineStats(
@@ -331,29 +336,29 @@ class Engine(Shown):
 
     @in_turn
     def save_prefixes(self, path: str | os.PathLike[str]) -> int:
-        """Write what the prefix cache keeps to a file, for ``load_prefixes`` of another process.
+        """Write the prefix cache to a file, for ``load_prefixes`` of another process.
 
         Where ranks share the model, each writes a file of its own.
 
         Returns:
-            How many prefixes it has.
+            The number of prefixes written.
 
         Raises:
-            ValueError: the engine keeps none.
+            ValueError: the engine has no prefix cache.
             OSError: the file cannot be written.
         """
         return self._prefixes_for("save_prefixes").save(Path(path))
 
     @in_turn
     def load_prefixes(self, path: str | os.PathLike[str]) -> int:
-        """Keep the prefixes of a file on the host, as far as ``PrefixCache.host_bytes`` goes.
+        """Load the prefixes of a file into host memory, up to ``PrefixCache.host_bytes``.
 
         Returns:
-            How many are kept.
+            The number of prefixes kept.
 
         Raises:
-            ValueError: the engine keeps none; or the file is damaged, or of another model, page
-                size or rank. Nothing is kept then.
+            ValueError: the engine has no prefix cache; or the file is damaged, or of another model,
+                page size or rank. Nothing is kept then.
             OSError: the file cannot be read.
         """
         return self._prefixes_for("load_prefixes").load(Path(path))
@@ -365,7 +370,7 @@ class Engine(Shown):
 
     @in_turn
     def close(self) -> None:
-        """Cancel everything that is unfinished, and free it and what the prefix cache keeps."""
+        """Cancel all unfinished requests, and free them and the prefix cache."""
         self._or_restart(self._close)
 
     def _close(self) -> None:
@@ -387,7 +392,7 @@ class Engine(Shown):
         self.close()
 
     def _queue(self, requests: Sequence[Request], timeout_s: float | None) -> None:
-        """Let requests wait, all or none; their time begins."""
+        """Queue requests, all or none; their timeouts start now."""
         with self.turn.lock:
             num_waiting = len(self._scheduler.waiting) + len(self._arriving)
             if self.max_waiting is not None and num_waiting + len(requests) > self.max_waiting:
@@ -403,7 +408,7 @@ class Engine(Shown):
             self.turn.soon(self._arrive)
 
     def _arrive(self) -> None:
-        """Let the scheduler have what was queued; a request that is cut off here is cancelled."""
+        """Hand queued requests to the scheduler; an interrupted one is cancelled."""
         while self._arriving:
             request = self._arriving[0]
             try:
@@ -435,7 +440,7 @@ class Engine(Shown):
         self._or_restart(end)
 
     def _end_late(self) -> None:
-        """End the requests whose time is over."""
+        """End the requests whose deadline has passed."""
         now = time.monotonic()
         if now < self._next_deadline:
             return

@@ -1,8 +1,8 @@
-"""The images of a prompt on their way through the engine.
+"""Images of a prompt on their way through the engine.
 
-Their rows are made when the first step needs them, and given up when the prompt has passed them: a
-request that is preempted, or begins elsewhere, has them made again. A prefix cache that has all of
-them spares the tower.
+The tower computes their rows when the first step needs them; the rows are freed once the prompt has
+passed them. A request that is preempted, or that restarts before an image, has them computed again.
+A prefix cache hit that covers all images spares the tower.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _KEY_BYTES = 8
 
 
 class Images:
-    """What a prompt has beside its tokens, shared by its requests.
+    """Images of a prompt, shared by its requests.
 
     Args:
-        tower: of the model.
-        prompt: its tokens, placeholders included.
-        inputs: of the tower.
-        num_requests: of the prompt.
+        tower: the model's tower.
+        prompt: tokens, placeholders included.
+        inputs: inputs of the tower.
+        num_requests: number of requests of the prompt.
 
     Raises:
-        ValueError: inputs are incomplete, or come to more or fewer rows than placeholders.
+        ValueError: inputs are incomplete, or give more or fewer rows than there are placeholders.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Images:
         self._tower, self._prompt, self._inputs = tower, prompt, inputs
         self._places = tower.places(prompt, inputs)
         self._rows: Tensor | None = None
-        self._left = set(range(num_requests))  # that have not passed the images once
+        self._left = set(range(num_requests))  # requests that have not passed the images yet
         self._positions: Tensor | None = None
         self._delta = 0
         if tower.has_positions:
@@ -53,8 +53,10 @@ class Images:
 
     @cached_property
     def path(self) -> array[int]:
-        """The prompt, of type "q", with numbers below 0 in the place of placeholders that say what
-        they show: prompts that begin alike have images that are alike."""
+        """Prompt of type "q", with hashes of images (numbers below 0) in the place of placeholders.
+
+        Prompts share a prefix of this path only if they share its images.
+        """
         path = array("q", self._prompt)
         for places, images in self._tower.digests(self._prompt, self._inputs):
             keys = [key for digest, count in images for key in _keys(digest, count)]
@@ -63,12 +65,12 @@ class Images:
         return path
 
     def are_needed(self, first: int, count: int) -> bool:
-        """Whether some of these tokens are placeholders."""
+        """Tell whether any of these tokens is a placeholder."""
         low, high = self._span(first, count)
         return high > low
 
     def load(self) -> None:
-        """Have their rows, which takes the tower where they are not there."""
+        """Compute the rows of the images, unless they are there."""
         if self._rows is None:
             with isolated():
                 rows = self._tower.rows(self._prompt, self._inputs)
@@ -79,13 +81,13 @@ class Images:
             self._rows = rows
 
     def rows(self, first: int, count: int) -> tuple[Tensor, list[int]]:
-        """The rows of some tokens, and which of those they are."""
+        """Return the image rows of a span of tokens, and which of those tokens they replace."""
         assert self._rows is not None, "rows are asked for that were not loaded"
         low, high = self._span(first, count)
         return self._rows[low:high], [place - first for place in self._places[low:high]]
 
     def passed(self, sample: int, num_held: int) -> None:
-        """One of the requests holds so many tokens: rows that none needs any more are given up."""
+        """Note how many tokens a request holds; free rows that no request needs any more."""
         if self._places and num_held <= self._places[-1]:
             return
         self._left.discard(sample)
@@ -93,8 +95,10 @@ class Images:
             self._rows = None
 
     def positions(self, first: int, count: int) -> Tensor | None:
-        """[3, count] rotary positions of tokens, the generated ones included; None where they are
-        their numbers."""
+        """Return rotary positions [3, count] of tokens, generated ones included.
+
+        None where each position is the token's index.
+        """
         if self._positions is None:
             return None
         known = self._positions[:, first : first + count]
@@ -107,7 +111,7 @@ class Images:
 
 
 def _keys(digest: bytes, count: int) -> list[int]:
-    """Numbers below 0, one for each row of an image, that no other image has."""
+    """Hash an image into numbers below 0, one for each of its rows."""
     drawn = hashlib.shake_256(digest).digest(_KEY_BYTES * count)
     starts = range(0, len(drawn), _KEY_BYTES)
     return [~(int.from_bytes(drawn[at : at + _KEY_BYTES]) >> 1) for at in starts]

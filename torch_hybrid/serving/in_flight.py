@@ -1,26 +1,25 @@
-"""A step between its start and its tokens, and how an engine runs ahead of the device.
+"""A step between its start and its tokens: how an engine runs ahead of the device.
 
     flight = launch(step n)               planned and sent; its tokens stay on the device
     next   = launch(step n + 1)           rows whose last token is not known yet take it there
-    flight.finish()                         waits for step n; requests take their tokens
+    flight.finish()                       waits for step n; requests take their tokens
 
-What the host must see between two tokens (rules on the logits, log-probabilities, drafts) does not
-run ahead: such a step is ``run``, and lands before anything else starts. A request that turns out
-to have ended while its next step was under way gets nothing of that one, and its sequence is freed
-when that has landed too.
+A request does not run ahead if the host must act between its tokens: rules on the logits,
+log-probabilities, drafts. Its step is ``run``, and finishes before another starts. A request may
+end while its next step is under way: it ignores that step's token. Its sequence is freed when that
+step finishes.
 
-What a step runs for certain, its sequences hold as soon as it was started. Drafts are tried after
-that, and are held as far as they are accepted when it lands:
+Sequences hold the committed tokens of a step as soon as it starts. They hold accepted drafts only
+when it finishes:
 
-    for each request, after its last certain token:
+    for each request, after its last committed token:
         draw the next token from the logits there, as without drafts
-        go on while it is what was drafted
+        continue while it equals the draft
 
-Each token is the model's own draw, by the number that its place in the output has: a draft never
-becomes a token, it only spares a step where it is the same. So the tokens of a request, greedy or
-drawn, are those that it gets without drafts, for each seed and whatever is drafted. A draft that
-has probability p is accepted with probability p, and else the token is distributed as the others
-are, which is the rule of speculative sampling for drafts that are certain of themselves.
+Each token is the model's own draw, with the random number of its place in the output. A draft only
+spares a step where it equals that token, so outputs are the same with and without drafts, for each
+seed. A draft of probability p is accepted with probability p; a rejected one is replaced by the
+drawn token. That is speculative sampling for deterministic drafts.
 """
 
 from __future__ import annotations
@@ -41,24 +40,24 @@ if TYPE_CHECKING:
     from torch_hybrid.caches.sequence import Sequence as HeldSequence
     from torch_hybrid.graphs.runner import Runner
 
-Rows = Sequence[tuple[Request, int]]  # requests, and how many of their missing tokens are run
-Drafts = Sequence[Sequence[int]]  # of each row, tried after its last token
+Rows = Sequence[tuple[Request, int]]  # each request, and how many of its missing tokens run
+Drafts = Sequence[Sequence[int]]  # of each row, verified after the row's last token
 
 
 @dataclass(slots=True, kw_only=True)
 class InFlight:
-    """A step that was started.
+    """A started step.
 
     Attributes:
         runner: holds the sequences.
-        requests: whose sequences it reads and writes.
-        sampled: those of them that get tokens of it, in the order of their tokens.
-        drafts: of each of ``sampled``.
-        launched: waits for a token of each, that the device drew; None where the host draws them.
-        logits: [T, vocab_size] that it draws them from, after the last certain token and each draft
-            of each of ``sampled``; None of a launched step.
-        is_decode: whether it runs one token of each, and no image.
-        num_accepted: drafts of each of ``sampled``, once it has landed.
+        requests: whose sequences the step reads and writes.
+        sampled: requests that get tokens from the step, in the order of those tokens.
+        drafts: the drafts of each request of ``sampled``.
+        launched: waits for one token per request, drawn on the device; None where the host draws.
+        logits: [T, vocab_size] after the last committed token and after each draft, per request of
+            ``sampled``; None where the device draws.
+        is_decode: whether the step runs one token of each request, and no image.
+        num_accepted: accepted drafts of each request of ``sampled``, once the step has finished.
     """
 
     runner: Runner
@@ -72,17 +71,16 @@ class InFlight:
 
     @property
     def was_launched(self) -> bool:
-        """Whether the host need not know its tokens to start the next step."""
+        """True if the next step can start before the host knows this step's tokens."""
         return self.launched is not None
 
     @property
     def ended(self) -> list[Request]:
-        """Those of its requests that have ended."""
+        """Requests of the step that have ended."""
         return [request for request in self.requests if request.output is not None]
 
     def finish(self) -> list[TokenEvent]:
-        """Give their tokens to the requests that have not ended meanwhile, and have their sequences
-        hold the drafts that were accepted."""
+        """Give tokens to the requests that have not ended meanwhile, and commit accepted drafts."""
         first = list(accumulate((1 + len(drafts) for drafts in self.drafts), initial=0))
         at_once = self._draw_at_once()
         self.num_accepted = [0] * len(self.sampled)
@@ -106,7 +104,10 @@ class InFlight:
         return events
 
     def _draw_at_once(self) -> list[int] | None:
-        """A token after each row of the logits; None where rules want to know the one before."""
+        """Draw a token after each row of the logits.
+
+        None where a request's rules need its previous token first.
+        """
         drawn = None if self.launched is None else self.launched()
         for request in self.sampled:
             request.num_in_flight -= 1
@@ -120,7 +121,7 @@ class InFlight:
         return sample(self.logits, draws)
 
     def _draw(self, going: Sequence[int], rows: Sequence[int]) -> list[int]:
-        """The next token of some of ``sampled``, from these rows and by their own rules."""
+        """Draw the next token of some requests of ``sampled`` from these rows, with their rules."""
         assert self.logits is not None
         requests = [self.sampled[n] for n in going]
         logits = _ruled(self.logits[rows], requests)
@@ -128,12 +129,12 @@ class InFlight:
 
 
 def may_launch(rows: Rows) -> bool:
-    """Whether no request of a step needs the host between its tokens."""
+    """Tell whether no request of a step needs the host between its tokens."""
     return not any(request.needs_host for request, _ in rows)
 
 
 def is_decode(rows: Rows) -> bool:
-    """Whether a step runs one token of each request, and no image."""
+    """Tell whether a step runs one token of each request, and no image."""
     return all(num_new == 1 and not request.shows_images(1) for request, num_new in rows)
 
 
@@ -142,7 +143,7 @@ def launch(runner: Runner, rows: Rows) -> InFlight:
 
     Args:
         runner: holds the sequences.
-        rows: that ``may_launch``.
+        rows: rows of the step, for which ``may_launch`` is true.
     """
     places, decodes = _sampled(rows), is_decode(rows)
     draws: list[Draw | None] = [None] * len(rows)
@@ -168,8 +169,8 @@ def run(runner: Runner, rows: Rows, drafts: Drafts | None = None) -> InFlight:
 
     Args:
         runner: holds the sequences.
-        rows: of the step.
-        drafts: of each row, if it has any; all of them ``is_decode`` then.
+        rows: rows of the step.
+        drafts: drafts of each row, if any; ``is_decode(rows)`` is true then.
     """
     places, decodes = _sampled(rows), is_decode(rows)
     tried = [()] * len(rows) if drafts is None else drafts
@@ -178,7 +179,7 @@ def run(runner: Runner, rows: Rows, drafts: Drafts | None = None) -> InFlight:
 
 
 def _sampled(rows: Rows) -> list[int]:
-    """The rows whose histories a step completes."""
+    """Find the rows whose histories a step completes."""
     return [
         row
         for row, (request, num_new) in enumerate(rows)
@@ -196,7 +197,7 @@ def _started(
     launched: Callable[[], list[int]] | None = None,
     logits: Tensor | None = None,
 ) -> InFlight:
-    """A step whose sequences hold its tokens now; those at ``places`` expect one of it."""
+    """Record a step that has started; requests at ``places`` each get a token from it."""
     for request, _ in rows:
         if request.images is not None:
             request.images.passed(request.sample, request.num_held)
@@ -215,7 +216,7 @@ def _started(
 
 
 def sequences_of(requests: Iterable[Request]) -> list[HeldSequence]:
-    """The sequences of the requests of a step, which all have one."""
+    """List the sequences of a step's requests, which all have one."""
     sequences = []
     for request in requests:
         assert request.sequence is not None
@@ -224,7 +225,7 @@ def sequences_of(requests: Iterable[Request]) -> list[HeldSequence]:
 
 
 def _positions(rows: Rows) -> Tensor | None:
-    """[3, T] rotary positions of the tokens of a step; None where each is its token's number."""
+    """Join the rotary positions [3, T] of a step's tokens; None where each is the token's index."""
     if all(request.images is None for request, _ in rows):
         return None
     spans = [(request.images, request.num_held, num_new) for request, num_new in rows]
@@ -242,7 +243,7 @@ def _positions(rows: Rows) -> Tensor | None:
 
 
 def _embeds(rows: Rows) -> Embeds | None:
-    """What the images of a step's requests show to its tokens; they have been loaded."""
+    """Gather the image rows of a step; the images are loaded already."""
     if all(request.images is None for request, _ in rows):
         return None
     found: list[Tensor] = []
@@ -258,8 +259,10 @@ def _embeds(rows: Rows) -> Embeds | None:
 
 
 def _logits(runner: Runner, rows: Rows, drafts: Drafts, places: Sequence[int]) -> Tensor:
-    """[T, vocab_size] after the last token of each row at ``places`` and each of its drafts;
-    prompts that ask note their own."""
+    """Run a step: logits [T, vocab_size] after the last token and each draft of ``places``.
+
+    Requests that ask for log-probabilities of their prompts record them here.
+    """
     sequences = sequences_of(request for request, _ in rows)
     first = [request.num_held for request, _ in rows]
     tokens = [
@@ -282,7 +285,7 @@ def _logits(runner: Runner, rows: Rows, drafts: Drafts, places: Sequence[int]) -
 
 
 def _ruled(logits: Tensor, requests: Iterable[Request]) -> Tensor:
-    """[N, vocab_size] logits by each request's own rules."""
+    """Apply each request's own rules to its row of logits [N, vocab_size]."""
     if all(request.rules is None for request in requests):
         return logits
     ruled = logits.float().clone()

@@ -1,4 +1,4 @@
-"""From prompts to requests: what cannot be served is refused here, before anything is queued."""
+"""Intake of prompts: makes requests, and refuses what cannot be served before it is queued."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class Intake:
-    """Makes an engine's requests.
+    """Factory of an engine's requests.
 
     Args:
-        runner: that serves them.
-        tokenizer: of texts; None serves tokens alone.
+        runner: the runner that serves them.
+        tokenizer: encodes and decodes texts; None serves tokens alone.
         eos_token_ids: tokens that end every request which does not ignore them.
-        processor: of conversations, with images or without; None serves texts alone.
-        finds_messages: find out where the last message of a conversation ends.
+        processor: encodes conversations, with images or without; None serves texts alone.
+        finds_messages: find where the last message of a conversation ends.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Intake:
     def requests(
         self, prompt: Prompt, sampling: Sampling, *, index: int, stream: bool
     ) -> list[Request]:
-        """A request for each of the ``sampling.n`` outputs of a prompt.
+        """Make a request for each of the ``sampling.n`` outputs of a prompt.
 
         Args:
             prompt: text, tokens or a conversation.
-            sampling: how its tokens are chosen and when it ends.
-            index: of the prompt in its call.
-            stream: whether its events have text.
+            sampling: how tokens are chosen and when a request ends.
+            index: index of the prompt in its call.
+            stream: whether events carry text.
 
         Raises:
             TypeError: the prompt or ``sampling`` is of another kind.
@@ -95,7 +95,7 @@ class Intake:
             images = Images(self._tower, tokens, inputs, sampling.n)
         eos = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
         ends = eos.union(sampling.stop_token_ids)
-        # A config may name others; to intersect with a range would walk through the vocabulary.
+        # A config may name ids outside of the vocabulary; no set of the whole vocabulary is built.
         barred = frozenset(token for token in ends if 0 <= token < self._vocab_size)
         tokenizer = self._tokenizer if stream or sampling.stop else None
         return [
@@ -118,7 +118,7 @@ class Intake:
         ]
 
     def _encoded(self, prompt: Prompt) -> tuple[list[int], Mapping[str, Tensor]]:
-        """The tokens of a prompt, and what it has beside them."""
+        """Encode a prompt: its tokens, and the tower inputs of its images."""
         if self._processor is not None and is_conversation(prompt):
             prompt = process(list(prompt), self._processor)
         if isinstance(prompt, Mapping):
@@ -130,7 +130,7 @@ class Intake:
 
     @property
     def _template(self) -> object:
-        """The chat template that writes conversations."""
+        """Chat template that writes conversations."""
         if self._processor is not None:
             return self._processor.chat_template
         return template_of(self._tokenizer)
@@ -143,7 +143,7 @@ class Intake:
     def _checked(
         self, tokens: list[int], packed: array[int] | None, sampling: Sampling
     ) -> array[int]:
-        """The tokens of a prompt, packed if they are not, where it can be served."""
+        """Check that a prompt can be served, and pack its tokens if they are not packed yet."""
         last = self._vocab_size - 1
         if not tokens:
             raise ValueError("the prompt must have at least 1 token, got 0")
@@ -174,7 +174,7 @@ class Intake:
 
 
 def _sight(tower: Tower | None, processor: Processor | None) -> Sight:
-    """Say what messages may show."""
+    """Tell which media messages may show."""
     if tower is None:
         return NO_SIGHT
     if processor is None:

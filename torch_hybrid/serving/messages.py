@@ -1,7 +1,7 @@
-"""Messages of a conversation, read whole: what a model is not shown is refused by name.
+"""Validation of a conversation's messages: content that the model would not see is an error.
 
-A chat template leaves out in silence what it does not know, and some write a placeholder for an
-image that nobody looks at. So each key of a message and each part of it is understood, or an error.
+A chat template silently drops what it does not know, and some write a placeholder for an image that
+nobody loads. So each key and each part of a message is understood or refused by name.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ Message = Mapping[str, Any]
 
 _TEXTS = ("text", "input_text", "output_text")
 _IMAGES_OF_OPENAI = ("image_url", "input_image")
-# Keys of which a part of a kind has one, as processors of transformers take them.
+# Keys that may hold the source of a part; transformers' processors take exactly one.
 _SOURCES = {"image": ("image", "url", "path", "base64"), "video": ("video", "url", "path")}
-# Keys of a message that a template may leave out: they say nothing of its content, or are thoughts,
-# of which templates leave out the earlier ones.
+# Keys that a template may ignore: metadata, and thoughts (templates drop those of earlier turns).
 _ABOUT = ("name", "tool_call_id")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-# Keys that no template makes understood.
+# Keys that are refused even where the template names them: media must be parts of a content.
 _MEDIA = frozenset(
     f"{kind}{end}"
     for kind in ("image", "video", "audio", "file", "input_image", "input_audio", "input_file")
     for end in ("", "s", "_url", "_urls")
 )
-# Roles that templates know. One that they do not know they may leave out.
+# Roles that all templates know. They may silently leave out messages of another role.
 _ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
-    """Kinds of what messages may show beside texts.
+    """Kinds of media that messages may show beside text.
 
     Attributes:
         kinds: of "image" and "video".
-        otherwise: why a message may show no others.
+        otherwise: why other media are refused.
     """
 
     kinds: tuple[str, ...] = ()
@@ -54,25 +53,26 @@ NO_SIGHT = Sight()
 def read_messages(
     conversation: Sequence[Any], template: object, sight: Sight = NO_SIGHT
 ) -> list[Message]:
-    """Check messages, and write their parts as processors of transformers take them.
+    """Check messages, and rewrite their parts in the form that transformers' processors take.
 
     Args:
-        conversation: messages, each with "role" and "content"; None says nothing.
-        template: the chat template: keys are understood that it names.
-        sight: what parts may show.
+        conversation: messages, each with "role" and "content"; values that are None count as
+            absent.
+        template: the chat template. Keys that it names are understood.
+        sight: media that parts may show.
 
     Returns:
-        The messages without what says nothing. Parts are of the types "text", "image" and "video".
+        The messages without empty values. Parts are of the types "text", "image" and "video".
 
     Raises:
-        TypeError: a message is no dict, or its content no text and no list of parts.
-        ValueError: something in a message is not understood, or no valid Unicode.
+        TypeError: a message is no dict, or its content is neither a text nor a list of parts.
+        ValueError: a message has a key or part that is not understood, or invalid Unicode.
     """
     return [_message(message, at, template, sight) for at, message in enumerate(conversation)]
 
 
 def check_unicode(text: str) -> None:
-    """Raise ValueError for surrogates, as an argument of bytes that are no UTF-8 has them."""
+    """Raise ValueError for lone surrogates, which Python makes of arguments that are no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -80,7 +80,7 @@ def check_unicode(text: str) -> None:
 
 
 def joined(messages: Sequence[Message]) -> list[Message]:
-    """Make one text of each content that is a list of texts."""
+    """Concatenate the text parts of each message whose content is a list."""
     return [
         message
         if isinstance(message.get("content", ""), str)
@@ -90,18 +90,18 @@ def joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def shows_more(message: Message) -> bool:
-    """Tell whether a message that was read shows more than text."""
+    """Tell whether a checked message has parts other than text."""
     content = message.get("content", "")
     return not isinstance(content, str) and any(part["type"] != "text" for part in content)
 
 
 def has_unusual_role(messages: Sequence[Message]) -> bool:
-    """Tell whether a template may leave a message out for its role."""
+    """Tell whether a message has a role that templates may silently leave out."""
     return any(message["role"] not in _ROLES for message in messages)
 
 
 def check_written(messages: Sequence[Message], text: str) -> None:
-    """Raise ValueError for a message of an unusual role that is not in the text of a template."""
+    """Raise ValueError if a message of an unusual role is missing from the template's text."""
     for at, message in enumerate(messages):
         content = message.get("content", "")
         parts = [{"text": content}] if isinstance(content, str) else content
@@ -162,7 +162,7 @@ def _part(part: object, where: str, sight: Sight) -> dict[str, Any]:
 
 
 def _only(given: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
-    """Take the value of the one key that a part has beside its type."""
+    """Take the value of the only key that a part has beside its type."""
     if len(given) != 1 or not given.keys() <= set(names):
         expected = f"{' or '.join(map(repr, names))} beside its type and nothing else"
         raise ValueError(f"{where} must have {expected}, got {sorted(map(str, given))}")
@@ -171,7 +171,7 @@ def _only(given: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
 
 
 def _address(given: Mapping[str, Any], where: str) -> str:
-    """Take the URL of an image from a part as OpenAI has it."""
+    """Take the URL of an image from a part in OpenAI's format."""
     outer = dict(given)
     inner = outer.pop("image_url", None)
     fields = outer | _said(inner if isinstance(inner, Mapping) else {"url": inner})
@@ -184,7 +184,7 @@ def _address(given: Mapping[str, Any], where: str) -> str:
 
 
 def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what says nothing: clients write None and [] for what they leave out."""
+    """Drop empty values: clients write None and [] for fields that they do not use."""
     return {
         key: value
         for key, value in fields.items()
@@ -193,7 +193,7 @@ def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_named(key: object, template: object) -> bool:
-    """Tell whether a template, or one of several by name, has a word in it."""
+    """Tell whether a template, or one of several by name, contains a word."""
     texts = template.values() if isinstance(template, Mapping) else [template]
     word = re.compile(rf"\b{re.escape(str(key))}\b")
     return any(isinstance(text, str) and word.search(text) is not None for text in texts)

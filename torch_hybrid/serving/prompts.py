@@ -1,4 +1,4 @@
-"""From what callers give as prompts (texts, tokens in many shapes, conversations) to tokens.
+"""Conversion of prompts (texts, tokens in many shapes, conversations) into token ids.
 
 ``as_prompts`` tells one prompt from several, ``prompt_tokens`` makes the tokens of one.
 """
@@ -30,7 +30,7 @@ EXPECTED = (
     'dicts with "role" and "content"), or what a tokenizer returns for one of these'
 )
 _OF_IMAGES = ("pixel_values", "pixel_values_videos")
-# What tokenizers and processors return of tokens that says nothing more of them.
+# Entries of a tokenizer's or processor's result that add nothing to the token ids.
 _OF_TOKENS = frozenset(
     {
         "input_ids",
@@ -48,7 +48,7 @@ _PROBE = "probe"  # a text that a template either writes or does not
 
 @runtime_checkable
 class Array(Protocol):
-    """What tensors have in common with arrays of numpy."""
+    """Common interface of torch tensors and numpy arrays."""
 
     @property
     def ndim(self) -> int: ...
@@ -64,7 +64,7 @@ class Array(Protocol):
 
 @runtime_checkable
 class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer that can write a conversation; those of transformers can."""
+    """A tokenizer that can write a conversation, as those of transformers can."""
 
     chat_template: Any
 
@@ -72,7 +72,7 @@ class ChatTokenizer(Tokenizer, Protocol):
 
 
 class Processor(Protocol):
-    """What makes tokens and pixels of a conversation with images; those of transformers do."""
+    """A processor that makes tokens and pixels of a conversation, as those of transformers do."""
 
     tokenizer: Any
     chat_template: Any
@@ -84,11 +84,11 @@ Prompt = str | Sequence[int] | Array | Sequence[Message] | Mapping[str, Any]
 
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """The prompts in the argument of ``generate``: one alone, or several.
+    """List the prompts in the argument of ``generate``: one alone, or several.
 
-    One prompt is a text, a list of tokens, a 1-D tensor or array, one conversation. Several are
+    One prompt is a text, a list of tokens, a 1-D tensor or array, or one conversation. Several are
     a list of those, a 2-D tensor or array (a prompt in each row), or what a tokenizer returns for
-    several: with an ``attention_mask``, what it pads with is left out.
+    several. Padding is left out, by the ``attention_mask``.
 
     Raises:
         TypeError: it is neither, or a list that mixes tokens with prompts.
@@ -114,12 +114,12 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 
 def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-    """The token ids of one prompt.
+    """Convert one prompt into token ids.
 
     Args:
-        prompt: a text, a list of token ids, a 1-D tensor or array of integers, a conversation
-            (messages with "role" and "content"; the tokenizer's chat template is applied, and a
-            last message of the assistant is continued), or a dict with ``input_ids`` of one row.
+        prompt: a text, a list of token ids, a 1-D tensor or array of integers, a conversation, or a
+            dict with ``input_ids`` of one row. The chat template is applied to the messages of a
+            conversation; a last message of the assistant is continued.
         tokenizer: for texts and conversations.
 
     Raises:
@@ -151,30 +151,30 @@ def template_of(tokenizer: object) -> object:
 
 
 def is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Any]]:
-    """Whether a prompt is one: a list of messages, by the first of them."""
-    # Of a list nothing else is asked: it may have many tokens, and these checks take long.
+    """Tell whether a prompt is a list of messages, by the first of its items."""
+    # Lists skip these slow checks: they may have many tokens.
     if not isinstance(prompt, list) and isinstance(prompt, str | bytes | Array):
         return False
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def has_images(prompt: Prompt) -> bool:
-    """Whether there are images or videos beside the tokens, as a processor returns them."""
+    """Tell whether a processor's result has pixels of images or videos beside the tokens."""
     return isinstance(prompt, Mapping) and not set(_OF_IMAGES).isdisjoint(_beside_tokens(prompt))
 
 
 def with_images(
     encoded: Mapping[str, Any], input_names: Sequence[str]
 ) -> tuple[list[int], dict[str, Tensor]]:
-    """The tokens of what a processor returned for one prompt, and what it has beside them.
+    """Split a processor's result for one prompt into tokens and tower inputs.
 
     Args:
-        encoded: by name.
-        input_names: of what a tower takes.
+        encoded: tensors by name.
+        input_names: names of the tower's inputs.
 
     Raises:
         TypeError: tokens are no integers.
-        ValueError: it is of several prompts, or has what is no numbers or the tower does not take.
+        ValueError: there are several prompts, or an input is not numeric or unknown to the tower.
     """
     beside = _beside_tokens(encoded)
     rows = _encoded_rows({name: x for name, x in encoded.items() if name not in beside})
@@ -186,12 +186,12 @@ def with_images(
 
 
 def process(messages: list[Message], processor: Processor) -> Mapping[str, Any]:
-    """Have a processor write messages that were read.
+    """Encode checked messages with a processor.
 
-    The last of them is to be answered or, if it is the assistant's, continued.
+    The last message is to be answered or, if it is the assistant's, continued.
 
     Raises:
-        ValueError: the processor refuses them, or leaves one out.
+        ValueError: the processor refuses the messages, or leaves one out.
     """
     if has_unusual_role(messages):
         check_written(messages, _templated(messages, processor))
@@ -205,7 +205,10 @@ def process(messages: list[Message], processor: Processor) -> Mapping[str, Any]:
 def processed_message_tokens(
     messages: list[Message], tokens: list[int], processor: Processor
 ) -> int | None:
-    """As ``message_tokens``, of what a processor made."""
+    """Count the tokens of a conversation up to the end of its last message.
+
+    This is ``message_tokens`` for a conversation that a processor encoded.
+    """
     if messages[-1]["role"] == "assistant":
         return None
     asked, alone = (_templated(messages, processor, asks=asks) for asks in (True, False))
@@ -219,7 +222,7 @@ def processed_message_tokens(
 def _templated(
     messages: list[Message], processor: Processor, *, asks: bool = True, tokenize: bool = False
 ) -> Any:
-    """A conversation as text, or as tokens and pixels."""
+    """Apply the processor's chat template: a text, or tokens and pixels."""
     is_continued = messages[-1]["role"] == "assistant"
     options = {"return_dict": True, "return_tensors": "pt"} if tokenize else {}
     try:
@@ -230,7 +233,7 @@ def _templated(
             tokenize=tokenize,
             **options,
         )
-    except Exception as error:  # of its template, its files, and what it fetches
+    except Exception as error:  # from its template, its files, or a download
         raise ValueError(f"the processor refuses the conversation: {error}") from error
 
 
@@ -245,16 +248,17 @@ def _as_tensor(name: str, value: Any) -> Tensor:
 
 
 def message_tokens(prompt: Prompt, tokens: list[int], tokenizer: Tokenizer | None) -> int | None:
-    """How many tokens of a conversation its messages have: what follows asks for an answer, and may
-    be written otherwise when the answer is there.
+    """Count the tokens of a conversation up to the end of its last message.
+
+    The generation prompt follows, and may be written differently once the answer is there.
 
     Args:
-        prompt: that ``prompt_tokens`` took.
-        tokens: what it made of it.
-        tokenizer: the same.
+        prompt: the argument of ``prompt_tokens``.
+        tokens: its result.
+        tokenizer: the tokenizer that it took.
 
     Returns:
-        None where it is no conversation, or ends with its last message.
+        None if the prompt is no conversation, or nothing follows its last message.
     """
     if not is_conversation(prompt):
         return None
@@ -268,8 +272,8 @@ def message_tokens(prompt: Prompt, tokens: list[int], tokenizer: Tokenizer | Non
 
 
 def _is_part(item: object) -> bool:
-    """Whether an item of a list is a part of a prompt, and no prompt itself."""
-    if type(item) is int:  # of prompts with many tokens; all other ways take a hundred times longer
+    """Tell whether an item of a list is a token or message, and not a prompt itself."""
+    if type(item) is int:  # fast path: the checks below take a hundred times longer
         return True
     if isinstance(item, list):
         return False
@@ -287,7 +291,7 @@ def _token_list(values: Sequence[Any]) -> list[int]:
 
 
 def _token(value: object, at: int) -> int:
-    """A token that is not a plain int: an integer scalar of torch or numpy."""
+    """Convert a token that is no plain int: an integer scalar of torch or numpy."""
     plain = value.tolist() if isinstance(value, Array) and value.ndim == 0 else value
     if isinstance(plain, bool | Array) or not isinstance(plain, SupportsIndex):
         raise TypeError(f"a token must be an int, got {_shown(value)} at place {at} of the prompt")
@@ -304,7 +308,7 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
 def _conversation_tokens(
     messages: list[Message], tokenizer: Tokenizer | None, *, asks: bool = True
 ) -> list[int]:
-    """The tokens of messages and, if it ``asks``, of what asks for the next one."""
+    """Encode messages and, if it ``asks``, the generation prompt after the last one."""
     from jinja2 import TemplateError
 
     if not isinstance(tokenizer, ChatTokenizer):
@@ -332,10 +336,10 @@ def _conversation_tokens(
 
 
 def _writes_texts(messages: Sequence[Message], tokenizer: ChatTokenizer) -> bool:
-    """Tell whether messages have parts where the template takes a text in their place.
+    """Tell whether the template needs texts in place of lists of parts.
 
-    Most templates write a list as Python or JSON has it. Those that take lists alone, MiniMax's,
-    write nothing of a text.
+    Most templates write a list as Python or JSON would. Those that take lists alone, such as
+    MiniMax's, write nothing of a text.
     """
     from jinja2 import TemplateError
 
@@ -349,7 +353,7 @@ def _writes_texts(messages: Sequence[Message], tokenizer: ChatTokenizer) -> bool
 
 
 def _encoded_rows(encoded: Mapping[str, Any]) -> list[Sequence[Any]]:
-    """The rows of what a tokenizer returned, without its padding."""
+    """Read the token rows of a tokenizer's result, without its padding."""
     if "input_ids" not in encoded:
         hint = "; a message belongs in a list" if "role" in encoded else ""
         raise TypeError(
@@ -374,12 +378,12 @@ def _encoded_rows(encoded: Mapping[str, Any]) -> list[Sequence[Any]]:
 
 
 def _beside_tokens(encoded: Mapping[str, Any]) -> list[str]:
-    """Name what there is beside tokens and what says nothing more of them."""
+    """Name the entries of a result that are neither tokens nor redundant with them."""
     return sorted(name for name in encoded if name not in _OF_TOKENS and encoded[name] is not None)
 
 
 def _kept(mask: Sequence[Any]) -> slice:
-    """Find where the tokens of a row stand between its padding."""
+    """Find the span of a row's tokens between its padding."""
     kept = [place for place, value in enumerate(mask) if value == 1]
     num_padding = sum(value == 0 for value in mask)
     if not kept and num_padding == len(mask):
@@ -392,7 +396,7 @@ def _kept(mask: Sequence[Any]) -> slice:
 
 
 def _rows(values: Any, name: str) -> list[Sequence[Any]]:
-    """A list of rows: of a 2-D array, a list of lists, a list of arrays, or one row alone."""
+    """List the rows of a 2-D array, a list of lists or arrays, or one row alone."""
     if isinstance(values, Array):
         if values.ndim not in (1, 2):
             raise ValueError(f"{name} must be a 1-D or 2-D array, got {_shown(values)}")
@@ -407,7 +411,7 @@ def _rows(values: Any, name: str) -> list[Sequence[Any]]:
 
 
 def _shown(value: object) -> str:
-    """A value in an error message: its type, and as much of it as fits a line."""
+    """Describe a value in an error message: its type, and as much of it as fits a line."""
     kind = type(value).__name__
     if isinstance(value, Array) and value.ndim:
         return f"{kind} of shape {list(value.shape)} and {value.dtype}"

@@ -1,4 +1,4 @@
-"""Who reads the events of a submitted request, registered before there can be any."""
+"""Readers of a submitted request's events, registered before its first event."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ OnEvent = Callable[[TokenEvent], object]
 
 
 def reader_of(on_event: OnEvent | None, queue: asyncio.Queue[TokenEvent] | None) -> OnEvent | None:
-    """Make the one reader of a request's events; see ``Engine.submit``.
+    """Make the only reader of a request's events; see ``Engine.submit``.
 
     Args:
         on_event: a function, called by the thread that steps.
-        queue: filled by the event loop that runs here, which the thread that steps tells to.
+        queue: filled by the event loop that runs here; the thread that steps notifies it.
 
     Raises:
         TypeError: one of them is of another kind.
@@ -35,7 +35,7 @@ def reader_of(on_event: OnEvent | None, queue: asyncio.Queue[TokenEvent] | None)
 
 def _into(queue: asyncio.Queue[TokenEvent]) -> OnEvent:
     """Make a function that any thread may call to put an event into a queue of this thread."""
-    import asyncio  # which most programs do not need
+    import asyncio  # deferred: most programs do not need it
 
     if not isinstance(queue, asyncio.Queue):
         raise TypeError(f"queue must be an asyncio.Queue or None, got {queue!r}")

@@ -1,7 +1,7 @@
-"""One request on its way through the engine: what it asked, what it has, how it ended.
+"""A request on its way through the engine: its options, its tokens, and its end.
 
-What belongs to one request alone (its rules on the logits, its text) raises in here and ends that
-request with its reason; the others of the batch go on.
+Errors of one request alone (its rules on the logits, its text) are caught here and end that
+request; the others of the batch continue.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FinishReason = Literal["length", "stop", "cancelled", "timeout", "error"]
 class Output:
     """A finished request."""
 
-    index: int  # which prompt of its call
-    sample: int = 0  # which of the ``Sampling.n`` outputs of that prompt
+    index: int  # index of the prompt in its call
+    sample: int = 0  # index among the ``Sampling.n`` outputs of that prompt
     prompt: list[int]
     tokens: list[int]  # generated, a stop token at the end included
     text: str | None  # None without a tokenizer; ends before a stop text or stop token
     finish_reason: FinishReason
-    num_cached_tokens: int = 0  # of the prompt, that were kept and not run again
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     error: str | None = None  # set when finish_reason is "error"
     logprobs: list[TokenLogprob] | None = None  # of ``tokens``, where they were asked for
     prompt_logprobs: list[TokenLogprob] | None = None  # of ``prompt[1:]``: nothing precedes the 1st
@@ -50,7 +50,7 @@ class Output:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
-    """A prompt on its way, a ``scheduler.Job``; its fields are the engine's to change."""
+    """A prompt on its way through the engine: a ``scheduler.Job``. Only the engine changes it."""
 
     index: int
     sample: int = 0
@@ -64,9 +64,9 @@ class Request:
     history: list[int]  # prompt and generated tokens, as far as the host knows them
     packed: array[int]  # the prompt, of type "q"
     num_in_flight: int = 0  # steps under way that sample a token
-    num_passes: int = 0  # as of a ``Job``
-    message_end: int | None = None  # tokens of the prompt before what asks for an answer
-    num_cached_tokens: int | None = None  # of the prompt, at its first start
+    num_passes: int = 0  # see ``scheduler.Job``
+    message_end: int | None = None  # tokens of the prompt before the generation prompt
+    num_cached_tokens: int | None = None  # prompt tokens from the prefix cache, at the first start
     is_finite: bool = True  # no step had NaN or infinite logits after its tokens
     deadline: float = math.inf  # by time.monotonic, in seconds
     images: Images | None = None  # of the prompt, shared by its samples
@@ -75,10 +75,10 @@ class Request:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     failure: str | None = None  # what it raised in this step
     output: Output | None = None
-    on_event: Callable[[TokenEvent], object] | None = None  # of who waits for this request
-    others: tuple[Request, ...] = ()  # after the first of ``Sampling.n``: the rest
-    greedy: Draw = field(init=False)  # how each token is drawn where none needs a number
-    most_held: int = field(init=False)  # tokens: its last one is never run
+    on_event: Callable[[TokenEvent], object] | None = None  # this request's reader
+    others: tuple[Request, ...] = ()  # of the first of ``Sampling.n``: the rest
+    greedy: Draw = field(init=False)  # where sampling needs no random numbers
+    most_held: int = field(init=False)  # tokens; the last token is never run
 
     def __post_init__(self) -> None:
         self.greedy = Draw(self.sampling)
@@ -86,77 +86,77 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to be held: the history, and what steps under way sample."""
+        """Number of tokens to hold: the history, and tokens that steps under way sample."""
         return min(len(self.history) + self.num_in_flight, self.most_held)
 
     @property
     def num_held(self) -> int:
-        """How many of them are held: the sequence alone counts them."""
+        """Number of tokens that the request's sequence holds."""
         return 0 if self.sequence is None else self.sequence.num_tokens
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens generated so far."""
+        """Tokens generated so far."""
         return self.history[len(self.prompt) :]
 
     @property
     def samples(self) -> tuple[Request, ...]:
-        """The request and, of the first of ``Sampling.n``, the others."""
+        """All requests of ``Sampling.n`` if this is the first, else this request alone."""
         return (self, *self.others)
 
     @property
     def path(self) -> array[int]:
-        """The history as a prefix cache knows it, of type "q": images by what they show."""
+        """History of type "q" for the prefix cache; hashes of images replace placeholders."""
         prompt = self.packed if self.images is None else self.images.path
         return prompt + array("q", self.tokens)
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """Whether logits of prompt tokens are still to be looked at."""
+        """True while log-probabilities of prompt tokens are asked for and not complete."""
         asked = self.sampling.prompt_logprobs is not None
         return asked and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
     def needs_host(self) -> bool:
-        """Whether its next token cannot be drawn before the host has seen what precedes it."""
+        """True if the host must see each token before the next one is drawn."""
         sampling = self.sampling
         if self.rules is not None or sampling.logprobs is not None:
             return True
         return sampling.prompt_logprobs is not None and self.needs_prompt_logits
 
     def shows_images(self, count: int) -> bool:
-        """Whether some of the next ``count`` tokens to run are places of an image."""
+        """Tell whether any of the next ``count`` tokens to run is an image placeholder."""
         return self.images is not None and self.images.are_needed(self.num_held, count)
 
     def load_images(self, count: int) -> str | None:
-        """Have what the next ``count`` tokens show; why that cannot be had, if so."""
+        """Load the images of the next ``count`` tokens; return the error of the tower, if any."""
         if self.images is None or not self.shows_images(count):
             return None
         try:
             self.images.load()
-        except Exception as error:  # of a tower, by what a caller's processor returned
+        except Exception as error:  # from the tower, by the inputs of a caller's processor
             return _told("the tower", error)
         return None
 
     def missing(self, count: int) -> list[int] | None:
-        """The next ``count`` tokens to run; None for one that a step under way samples."""
+        """Return the next ``count`` tokens to run; None if a step under way still samples them."""
         if self.num_held == len(self.history):
             return None
         return self.history[self.num_held : self.num_held + count]
 
     def next_draw(self, *, ahead: int = 0) -> Draw:
-        """How the token after those in flight is drawn, and after so many more."""
+        """Choose how to draw the token that comes ``ahead`` tokens after those in flight."""
         if self.numbers is None:
             return self.greedy
         return Draw(self.sampling, self.numbers[self._num_sampled + ahead])
 
     @property
     def _num_sampled(self) -> int:
-        """Generated tokens, those in flight included."""
+        """Number of generated tokens, those in flight included."""
         return len(self.history) - len(self.prompt) + self.num_in_flight
 
     def note_prompt(self, logits: Tensor, first: int) -> None:
-        """Keep log-probabilities of prompt tokens, once each however often they are run.
+        """Record log-probabilities of prompt tokens, once each even if they run again.
 
         Args:
             logits: [R, vocab_size] after the tokens at ``first`` to ``first + R - 1``.
@@ -172,22 +172,22 @@ class Request:
             self.prompt_logprobs += logprobs_of(rows, self.prompt[start:end], num_top)
 
     def ruled(self, logits: Tensor) -> Tensor:
-        """[vocab_size] logits by the request's own rules; unchanged where those raise."""
+        """Apply the request's own rules to logits [vocab_size]; an error ends it in ``take``."""
         if self.rules is None:
             return logits
         try:
             return self.rules.apply(logits, self.history)
-        except Exception as error:  # of the caller's own function
+        except Exception as error:  # from the caller's own function
             self.failure = _told("the rules on its logits", error)
             return logits.float()
 
     def take(self, token: int, logits: Tensor | None, row: int) -> TokenEvent:
-        """Append a token; end where that ends it.
+        """Append a token, and end the request if this token ends it.
 
         Args:
-            token: its id.
-            logits: [N, vocab_size] of which ``row`` is its own; None where none are needed.
-            row: of the logits.
+            token: the token's id.
+            logits: [N, vocab_size] with the request's own ``row``; None where none are needed.
+            row: row of the logits.
         """
         if self.failure is not None:
             return self.end("error", error=self.failure)
@@ -203,7 +203,7 @@ class Request:
         if self.detokenizer is not None:
             try:
                 text = self.detokenizer.add(token)
-            except Exception as error:  # of the caller's tokenizer
+            except Exception as error:  # from the caller's tokenizer
                 return self.end("error", token=token, error=_told("detokenizing", error))
             if self.detokenizer.is_stopped:
                 return self.end("stop", token=token, text=text)
@@ -219,10 +219,10 @@ class Request:
         text: str = "",
         error: str | None = None,
     ) -> TokenEvent:
-        """Give the request its output. It holds its sequence until it is retired."""
+        """Set the request's output. The request holds its sequence until it is retired."""
         try:
             rest, whole = self._last_text(token)
-        except Exception as raised:  # of the caller's tokenizer
+        except Exception as raised:  # from the caller's tokenizer
             rest = "" if self.detokenizer is None else self.detokenizer.flush()
             whole = "" if self.detokenizer is None else self.detokenizer.text
             if reason != "error":
@@ -245,7 +245,7 @@ class Request:
         return self._tell(TokenEvent(self, token, text + rest, self.output))
 
     def _last_text(self, token: int | None) -> tuple[str, str | None]:
-        """What the detokenizer held back, and the whole text."""
+        """Return the text that the detokenizer held back, and the whole text."""
         if self.detokenizer is not None:
             rest = self.detokenizer.finish()
             return rest, self.detokenizer.text
@@ -255,12 +255,12 @@ class Request:
         return "", self.tokenizer.decode(shown, skip_special_tokens=True)
 
     def _tell(self, event: TokenEvent) -> TokenEvent:
-        """Hand an event to who waits for it; what that raises ends the request, untold."""
+        """Hand an event to the request's reader; if that raises, the request ends unread."""
         if self.on_event is None:
             return event
         try:
             self.on_event(event)
-        except Exception as raised:  # of the caller's own function
+        except Exception as raised:  # from the caller's own function
             self.on_event, error = None, _told("on_event", raised)
             if event.output is None:
                 return self.end("error", token=event.token, text=event.text, error=error)
@@ -275,7 +275,7 @@ class TokenEvent:
 
     request: Request
     token: int | None  # None: the request ended without one
-    text: str  # what became certain with it; the pieces add up to the output's text
+    text: str  # text that became final with it; the pieces add up to the output's text
     output: Output | None = None  # set by a request's last event
 
 

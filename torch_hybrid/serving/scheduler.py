@@ -1,20 +1,21 @@
-"""Which tokens the next step runs: continuous batching as arithmetic on counts.
+"""Scheduler: chooses the tokens of the next step; continuous batching as arithmetic on counts.
 
-Contract: a step never holds more tokens than the budget, never asks for a page or a slot that is
-not free, and names a job at most once. Jobs are served in order of arrival, but for those that wait
-for pages: smaller ones may pass them. A waiting job is passed by at most ``MAX_PASSES`` others in
-its life, and the first running job always gets on, so none starves. No tensor and no model is known
-here.
+Contract: a step never holds more tokens than the budget. It never asks for a page or a slot that is
+not free, and names a job at most once. Jobs are served in order of arrival, but smaller jobs may
+pass those that wait for pages. A waiting job is passed at most ``MAX_PASSES`` times in its life,
+and the first running job always progresses, so none starves. The scheduler knows no tensor and no
+model.
 
     for each running job, oldest first:       (decodes come before the one unfinished prompt)
         take its missing tokens, within the budget
-        out of pages: the latest admitted job gives its own back and is recomputed later
+        out of pages: preempt the latest admitted job, which is recomputed later
     for each waiting job, oldest first, while slots and some budget are left:
         pages for its whole history are free: admit it; it passes those that were left waiting
         else leave it waiting; nobody passes it if it was passed often enough
 
-Where prefixes are kept (``Starts``), a job starts from one, which takes fewer tokens and pages; one
-that a running job is about to reach is waited for; and a chunk ends where one is to be kept.
+With a prefix cache (``Starts``), a job starts from a kept prefix and takes fewer tokens and pages.
+It waits while a running job is about to reach a longer common prefix. Chunks end where a snapshot
+is wanted.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ MAX_PASSES = 16
 class Job(Protocol):
     """A request as the scheduler sees it: two counts.
 
-    A job decodes when one token is missing; with more of them missing it has a prompt to run, and
+    A job decodes when one token is missing. With more missing tokens it has a prompt to prefill;
     with none it waits for its last token.
 
     Attributes:
-        num_passes: how many jobs were admitted before it that came later.
+        num_passes: number of later jobs that were admitted before it.
     """
 
     num_passes: int
 
     @property
     def num_tokens(self) -> int:
-        """Its history: prompt and generated tokens, those under way included."""
+        """Length of its history: prompt and generated tokens, those under way included."""
         ...
 
     @property
     def num_held(self) -> int:
-        """How many of them the runner holds; 0 while it waits."""
+        """Number of those tokens that the runner holds; 0 while the job waits."""
         ...
 
 
@@ -60,10 +61,10 @@ AnyJob = TypeVar("AnyJob", bound=Job, contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What an admitted job holds before its first step; nothing by default.
+    """Prefix that an admitted job starts from; empty by default.
 
-    ``num_pages`` it need not take from the free ones, for what it holds. It can be negative: the
-    last page is copied, and both may count.
+    ``num_pages`` is the number of free pages that the prefix saves. It can be negative: the last
+    page is copied, and both copies may count.
     """
 
     num_tokens: int = 0
@@ -75,46 +76,48 @@ FROM_NOTHING = Start()
 
 
 class Starts(Protocol[AnyJob]):
-    """Knows prefixes that are kept."""
+    """Interface of a prefix cache, as the scheduler sees it."""
 
     def start(self, job: AnyJob, admitted: Sequence[AnyJob]) -> Start | None:
-        """What a waiting job starts from; None: it waits for what a running one, or one that was
-        just admitted, is about to reach."""
+        """Choose the prefix that a waiting job starts from.
+
+        None: the job waits, because a running or just admitted job is about to reach a longer one.
+        """
         ...
 
     def limit(self, job: AnyJob, num_held: int, chunk: int) -> int:
-        """How many of a chunk's tokens are run before something is kept: all of them, or fewer."""
+        """Cut a chunk where a snapshot is wanted; return its number of tokens."""
         ...
 
     def num_freed_by(self, job: AnyJob) -> int:
-        """Pages that preempting a running job frees, at the least."""
+        """Count the pages that preempting a running job frees, at the least."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule(Generic[JobT]):
-    """What one step runs, and what comes before it.
+    """Plan of one step: the jobs to preempt, the jobs to admit, and the rows to run.
 
-    The sequences of the preempted are freed, then the admitted get a sequence each, then each row
-    runs so many of its job's missing tokens: all of them, but for prompts' chunks. Without kept
-    prefixes only the last row may be one.
+    First the sequences of preempted jobs are freed, then each admitted job gets a sequence. Then
+    each row runs all missing tokens of its job, or a chunk of its prompt. Without a prefix cache
+    only the last row may be such a chunk.
     """
 
     preempted: Sequence[JobT]
     admitted: Sequence[JobT]
     rows: Sequence[tuple[JobT, int]]
-    passed: Sequence[tuple[JobT, int]] = ()  # jobs left waiting, and by how many of the admitted
-    starts: Sequence[Start] = ()  # of the admitted
+    passed: Sequence[tuple[JobT, int]] = ()  # jobs that were passed, and how often
+    starts: Sequence[Start] = ()  # of the admitted jobs
 
 
 class Scheduler(Generic[JobT]):
-    """Two queues in order of arrival: the jobs that wait, and those that hold a sequence.
+    """Two queues in order of arrival: waiting jobs, and running jobs that hold a sequence.
 
     Args:
         max_tokens: the most new tokens in one step.
         page_size: tokens in a page.
         max_passes: how many later jobs may be admitted before one that waits for pages.
-        starts: prefixes that are kept; None: every job starts from nothing.
+        starts: the prefix cache; None: every job starts from nothing.
     """
 
     def __init__(
@@ -140,13 +143,13 @@ class Scheduler(Generic[JobT]):
         return job in self.running or job in self.waiting
 
     def discard(self, job: JobT) -> None:
-        """Forget a job, wherever it is."""
+        """Forget a job, in whichever queue it is."""
         for queue in (self.running, self.waiting):
             if job in queue:
                 queue.remove(job)
 
     def restart(self) -> None:
-        """Make every job wait again, in the same order: none holds anything any more."""
+        """Move every job to the waiting queue, in the same order; no job holds a sequence."""
         self.waiting = deque(dict.fromkeys([*self.running, *self.waiting]))
         self.running = []
 
@@ -162,7 +165,7 @@ class Scheduler(Generic[JobT]):
         return chosen
 
     def choose(self, *, free_slots: int, free_pages: int) -> Schedule[JobT]:
-        """Choose the rows of the next step; nothing changes until it is begun."""
+        """Choose the rows of the next step; the queues change only in ``begin``."""
         rows: list[tuple[JobT, int]] = []
         budget = self.max_tokens
         num_kept = len(self.running)
@@ -174,7 +177,7 @@ class Scheduler(Generic[JobT]):
             while growth > free_pages and index + 1 < num_kept:
                 num_kept -= 1
                 free_pages += self._num_freed_by(self.running[num_kept])
-            if growth > free_pages:  # the latest admitted has nobody to take pages from
+            if growth > free_pages:  # no later job is left to preempt
                 chunk = self._room(job, free_pages)
                 growth = free_pages
             if chunk:
@@ -189,9 +192,9 @@ class Scheduler(Generic[JobT]):
         return Schedule((), [job for job, _, _ in admitted], rows, passed, starts)
 
     def begin(self, chosen: Schedule[JobT]) -> None:
-        """Move the jobs between the queues as what was just chosen says.
+        """Move the jobs between the queues by the schedule that ``choose`` just returned.
 
-        The preempted return to the head of the queue, to be recomputed.
+        Preempted jobs return to the head of the queue, to be recomputed.
         """
         self.waiting.extendleft(reversed(chosen.preempted))
         del self.running[len(self.running) - len(chosen.preempted) :]
@@ -204,10 +207,14 @@ class Scheduler(Generic[JobT]):
     def _admissible(
         self, free_slots: int, free_pages: int, budget: int
     ) -> tuple[list[tuple[JobT, Start, int]], list[tuple[JobT, int]]]:
-        """Waiting jobs to start while there are slots, tokens and pages for their whole history,
-        from where, and their tokens; and those that they pass, with how many of them do."""
+        """Choose waiting jobs to admit, while slots, budget and pages for their histories are left.
+
+        Returns:
+            The admitted jobs, each with its start and its number of tokens in this step.
+            The jobs that they pass, each with the number of jobs that pass it.
+        """
         rows: list[tuple[JobT, Start, int]] = []
-        left: list[tuple[JobT, int]] = []  # waiting for pages, and how many were admitted before
+        left: list[tuple[JobT, int]] = []  # waits for pages; jobs admitted before it
         for job in islice(self.waiting, free_slots + self.max_passes):
             if not budget or len(rows) == free_slots:
                 break
@@ -233,12 +240,12 @@ class Scheduler(Generic[JobT]):
         return rows, [(job, len(rows) - before) for job, before in left]
 
     def _chunk(self, job: JobT, num_held: int, budget: int) -> int:
-        """Tokens of a job that holds so many to run in one step."""
+        """Count the tokens of a job to run in one step, after those that it holds."""
         chunk = min(job.num_tokens - num_held, budget)
         return chunk if self._starts is None else self._starts.limit(job, num_held, chunk)
 
     def _num_freed_by(self, job: JobT) -> int:
-        """Pages that are free when a running job is preempted."""
+        """Count the pages that preempting a running job frees."""
         if self._starts is None:
             return self._num_pages(job.num_held)
         return self._starts.num_freed_by(job)
@@ -247,10 +254,10 @@ class Scheduler(Generic[JobT]):
         return -(-num_tokens // self.page_size)
 
     def _growth(self, job: Job, chunk: int) -> int:
-        """Further pages that so many more tokens take."""
+        """Count the additional pages that a job needs for ``chunk`` more tokens."""
         size, held = self.page_size, job.num_held
         return held // -size - (held + chunk) // -size
 
     def _room(self, job: Job, free_pages: int) -> int:
-        """Tokens that fit into a job's own pages and the free ones."""
+        """Count the tokens that fit into a job's own pages and the free pages."""
         return (self._num_pages(job.num_held) + free_pages) * self.page_size - job.num_held

@@ -1,4 +1,4 @@
-"""What an engine has done and has to do."""
+"""Counts of the work that an engine has done, and of what it still has to do."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch_hybrid.serving.speculation import DraftCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class EngineStats(Shown):
-    """Counts since the engine was made; of requests, slots and pages, those of now."""
+    """Counts since the engine was made; requests, slots and pages are counted as of now."""
 
     num_running: int  # requests that hold a sequence
     num_waiting: int
     num_steps: int
     num_tokens: int  # generated
-    seconds: float  # in steps, those that raised left out
+    seconds: float  # spent in steps; steps that raised are not counted
     free_slots: int  # of the runner
-    free_pages: int  # of the runner, those included that a prefix cache gives back when needed
-    prefix_cache: PrefixStats | None  # None where none is kept
-    drafts: DraftCounts  # zeros where nothing is drafted
+    free_pages: int  # of the runner, with those that a prefix cache gives back when needed
+    prefix_cache: PrefixStats | None  # None without a prefix cache
+    drafts: DraftCounts  # zeros without speculation
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens generated in a second of steps; 0 before the first."""
+        """Tokens generated per second of steps; 0 before the first."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     def facts(self) -> Mapping[str, str]:
-        """Tell the counts that say most."""
+        """Choose the counts that ``repr`` shows."""
         facts = {
             "requests": f"{self.num_running} running and {self.num_waiting} waiting",
             "tokens": f"{self.num_tokens} in {self.num_steps} steps, {self.tokens_per_s:.1f}/s",

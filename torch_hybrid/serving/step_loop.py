@@ -1,8 +1,8 @@
-"""The batches of an engine, one after another: chosen, started, landed, and what has ended freed.
+"""Step loop of an engine: each step is scheduled, started, finished, and ended requests are freed.
 
-A batch frees what was preempted, gives sequences to what was admitted, runs one ragged step of
-decodes and prompt chunks, and samples a token for every request whose history is complete. Where
-the engine runs ahead, the next step is started before that is waited for (``in_flight``).
+A step frees preempted requests and gives sequences to admitted ones. It runs one ragged batch of
+decodes and prompt chunks, and samples a token for each request whose history is complete. Where the
+engine runs ahead, the next step starts before this one's tokens are known (``in_flight``).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class StepLoop:
-    """Runs what a scheduler has, by a caller that holds the runner's lock.
+    """Loop over the steps of a scheduler's requests; its caller holds the runner's lock.
 
     Args:
         runner: holds the sequences.
-        scheduler: of the requests.
-        prefixes: that are kept; None where none are.
-        speculator: drafts; None where nothing does.
-        runs_ahead: whether a step is started before the tokens of the one before it are known.
+        scheduler: chooses the rows of each step.
+        prefixes: the prefix cache, if any.
+        speculator: drafts tokens; None without speculation.
+        runs_ahead: whether a step starts before the tokens of the previous step are known.
     """
 
     def __init__(
@@ -47,27 +47,27 @@ class StepLoop:
         self._runs_ahead = runs_ahead
         # The oldest first; between steps at most one.
         self._flights: deque[InFlight] = deque()
-        self._late_events: list[TokenEvent] = []  # of ends outside of a batch, for a step to return
+        self._late_events: list[TokenEvent] = []  # of requests that ended outside of a step
         self.num_steps = self.num_tokens = 0
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step would do anything."""
+        """True if a step would do any work."""
         scheduler = self._scheduler
         return bool(scheduler.running or scheduler.waiting or self._flights or self._late_events)
 
     def take_late_events(self) -> list[TokenEvent]:
-        """The events of what has ended outside of a batch, once."""
+        """Take the events of requests that ended outside of a step, once."""
         late, self._late_events = self._late_events, []
         return late
 
     def end_outside(self, requests: Sequence[Request], reason: FinishReason) -> None:
-        """End requests outside of a batch; the next step returns their events."""
+        """End requests outside of a step; the next step returns their events."""
         self._late_events += [request.end(reason) for request in requests]
         self.retire(requests)
 
     def advance(self) -> list[TokenEvent]:
-        """Run the next batch, unless it is under way; start the one after it; land the first."""
+        """Start the next step unless it is under way, and the one after it; finish the first."""
         speculator = self._speculator
         began = 0.0 if speculator is None else speculator.clock()
         if not self._flights:
@@ -84,28 +84,28 @@ class StepLoop:
         return events
 
     def _start(self, rows: Rows) -> InFlight:
-        """Start a step: with drafts, ahead of the host, or waited for."""
+        """Start a step: verify drafts, run ahead of the host, or wait for its logits."""
         drafts = None if self._speculator is None else self._speculator.drafts(rows)
         if drafts is None and self._may_launch(rows):
             return launch(self._runner, rows)
         return run(self._runner, rows, drafts)
 
     def _may_launch(self, rows: Rows) -> bool:
-        """Whether the host need not know what comes of a step to start the next one."""
+        """Tell whether the next step can start before the host knows the tokens of this one."""
         if not (self._runs_ahead and may_launch(rows)):
             return False
         return self._speculator is None or not self._speculator.may_draft(rows)
 
     def _note_start(self, flight: InFlight) -> None:
-        """Keep what a step that was started leaves, before the next one starts."""
+        """Record a started step, and take its snapshots before the next one starts."""
         self._flights.append(flight)
         self.num_steps += 1
         if self._prefixes is not None:
             self._prefixes.run(flight.requests)
 
     def _finish(self, flight: InFlight) -> list[TokenEvent]:
-        """Wait for the oldest step under way; free what has ended, but for what the next one
-        still uses."""
+        """Finish the oldest step under way, and free ended requests that the next one does not
+        use."""
         events = flight.finish()
         self.num_tokens += sum(event.token is not None for event in events)
         if self._prefixes is not None:
@@ -115,12 +115,12 @@ class StepLoop:
         return events
 
     def finish_all(self) -> None:
-        """Wait for what is under way and free what was kept for it alone."""
+        """Finish all steps under way, and free ended requests that were kept for those steps."""
         while self._flights:
             self._late_events += self._finish(self._flights[0])
 
     def _prepare(self) -> Rows:
-        """Choose the rows of a step and give each a sequence; free what was preempted."""
+        """Choose the rows of a step and give each a sequence; free preempted requests."""
         runner, scheduler = self._runner, self._scheduler
         chosen = scheduler.schedule(free_slots=runner.free_slots, free_pages=runner.free_pages)
         self._preempt(chosen.preempted)
@@ -136,8 +136,10 @@ class StepLoop:
         return self._with_images(chosen.rows)
 
     def _prepare_ahead(self) -> Rows:
-        """The rows of the step after one whose tokens are not known; none where it must wait for
-        them: something would be preempted, or a request needs the host."""
+        """Choose the rows of a step that starts before the tokens of the previous one are known.
+
+        No rows mean that the step must wait: a request would be preempted, or needs the host.
+        """
         runner, scheduler = self._runner, self._scheduler
         chosen = scheduler.choose(free_slots=runner.free_slots, free_pages=runner.free_pages)
         if chosen.preempted or not self._may_launch(chosen.rows):
@@ -147,8 +149,7 @@ class StepLoop:
         return self._with_images(chosen.rows)
 
     def _with_images(self, rows: Rows) -> Rows:
-        """The rows of a step, when their images have been seen; what a tower raises ends its
-        request alone."""
+        """Load the images of a step's rows; an error of the tower ends its request alone."""
         if all(request.images is None for request, _ in rows):
             return rows
         kept = []
@@ -169,7 +170,7 @@ class StepLoop:
             (request.sequence,) = self._runner.new_sequences(1)
 
     def _preempt(self, requests: Sequence[Request]) -> None:
-        """Free requests that wait again; what they held may be kept for them."""
+        """Free preempted requests, which wait again; the prefix cache may keep snapshots."""
         for request in requests:
             if self._prefixes is not None:
                 self._prefixes.leave(request)
@@ -177,7 +178,7 @@ class StepLoop:
         self._free(requests)
 
     def retire(self, requests: Sequence[Request], *, landed: InFlight | None = None) -> None:
-        """Forget requests that have ended, and free what no step under way uses of them."""
+        """Forget ended requests, and free the sequences that no step under way uses."""
         flights = [flight for flight in self._flights if flight is not landed]
         under_way = {request for flight in flights for request in flight.requests}
         done = [request for request in requests if request not in under_way]
@@ -192,16 +193,16 @@ class StepLoop:
                 self._speculator.forget(request)
 
     def restart(self) -> None:
-        """After an exception: free every sequence; what has not ended waits to be recomputed."""
+        """Free every sequence after an exception; unfinished requests wait to be recomputed."""
         flying = [request for flight in self._flights for request in flight.requests]
         requests = [*self._scheduler.running, *self._scheduler.waiting, *flying]
         try:
-            self._runner.wait()  # what is under way still writes what is theirs
+            self._runner.wait()  # steps under way still write into their sequences
         finally:
             self._flights.clear()
             self._free(list(dict.fromkeys(requests)))
             for request in requests:
-                request.num_in_flight = 0  # what they sampled is sampled anew
+                request.num_in_flight = 0  # their tokens are sampled again
                 if request.output is not None:
                     self._scheduler.discard(request)
                 if self._prefixes is not None:

@@ -1,4 +1,4 @@
-"""What a call of ``generate`` yields while its requests are served."""
+"""Stream of the outputs or events of one call of ``generate``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ ItemT = TypeVar("ItemT")
 
 
 class Stream(Iterator[ItemT], Generic[ItemT]):
-    """Requests of one call, which are queued by its first iteration and served by the others.
+    """Iterator over one call's requests: the first iteration queues them, each serves them.
 
-    No generator: that could not be closed inside its own step, nor go on after it was refused one.
+    It is no generator: a generator could not be closed inside its own step, nor go on after a step
+    was refused.
 
     Args:
-        requests: of the call.
-        turn: of the runner.
-        queue: lets the requests wait, all or none.
-        step: runs a batch of the engine.
-        abandon: ends requests that have not ended, and frees what they hold.
-        pick: chooses what is yielded of an event; None: nothing of it.
+        requests: the requests of the call.
+        turn: the runner's turn.
+        queue: queues the requests, all or none.
+        step: runs a step of the engine.
+        abandon: ends unfinished requests, and frees what they hold.
+        pick: chooses what an event yields; None yields nothing.
     """
 
     def __init__(
@@ -42,20 +43,20 @@ class Stream(Iterator[ItemT], Generic[ItemT]):
         self._turn, self._queue, self._step, self._pick = turn, queue, step, pick
         self._abandon = partial(abandon, requests)
         self._inbox: deque[TokenEvent] = deque()
-        self._left = set(requests)  # whose end was not taken from the inbox
+        self._left = set(requests)  # whose last event was not taken yet
         self._is_begun = self._is_closed = False
         for request in requests:
             request.on_event = self._inbox.append
 
     def __next__(self) -> ItemT:
-        """Serve until there is something to yield.
+        """Run steps until there is an item to yield.
 
         Raises:
             RuntimeError: inside a call of the same runner, where another step is needed.
         """
         while self._left and not self._is_closed:
             if not self._inbox:
-                self._turn.check("the iteration of Engine.generate")  # which may go on later
+                self._turn.check("the iteration of Engine.generate")  # may go on later
             item = self._next_item()
             if item is not None:
                 return item
@@ -63,7 +64,7 @@ class Stream(Iterator[ItemT], Generic[ItemT]):
         raise StopIteration
 
     def _next_item(self) -> ItemT | None:
-        """Take an event, or run a step where there is none."""
+        """Take an event, or run a step if there is none."""
         try:
             if not self._is_begun:
                 self._is_begun = True
@@ -80,12 +81,12 @@ class Stream(Iterator[ItemT], Generic[ItemT]):
             raise
 
     def close(self) -> None:
-        """Cancel what is unfinished; inside a step, at its end."""
+        """Cancel unfinished requests; inside a step, when it ends."""
         if self._is_begun and not self._is_closed:
             self._turn.soon(self._abandon)
         self._is_closed = True
 
     def __del__(self) -> None:
-        """Close the stream, wherever the garbage collector happens to run."""
+        """Close the stream safely on whichever thread collects it."""
         if self._is_begun and not self._is_closed:
             self._turn.post(self._abandon)

@@ -1,18 +1,18 @@
-"""Frozen facts about a model's layers, and the table that dispatch goes by.
+"""Specs: frozen facts about a model's layers, and the table that dispatch uses.
 
-    layer                 the protocol of all of them
-    pools                 what one keeps between steps
-    full_attention        keys and values, latents
-    indexed_attention     blocks of them that an indexer picks
+    layer                 the protocol of all specs
+    pools                 tensors that a layer keeps between steps
+    full_attention        attention by keys and values, or by latents
+    indexed_attention     attention to blocks that an indexer selects
     delta_rules           recurrences with convolutions: gated delta rule, Kimi delta attention
     state_spaces          Mamba2, Mamba
     linear_recurrences    lightning attention, gated linear recurrent units, mLSTM, time mixing
-    convolutions          short ones, those of projections and of branches, channel mixing
+    convolutions          short convolutions, those of projections and branches, channel mixing
     past_tokens           n-grams, and hidden states for a head that drafts
-    table                 which mixers each layer has, and where their pools are
+    table                 the mixers of each layer, and the indices of their pools
 
-A layer's facts are a frozen value in the file of its kind; ``register_constant`` below lists all of
-them, as they are part of traced graphs.
+A layer's spec is a frozen value in the file of its kind. ``register_constant`` below lists all
+specs, because they are part of traced graphs.
 """
 
 from torch_hybrid.pytrees import register_constant

@@ -22,19 +22,21 @@ class ShortConvolutionSpec:
     conv_width: int
 
     def pools(self) -> dict[str, Pool]:
-        """The last inputs of the convolution, their gates applied, and those of drafts."""
+        """Declare the convolution's last inputs, after their gates, and those of drafts."""
         conv = Pool((self.conv_width - 1, self.channels), per="slot")
         return {"conv": conv, RECORDS: Pool((self.channels,), per="draft")}
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says."""
+        """Divide the channels among ranks; see ``LayerSpec``."""
         return replace(self, channels=divide("channels", self.channels, num_ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelMixSpec:
-    """RWKV's channel mixing: a feed-forward of ``dim`` inputs, mixed with those of the token
-    before, and of ``width`` units."""
+    """RWKV's channel mixing: a feed-forward of ``width`` units.
+
+    Its ``dim`` inputs are mixed with those of the token before.
+    """
 
     kind: ClassVar[str] = "channel_mix"
     family: ClassVar[LayerFamily] = "linear"
@@ -44,27 +46,26 @@ class ChannelMixSpec:
 
     @property
     def conv_width(self) -> int:
-        """A token sees the one before it."""
+        """Width of the token shift: a token sees the one before it."""
         return TOKEN_SHIFT
 
     def pools(self) -> dict[str, Pool]:
-        """The last input, and those of drafts."""
+        """Declare the last input, and those of drafts."""
         conv = Pool((self.conv_width - 1, self.dim), per="slot")
         return {"conv": conv, RECORDS: Pool((self.dim,), per="draft")}
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says: some of the units, and all of the inputs."""
+        """Divide the units among ranks, not the inputs; see ``LayerSpec``."""
         return replace(self, width=divide("width", self.width, num_ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolvedProjectionSpec:
-    """Queries and keys that are convolved twice, and values half of whose channels are those of the
-    token before.
+    """Queries and keys that are convolved twice, and values that are partly delayed.
 
-    The first convolution, ``channel_width`` wide, is of each channel by itself, the second,
-    ``head_width`` wide, of the channels of a head. What is kept are inputs of the first, once for
-    each token of which the second reads an output.
+    Half of the value channels are those of the token before. The first convolution,
+    ``channel_width`` wide, is depthwise. The second, ``head_width`` wide, mixes the channels of a
+    head. Inputs of the first are kept once for each token whose output the second reads.
     """
 
     kind: ClassVar[str] = "convolved_projection"
@@ -81,33 +82,36 @@ class ConvolvedProjectionSpec:
 
     @property
     def num_heads(self) -> int:
-        """Of queries and of keys together."""
+        """Number of query and key heads together."""
         return self.num_q_heads + self.num_kv_heads
 
     @property
     def conv_width(self) -> int:
-        """Tokens that one sees of both convolutions, or of the delay of values."""
+        """Number of tokens that both convolutions, or the delay of values, span."""
         return max(self.channel_width + self.head_width - 1, 2)
 
     @property
     def conv_channels(self) -> int:
-        """Width of ``[what the second convolution reads of each head | v]``."""
+        """Width of ``[inputs of the second convolution of each head | v]``."""
         return (self.num_heads * self.head_width + self.num_kv_heads) * self.head_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The last inputs of the convolutions and of the delay, and those of drafts."""
+        """Declare the last inputs of the convolutions and of the delay, and those of drafts."""
         conv = Pool((self.conv_width - 1, self.conv_channels), per="slot")
         return {"conv": conv, RECORDS: Pool((self.conv_channels,), per="draft")}
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says."""
+        """Divide the heads among ranks; see ``LayerSpec``."""
         return replace(self, **divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchConvolutionSpec:
-    """Causal convolutions of a layer's keys and values, and of what its attention and its
-    feed-forward are about to add to the residual, ``channels`` wide."""
+    """Causal convolutions of a layer's keys and values, and of its two residual branches.
+
+    The branches are the outputs of attention and feed-forward, ``channels`` wide, before they are
+    added to the residual stream.
+    """
 
     kind: ClassVar[str] = "branch_convolution"
     family: ClassVar[LayerFamily] = "linear"
@@ -118,7 +122,8 @@ class BranchConvolutionSpec:
     conv_width: int
 
     def pools(self) -> dict[str, Pool]:
-        """The last inputs of each, those of keys and values side by side, and those of drafts."""
+        """Declare each convolution's last inputs, and those of drafts; keys and values share
+        one."""
         widths = {
             "kv": 2 * self.num_kv_heads * self.head_dim,
             "attention": self.channels,
@@ -131,6 +136,6 @@ class BranchConvolutionSpec:
         return pools
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says: some of the keys and values, and all of the branches."""
+        """Divide keys and values among ranks, not the branches; see ``LayerSpec``."""
         num_kv_heads = divide_or_repeat("num_kv_heads", self.num_kv_heads, num_ranks)
         return replace(self, num_kv_heads=num_kv_heads)

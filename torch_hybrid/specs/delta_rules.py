@@ -1,4 +1,4 @@
-"""Recurrences that write what a state does not hold yet: delta rules."""
+"""Delta rules: recurrences that write the part of a value that the state does not predict."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state
 class DeltaRuleSpec:
     """A gated-delta-rule mixer: causal convolution, recurrence, gated norm.
 
-    ``beta_scale`` is 2 where negative eigenvalues are allowed and 1 elsewhere. ``gate`` is the
-    activation of what the norm's output is multiplied by, "silu" or "sigmoid".
+    ``beta_scale`` is 2 if negative eigenvalues are allowed, else 1. ``gate`` is the activation of
+    the output gate after the norm, "silu" or "sigmoid".
     """
 
     kind: ClassVar[str] = "gated_delta_rule"
@@ -52,23 +52,25 @@ class DeltaRuleSpec:
 
     @property
     def conv_channels(self) -> int:
-        """Width of ``[q | k | v]``, what the convolution mixes."""
+        """Width of ``[q | k | v]``, the convolution's input."""
         return 2 * self.k_channels + self.v_channels
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Heads, values, keys."""
+        """Shape of a state: heads, values, keys."""
         return self.num_v_heads, self.head_v_dim, self.head_k_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The convolution's last inputs, the state, and records ``[q | k | v | b | a]`` of drafts,
-        each in a storage of its own."""
+        """Declare the convolution's last inputs, the state, and ``[q | k | v | b | a]`` of drafts.
+
+        Each has its own storage.
+        """
         width = self.conv_channels + 2 * self.num_v_heads
         pools = conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
         return {**pools, RECORDS: Pool((width,), per="draft")}
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says."""
+        """Divide the heads among ranks; see ``LayerSpec``."""
         return replace(
             self,
             num_k_heads=divide_or_repeat("num_k_heads", self.num_k_heads, num_ranks),
@@ -80,7 +82,7 @@ class DeltaRuleSpec:
 class KimiDeltaSpec:
     """A Kimi-delta-attention mixer: convolution, delta rule with a decay per channel, gated norm.
 
-    ``gate_lower_bound`` is the bounded form's least log decay of a token (Ling-3); None is the
+    ``gate_lower_bound`` is the least log decay of a token in the bounded form (Ling-3). None is the
     softplus form, which has no bound.
     """
 
@@ -107,21 +109,23 @@ class KimiDeltaSpec:
 
     @property
     def conv_channels(self) -> int:
-        """Width of ``[q | k | v]``, what the convolution mixes."""
+        """Width of ``[q | k | v]``, the convolution's input."""
         return 2 * self.k_channels + self.v_channels
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Heads, values, keys."""
+        """Shape of a state: heads, values, keys."""
         return self.num_heads, self.head_v_dim, self.head_k_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The convolution's last inputs, the state, and records ``[q | k | v | b | f]`` of drafts,
-        each in a storage of its own."""
+        """Declare the convolution's last inputs, the state, and ``[q | k | v | b | f]`` of drafts.
+
+        Each has its own storage.
+        """
         width = self.conv_channels + self.num_heads + self.k_channels
         pools = conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
         return {**pools, RECORDS: Pool((width,), per="draft")}
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says."""
+        """Divide the heads among ranks; see ``LayerSpec``."""
         return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))

@@ -1,4 +1,4 @@
-"""Attention to all past tokens, or to the last of them: by keys and values, or by latents."""
+"""Attention to all past tokens, or to a window of them: by keys and values, or by latents."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from torch_hybrid.specs.pools import Pool, scales_of
 class AttentionSpec:
     """Full softmax attention over a paged KV pool.
 
-    ``window`` is the number of visible keys, the query's own included (0: all of them);
-    ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)`` (0: no bound). ``reach`` is at
-    how many distances, from 0 on, a key's logit has a bias of its query and head (0: at none).
-    ``sinks`` says whether a query has one more logit, of no key: then the log-sum-exp of the others
-    is asked for. ``kv_dtype`` is that of kept keys and values (None: the model's).
+    Attributes:
+        window: number of visible keys, the query's own included; 0: all.
+        softcap: bounds logits by ``softcap * tanh(logits / softcap)``; 0: no bound.
+        reach: number of distances, from 0 on, with a bias per query and head on the key's logit; 0:
+            none.
+        sinks: whether a query has one more logit, of no key; it needs the log-sum-exp of the
+            others.
+        kv_dtype: dtype of cached keys and values; None: the model's.
     """
 
     kind: ClassVar[str] = "paged_attention"
@@ -41,13 +44,13 @@ class AttentionSpec:
         check_groups(self.num_q_heads, self.num_kv_heads)
 
     def pools(self) -> dict[str, Pool]:
-        """Keys and values, in one tensor: an op may mutate one argument per storage in place."""
+        """Declare keys and values in one tensor: an op may mutate one argument per storage."""
         heads = (self.num_kv_heads, self.head_dim)
         kv = Pool(heads, per="page", dtype=self.kv_dtype, planes=2)
         return {"kv": kv, **scales_of(self.kv_dtype, (2, self.num_kv_heads))}
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says."""
+        """Divide the heads among ranks; see ``LayerSpec``."""
         return replace(self, **divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
 
 
@@ -56,7 +59,7 @@ class LatentSpec:
     """Multi-head latent attention (MLA): keys and values of all heads from one latent row.
 
     A row holds ``latent_rank`` normed latents and ``rope_dim`` shared key dims, rotated or not.
-    ``kv_dtype`` is that of kept rows (None: the model's).
+    ``kv_dtype`` is the dtype of cached rows (None: the model's).
     """
 
     kind: ClassVar[str] = "latent_attention"
@@ -81,10 +84,10 @@ class LatentSpec:
         return self.nope_dim + self.rope_dim
 
     def pools(self) -> dict[str, Pool]:
-        """Rows ``[latent | shared key]``."""
+        """Declare rows ``[latent | shared key]``."""
         latents = Pool((self.row_dim,), per="page", dtype=self.kv_dtype)
         return {"latents": latents, **scales_of(self.kv_dtype, (1,))}
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says: some of the heads, and all of the latents."""
+        """Divide the heads among ranks, not the latents; see ``LayerSpec``."""
         return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))

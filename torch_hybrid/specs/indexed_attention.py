@@ -1,4 +1,4 @@
-"""Attention to the blocks of past tokens that an indexer picks."""
+"""Attention to the blocks of past tokens that an indexer selects."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch_hybrid.specs.pools import RECORDS, Pool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedAttentionSpec:
-    """Softmax attention over the blocks of past tokens that an indexer picks for each query.
+    """Softmax attention over the blocks of past tokens that an indexer selects for each query.
 
-    A block is ``block_size`` tokens; a query sees ``top_k`` blocks and the tokens after the last
-    that is complete. A block's index key, ``index_dim`` wide, is the mean of its tokens', normed
-    with ``norm_eps`` and rotated in its first ``rope_dim`` dims as at its first token.
+    A block is ``block_size`` tokens. A query sees ``top_k`` blocks, and the tokens after the last
+    complete block. A block's index key, ``index_dim`` wide, is the normed mean of its tokens' keys.
+    Its first ``rope_dim`` dims are rotated by the position of the block's first token.
     """
 
     kind: ClassVar[str] = "indexed_attention"
@@ -38,17 +38,19 @@ class IndexedAttentionSpec:
 
     @property
     def conv_width(self) -> int:
-        """Of the convolution that takes the mean over a block."""
+        """Width of the convolution that takes the mean over a block."""
         return self.block_size
 
     @property
     def conv_channels(self) -> int:
-        """Width of ``[index key | cosines | sines]`` of a token."""
+        """Width of a token's ``[index key | cosines | sines]``."""
         return self.index_dim + self.rope_dim
 
     def pools(self) -> dict[str, Pool]:
-        """Keys and values, a key for each block, and the last tokens' parts of the next block, and
-        drafts'."""
+        """Declare keys and values, block keys, and inputs of block keys.
+
+        The inputs are those of the last tokens, whose block is incomplete, and of drafts.
+        """
         return {
             "kv": Pool((self.num_kv_heads, self.head_dim), per="page", planes=2),
             "block_keys": Pool((self.index_dim,), per="page", tokens=self.block_size),
@@ -57,17 +59,17 @@ class IndexedAttentionSpec:
         }
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says: some of the heads, and all of the indexer."""
+        """Divide the heads among ranks, not the indexer; see ``LayerSpec``."""
         return replace(self, **divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedLatentSpec:
-    """MLA without rotation, over the blocks of past tokens that an indexer picks for each query.
+    """MLA without rotation, over the blocks of past tokens that an indexer selects for each query.
 
-    A row holds ``latent_rank`` normed latents. A block is ``block_size`` tokens; a query sees
-    ``top_k`` blocks and the tokens after the last that is complete. A block's index key,
-    ``index_dim`` wide, is a mean of its tokens', weighed by gates.
+    A row holds ``latent_rank`` normed latents. A block is ``block_size`` tokens. A query sees
+    ``top_k`` blocks, and the tokens after the last complete block. A block's index key,
+    ``index_dim`` wide, is a mean of its tokens' keys, weighted by gates.
     """
 
     kind: ClassVar[str] = "indexed_latent_attention"
@@ -85,12 +87,14 @@ class IndexedLatentSpec:
 
     @property
     def head_dim(self) -> int:
-        """Width of what queries meet: a latent."""
+        """Width of the keys that absorbed queries meet: a latent."""
         return self.latent_rank
 
     def pools(self) -> dict[str, Pool]:
-        """Latents, a key for each block, and keys and gates of the tokens of the next block, and of
-        drafts."""
+        """Declare latents, block keys, and the index keys and gates that block keys are made of.
+
+        The latter are those of the last tokens, whose block is incomplete, and of drafts.
+        """
         return {
             "latents": Pool((self.latent_rank,), per="page"),
             "block_keys": Pool((self.index_dim,), per="page", tokens=self.block_size),
@@ -99,5 +103,5 @@ class IndexedLatentSpec:
         }
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says: some of the heads, all of the latents and of the indexer."""
+        """Divide the heads among ranks, not the latents or the indexer; see ``LayerSpec``."""
         return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))

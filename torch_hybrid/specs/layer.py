@@ -1,4 +1,4 @@
-"""The protocol of a layer's facts."""
+"""Protocol of layer specs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LayerFamily = Literal["full", "linear"]
 class LayerSpec(Protocol):
     """The facts of one mixer: a frozen dataclass, which can be hashed.
 
-    ``kind`` names all mixers that one backend plans. ``family`` is "full" where a token costs more
-    the more its sequence holds, and "linear" where it always costs the same.
+    ``kind`` names all mixers that one backend plans. ``family`` is "full" if the cost of a token
+    grows with the length of its sequence, and "linear" if it is constant.
     """
 
     kind: ClassVar[str]
@@ -22,13 +22,13 @@ class LayerSpec(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def pools(self) -> Mapping[str, Pool]:
-        """What the mixer keeps, by name; it is handed a tensor for each."""
+        """Declare the tensors that the mixer keeps between steps, by name."""
         ...
 
     def divided(self, num_ranks: int) -> Self:
-        """What each of ``num_ranks`` ranks holds.
+        """Divide the layer among ``num_ranks`` ranks; return the spec of each rank's part.
 
         Raises:
-            UnsupportedError: the heads cannot be spread so.
+            UnsupportedError: the heads cannot be divided so.
         """
         ...

@@ -1,5 +1,4 @@
-"""Recurrences that a token adds to: fixed decays of heads or channels, gated units, exponential
-gates."""
+"""Additive linear recurrences: fixed decays per head, gated units, exponential gates."""
 
 from __future__ import annotations
 
@@ -12,15 +11,15 @@ from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.layer import LayerFamily
 from torch_hybrid.specs.pools import RECORDS, TOKEN_SHIFT, Pool, conv_and_state, records_of
 
-MOST_GATE_SOFTCAP = 40.0  # of exponential gates: float32 holds sums of what e^40 weighs
+MOST_GATE_SOFTCAP = 40.0  # of exponential gates: float32 holds sums of terms weighted by e^40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LightningSpec:
     """A lightning-attention mixer: linear attention with one fixed decay for each head, gated norm.
 
-    ``activation`` ("none" or "silu") is that of q, k and v. Where ``qk_norm`` is set, q and k are
-    normed per head. The output norm's groups are ``norm_groups`` equal parts of its width.
+    ``activation`` ("none" or "silu") applies to q, k and v. With ``qk_norm``, q and k are normed
+    per head. The output norm's groups are ``norm_groups`` equal parts of its width.
     """
 
     kind: ClassVar[str] = "lightning_attention"
@@ -49,18 +48,18 @@ class LightningSpec:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Heads, values, keys."""
+        """Shape of a state: heads, values, keys."""
         return self.num_heads, self.head_dim, self.head_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The state, and k and v as it takes them of tokens that are not certain."""
+        """Declare the state, and k and v of drafts as the recurrence takes them."""
         return {
             "state": Pool(self.state_shape, per="slot", dtype=torch.float32),
             RECORDS: Pool((2 * self.channels,), per="draft", dtype=torch.float32),
         }
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says."""
+        """Divide the heads among ranks; see ``LayerSpec``."""
         return replace(
             self,
             num_heads=divide("num_heads", self.num_heads, num_ranks),
@@ -70,7 +69,7 @@ class LightningSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RgLruSpec:
-    """A mixer of real-gated linear recurrent units: convolution, recurrence, gate.
+    """A mixer of real-gated linear recurrent units (RG-LRU): convolution, recurrence, gate.
 
     The recurrence's gates read the channels of their own head.
     """
@@ -88,13 +87,15 @@ class RgLruSpec:
         return self.num_heads * self.head_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The convolution's last inputs, a state of one number per channel, and records of drafts:
-        what is convolved, and ``[x | gates]`` of the recurrence."""
+        """Declare the convolution's last inputs, a state number per channel, and draft inputs.
+
+        Draft inputs are those of the convolution, and ``[x | gates]`` of the recurrence.
+        """
         pools = conv_and_state(self.conv_width, self.channels, (self.channels,))
         return {**pools, **records_of(self.channels, 3 * self.channels)}
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says."""
+        """Divide the heads among ranks; see ``LayerSpec``."""
         return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))
 
 
@@ -113,17 +114,19 @@ class TimeMixSpec:
 
     @property
     def conv_width(self) -> int:
-        """A token sees the one before it."""
+        """Width of the token shift: a token sees the one before it."""
         return TOKEN_SHIFT
 
     def pools(self) -> dict[str, Pool]:
-        """The last input, sums and their exponent of each channel, and records of drafts: inputs,
-        and ``[k | v]`` of the recurrence."""
+        """Declare the last input, two sums and their exponent per channel, and draft inputs.
+
+        Draft inputs are the layer's, and ``[k | v]`` of the recurrence.
+        """
         pools = conv_and_state(self.conv_width, self.dim, (3, self.channels))
         return {**pools, **records_of(self.dim, 2 * self.channels)}
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says: some of the channels, and all of the inputs."""
+        """Divide the channels among ranks, not the inputs; see ``LayerSpec``."""
         return replace(self, channels=divide("channels", self.channels, num_ranks))
 
 
@@ -162,17 +165,19 @@ class MlstmSpec:
 
     @property
     def memory_dim(self) -> int:
-        """Values of a head and, after them, ones, of which the memory is the normalizer: as many as
-        bring the next head to a multiple of 16."""
+        """Rows of a head's memory: its values, then ones, whose memory is the normalizer.
+
+        The ones pad the rows to a multiple of 16.
+        """
         return (self.head_v_dim // 16 + 1) * 16
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Heads, values, keys."""
+        """Shape of a state: heads, values and ones, keys."""
         return self.num_heads, self.memory_dim, self.head_k_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The memory, and records ``[k | v | gates]`` of drafts."""
+        """Declare the memory, and ``[k | v | gates]`` of drafts."""
         width = self.k_channels + self.v_channels + 2 * self.num_heads
         return {
             "state": Pool(self.state_shape, per="slot", dtype=torch.float32),
@@ -180,5 +185,5 @@ class MlstmSpec:
         }
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says."""
+        """Divide the heads among ranks; see ``LayerSpec``."""
         return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))

@@ -15,11 +15,11 @@ KEPT_HIDDEN = 128  # last tokens whose hidden states are kept for a head that dr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramSpec:
-    """Embeddings of the n-grams up to ``ngram_size`` that end at each token, let in by gates, and a
-    convolution over them, all of it for each of the residual streams.
+    """Gated embeddings of the n-grams that end at each token, and a convolution over them.
 
-    ``channels`` is the width of all streams together; of the convolution's ``conv_width`` taps,
-    every ``ngram_size``-th counts, the last one first.
+    N-grams have up to ``ngram_size`` tokens. Each residual stream has its own gates and
+    convolution; ``channels`` is the width of all streams together. Of the convolution's
+    ``conv_width`` taps, every ``ngram_size``-th counts, the last one first.
     """
 
     kind: ClassVar[str] = "ngram_embedding"
@@ -30,7 +30,7 @@ class NgramSpec:
     conv_width: int
 
     def pools(self) -> dict[str, Pool]:
-        """The last tokens, the convolution's last inputs, and both of drafts."""
+        """Declare the last tokens, the convolution's last inputs, and both of drafts."""
         return {
             "tokens": Pool((self.ngram_size - 1,), per="slot", dtype=torch.int64),
             "conv": Pool((self.conv_width - 1, self.channels), per="slot"),
@@ -39,14 +39,16 @@ class NgramSpec:
         }
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says: all of it on every rank."""
+        """Keep the whole layer on every rank; see ``LayerSpec``."""
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviousHiddenSpec:
-    """What a head that predicts further tokens reads: each token beside the model's hidden state of
-    the token before it, ``channels`` wide."""
+    """Input of a head that drafts: tokens beside the model's hidden states of the tokens before.
+
+    Hidden states are ``channels`` wide.
+    """
 
     kind: ClassVar[str] = "previous_hidden"
     family: ClassVar[LayerFamily] = "linear"
@@ -54,12 +56,12 @@ class PreviousHiddenSpec:
     channels: int
 
     def pools(self) -> dict[str, Pool]:
-        """The last tokens and their hidden states: the head reads them when it is to draft."""
+        """Declare the last tokens and their hidden states, which the head reads to draft."""
         return {
             "hidden": Pool((KEPT_HIDDEN, self.channels), per="slot"),
             "tokens": Pool((KEPT_HIDDEN,), per="slot", dtype=torch.int64),
         }
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says: all of it on every rank."""
+        """Keep the whole layer on every rank; see ``LayerSpec``."""
         return self

@@ -1,4 +1,4 @@
-"""What a layer keeps between steps, as a fact: the shape and dtype of each tensor."""
+"""Pools: shapes and dtypes of the tensors that a layer keeps between steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from torch_hybrid.ops.formats import fp8_kv
 
-SCALES = "scales"  # by this name, what numbers of 8 bits in a layer's other pool are worth
-TOKEN_SHIFT = 2  # taps of a convolution that has of each token the one before it
-# By these names, the inputs of tokens that are not certain (``ops.verify``): of a layer's op or of
-# its convolution, and of what comes after that.
+SCALES = "scales"  # pool of the dequantization scales of an FP8 cache
+TOKEN_SHIFT = 2  # taps of a token shift, which mixes each token with the one before it
+# Pools of the inputs of drafts, which accepted drafts are replayed from (``ops.verify``): of a
+# layer's only op or its convolution, and of the recurrence after a convolution.
 RECORDS, STATE_RECORDS = "records", "state_records"
 
 
@@ -21,12 +21,14 @@ RECORDS, STATE_RECORDS = "records", "state_records"
 class Pool:
     """One tensor that a layer keeps between steps.
 
-    ``shape`` is what a sequence has in it (``per="slot"``), or a token (``per="page"``, of
-    ``page_size`` tokens each), or each draft of a sequence (``per="draft"``; there is no such
-    tensor where nothing is drafted), or all of them together (``per="layer"``). With ``tokens``, so
-    many tokens of a page share one. ``planes`` of them stand one after the other in one tensor;
-    with 0, it has no such dimension. ``dtype`` None is the model's. ``fill`` is what a new one
-    holds.
+    Attributes:
+        shape: shape of one entry.
+        per: owner of an entry: a sequence ("slot"), a token in a page ("page"), a draft of a
+            sequence ("draft"; no tensor without drafts), or the layer ("layer").
+        dtype: dtype; None is the model's.
+        planes: size of a leading dimension; 0 is none.
+        fill: initial value.
+        tokens: number of tokens of a page that share one entry.
     """
 
     shape: tuple[int, ...]
@@ -37,25 +39,25 @@ class Pool:
     tokens: int = 1
 
     def nbytes(self, model_dtype: torch.dtype) -> int:
-        """Bytes that a sequence, a token (rounded up), a draft or the layer takes."""
+        """Count the bytes of a sequence, a token (rounded up), a draft or the layer."""
         numbers = math.prod(self.shape) * max(self.planes, 1)
         return -(-numbers * (self.dtype or model_dtype).itemsize // self.tokens)
 
 
 def scales_of(kv_dtype: torch.dtype | None, shape: tuple[int, ...]) -> dict[str, Pool]:
-    """What numbers of 8 bits are worth, 1 until it is set; nothing for other dtypes."""
+    """Declare the dequantization scales of an FP8 cache, initially 1; none for other dtypes."""
     if kv_dtype != fp8_kv.DTYPE:
         return {}
     return {SCALES: Pool(shape, per="layer", dtype=torch.float32, fill=1.0)}
 
 
 def conv_and_state(width: int, channels: int, state_shape: tuple[int, ...]) -> dict[str, Pool]:
-    """The last inputs of a convolution, oldest first, and a recurrent state."""
+    """Declare a convolution's last inputs, oldest first, and a recurrent state."""
     conv = Pool((width - 1, channels), per="slot")
     return {"conv": conv, "state": Pool(state_shape, per="slot", dtype=torch.float32)}
 
 
 def records_of(convolved: int, width: int) -> dict[str, Pool]:
-    """Of drafts: inputs of a convolution, and those of what comes after it."""
+    """Declare the inputs of drafts: of a convolution, and of the recurrence after it."""
     widths = {RECORDS: convolved, STATE_RECORDS: width}
     return {name: Pool((width,), per="draft") for name, width in widths.items()}

@@ -14,8 +14,8 @@ from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
 class Mamba2Spec:
     """A Mamba2 mixer: convolution, scalar-decay recurrence, gate with or without a norm.
 
-    ``dt_min`` and ``dt_max`` bound the step size after its softplus. ``gate`` says where the gate
-    stands: "before_norm", "after_norm", or "no_norm". The norm's groups are ``norm_groups`` equal
+    ``dt_min`` and ``dt_max`` bound the step size after its softplus. ``gate`` is the place of the
+    gate: "before_norm", "after_norm" or "no_norm". The norm's groups are ``norm_groups`` equal
     parts of the inner width.
     """
 
@@ -52,23 +52,25 @@ class Mamba2Spec:
 
     @property
     def conv_channels(self) -> int:
-        """Width of ``[x | B | C]``, what the convolution mixes."""
+        """Width of ``[x | B | C]``, the convolution's input."""
         return self.inner_dim + 2 * self.num_groups * self.state_dim
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Heads, values, keys."""
+        """Shape of a state: heads, values, keys."""
         return self.num_heads, self.head_dim, self.state_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The convolution's last inputs, the state, and records ``[x | B | C | dt]`` of drafts,
-        each in a storage of its own."""
+        """Declare the convolution's last inputs, the state, and ``[x | B | C | dt]`` of drafts.
+
+        Each has its own storage.
+        """
         width = self.conv_channels + self.num_heads
         pools = conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
         return {**pools, RECORDS: Pool((width,), per="draft")}
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says."""
+        """Divide heads and groups among ranks; see ``LayerSpec``."""
         return replace(
             self,
             num_heads=divide("num_heads", self.num_heads, num_ranks),
@@ -79,10 +81,11 @@ class Mamba2Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec:
-    """A Mamba mixer, of the first kind: convolution, selective scan, gate.
+    """A Mamba-1 mixer: convolution, selective scan, gate.
 
-    ``dt_rank`` is the width of what step sizes are projected from. It, B and C are normed where
-    ``norm_eps`` is set. Each of ``num_heads`` equal parts of the channels has its own.
+    ``dt_rank`` is the width of the low-rank input of step sizes. That input, B and C are normed if
+    ``norm_eps`` is set. Each of ``num_heads`` equal parts of the channels has its own step-size
+    input, B and C.
     """
 
     kind: ClassVar[str] = "mamba"
@@ -104,14 +107,17 @@ class MambaSpec:
             )
 
     def pools(self) -> dict[str, Pool]:
-        """The convolution's last inputs and the state, each in a storage of its own, and records of
-        drafts: what is convolved, and ``[x | dt | B]`` of the scan."""
+        """Declare the convolution's last inputs, the state, and draft inputs.
+
+        Draft inputs are those of the convolution, and ``[x | dt | B]`` of the scan. Each has its
+        own storage.
+        """
         pools = conv_and_state(self.conv_width, self.channels, (self.channels, self.state_dim))
         width = 2 * self.channels + self.num_heads * self.state_dim
         return {**pools, **records_of(self.channels, width)}
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says: some of several heads, or some channels of one."""
+        """Divide the heads, or the channels of a single head, among ranks; see ``LayerSpec``."""
         heads = self.num_heads
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""The table that dispatch goes by."""
+"""Layer table: the mixers of each layer, which dispatch looks up."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch_hybrid.specs.layer import LayerSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerEntry:
-    """One mixer: its dense index among the mixers of its kind, and its facts."""
+    """One mixer: its dense index among the mixers of its kind, and its spec."""
 
     index: int
     spec: LayerSpec
 
     @property
     def kind(self) -> str:
-        """As the spec says."""
+        """Kind of the spec."""
         return self.spec.kind
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """Layer id to the layer's mixers, with their kinds and dense pool indices.
+    """Mixers of each layer by layer id, with their kinds and dense pool indices.
 
-    Most layers have one mixer; one of a model that has attention and a recurrence side by side
-    has two, of different kinds, and one of feed-forward alone has none. The table is resolved
-    while tracing. Every model has its own table, a draft model too, with ids from 0; the layers of
-    a model's head that drafts come after the model's own, with pools of their own.
+    Most layers have one mixer. A layer with attention and a recurrence side by side has two, of
+    different kinds; a layer of feed-forward alone has none. The table is resolved while tracing.
+    Every model has its own table, a draft model too, with ids from 0. The layers of a model's
+    drafting head come after the model's own, with pools of their own.
 
     Raises:
         ValueError: the dense indices of a kind are not 0, 1, 2, ... in some order, or a layer has
@@ -45,7 +45,7 @@ class LayerTable:
     def from_specs(cls, specs: Sequence[LayerSpec | tuple[LayerSpec, ...]]) -> LayerTable:
         """Number the mixers of each kind in order of appearance.
 
-        ``specs`` has for each layer the facts of its mixer, or a tuple of them for none or several.
+        ``specs`` has the spec of each layer's mixer, or a tuple of specs for none or several.
         """
         counts: Counter[str] = Counter()
 
@@ -76,22 +76,22 @@ class LayerTable:
 
     @property
     def has_states(self) -> bool:
-        """Whether a mixer keeps something of each sequence, whatever its length."""
+        """True if any mixer keeps a state per sequence."""
         pools = (pool for entry in self.entries for pool in entry.spec.pools().values())
         return any(pool.per == "slot" for pool in pools)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds in use, in order of first appearance."""
+        """Kinds in use, in order of first appearance."""
         return tuple(dict.fromkeys(entry.kind for entry in self.entries))
 
     def of_kind(self, kind: str) -> tuple[LayerEntry, ...]:
-        """The entries of one kind, ordered by dense index."""
+        """List the entries of one kind, ordered by dense index."""
         chosen = [entry for entry in self.entries if entry.kind == kind]
         return tuple(sorted(chosen, key=lambda entry: entry.index))
 
     def find(self, layer_id: int, *kinds: str) -> LayerEntry:
-        """The mixer of one layer that is of one of ``kinds``.
+        """Find the mixer of a layer that is of one of ``kinds``.
 
         Raises:
             ValueError: the layer has none of them.
@@ -103,10 +103,10 @@ class LayerTable:
         raise ValueError(f"layer {layer_id} has no {' or '.join(kinds)}, it has {own}")
 
     def __getitem__(self, layer_id: int) -> LayerEntry:
-        """The mixer of a layer that has one, and no other.
+        """Return the only mixer of a layer.
 
         Raises:
-            ValueError: it has none, or several.
+            ValueError: the layer has none, or several.
         """
         if len(self.layers[layer_id]) != 1:
             kinds = [entry.kind for entry in self.layers[layer_id]]
@@ -117,7 +117,7 @@ class LayerTable:
         return len(self.layers)
 
     def keeping(self, kv_dtype: torch.dtype | None) -> LayerTable:
-        """The table with keys, values and latents kept in ``kv_dtype``; None is the model's."""
+        """Replace the dtype of cached keys, values and latents; None is the model's."""
 
         def kept(entry: LayerEntry) -> LayerEntry:
             match entry.spec:
@@ -128,10 +128,10 @@ class LayerTable:
         return LayerTable(tuple(tuple(map(kept, layer)) for layer in self.layers))
 
     def divided(self, num_ranks: int) -> LayerTable:
-        """The table of what each of ``num_ranks`` ranks holds.
+        """Divide the table among ``num_ranks`` ranks; return the table of each rank's part.
 
         Raises:
-            UnsupportedError: the heads of a mixer cannot be spread so.
+            UnsupportedError: the heads of a mixer cannot be divided so.
         """
         return LayerTable(
             tuple(

@@ -1,4 +1,4 @@
-"""What an engine keeps of the prompts and answers that it has run, for those that begin alike."""
+"""Prefix cache: snapshots of prompts and answers, for requests that begin with the same tokens."""
 
 from torch_hybrid.serving.prefix_cache.options import PrefixCache
 from torch_hybrid.serving.prefix_cache.prefixes import Prefixes

@@ -1,9 +1,9 @@
-"""What is kept on a runner, at places of the tree, and what is given up when it runs short.
+"""Device tier: kept snapshots of a runner, and their eviction when it runs short.
 
-    a slot     the snapshot that saves the fewest tokens and was used the longest ago
-    pages      the same by its own pages, of those that no other snapshot goes on from
+    a slot     evict the snapshot of least worth: tokens that it saves, by the starts since its use
+    pages      evict the least worth per own page, among snapshots that no other one extends
 
-Within its bytes, what is given up goes to the host.
+Evicted snapshots go to the host tier, within its bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class DeviceTier:
-    """Snapshots of a runner; see ``caches.snapshot.Reclaimer``.
+    """Kept snapshots of a runner; a ``caches.snapshot.Reclaimer``.
 
     Args:
-        runner: whose pools they are in.
-        host_bytes: of those that had to make room.
+        runner: the runner whose pools hold them.
+        host_bytes: bytes of the host tier.
     """
 
     def __init__(self, runner: Runner, host_bytes: int) -> None:
@@ -33,24 +33,24 @@ class DeviceTier:
         costs = self._cache.costs()
         self._slot_bytes = sum(cost.per_sequence for cost in costs)
         self._page_bytes = runner.page_size * sum(cost.per_token for cost in costs)
-        self._nodes: dict[Node, None] = {}  # in the order in which they were made
+        self._nodes: dict[Node, None] = {}  # in order of creation
         self.host = HostTier(host_bytes, self.worth)
         self.now = 0  # counts starts
         self.num_evictions = 0
 
     @property
     def num_snapshots(self) -> int:
-        """How many there are."""
+        """Number of snapshots on the device."""
         return len(self._nodes)
 
     @property
     def num_bytes(self) -> int:
-        """Of their states, and of pages that nobody else holds."""
+        """Bytes of the snapshots' states, and of pages that no sequence holds."""
         states = len(self._nodes) * self._slot_bytes
         return states + self._cache.pages.num_spare * self._page_bytes
 
     def keep(self, node: Node, snapshot: Snapshot) -> None:
-        """Keep a snapshot at a place that has none."""
+        """Keep a snapshot at a node that has none."""
         node.keep(snapshot)
         if not self._nodes:
             self._cache.snapshots.reclaimers.append(self)
@@ -59,7 +59,7 @@ class DeviceTier:
         self._nodes[node] = None
 
     def drop(self, node: Node) -> None:
-        """Give up what is kept at a place."""
+        """Release the snapshot at a node."""
         assert node.snapshot is not None
         self._cache.snapshots.release(node.snapshot)
         node.keep(None)
@@ -69,17 +69,17 @@ class DeviceTier:
             self._cache.snapshots.reclaimers.remove(self)
 
     def bring_back(self, node: Node, copy: HostCopy) -> Snapshot | None:
-        """A snapshot again of what is on the host, where it has room."""
+        """Restore a snapshot from its host copy; None if the device has no room for it."""
         self.host.drop(node)
         try:
             snapshot = self._cache.snapshots.from_host(copy)
-        except CapacityError:  # slots are held by hand, or by sequences that have not started yet
+        except CapacityError:  # the user, or sequences that have not started, hold the slots
             return None
         self.keep(node, snapshot)
         return snapshot
 
     def copies(self) -> list[tuple[list[int], HostCopy]]:
-        """The tokens of what is certain, here and on the host, with a copy of each."""
+        """Copy all committed prefixes, on the device and on the host, with their tokens."""
         copies = [
             (node.all_tokens, self._cache.snapshots.to_host(node.snapshot))
             for node in self._nodes
@@ -89,30 +89,33 @@ class DeviceTier:
         return copies + [(tokens, copy) for tokens, copy in away if copy is not None]
 
     def clear(self) -> None:
-        """Keep nothing, here or on the host."""
+        """Release all snapshots, and drop all copies on the host."""
         for node in list(self._nodes):
             self.drop(node)
         self.host.clear()
 
     def free_pages(self, count: int) -> None:
-        """As ``Reclaimer``. Only what no other snapshot goes on from frees pages, and what no
-        sequence holds is given up first."""
+        """Evict snapshots until ``count`` pages are free, as a ``Reclaimer`` does.
+
+        Only a snapshot that no other one extends frees pages. Those whose last page no sequence
+        holds go first.
+        """
         while self._nodes and self._cache.pages.num_free < count:
             last = [node for node in self._nodes if node.num_kept == 1]
             alone = [node for node in last if self._frees_a_page(node)]
             self._evict(min(alone or last, key=self._worth_of_a_page))
 
     def free_snapshot(self) -> None:
-        """As ``Reclaimer``."""
+        """Evict snapshots until a slot is free, as a ``Reclaimer`` does."""
         while self._nodes and not self._cache.snapshots.num_free:
             self._evict(min(self._nodes, key=self.worth))
 
     def worth(self, node: Node) -> float:
-        """Tokens that a snapshot saves, by the starts since it was last used."""
+        """Divide the tokens that a snapshot saves by the starts since it was last used."""
         return (node.depth - depth_before(node)) / (1 + self.now - node.last_used)
 
     def _worth_of_a_page(self, node: Node) -> float:
-        """The same of each of its pages that are no other snapshot's."""
+        """Divide a snapshot's worth by its pages that no earlier snapshot has."""
         size = self._page_size
         return self.worth(node) / (1 + node.depth // size - depth_before(node) // size)
 
@@ -121,7 +124,7 @@ class DeviceTier:
         return self._cache.snapshots.is_last_page_spare(node.snapshot)
 
     def _evict(self, node: Node) -> None:
-        """Give up what is kept at a place; what is certain may go to the host."""
+        """Release the snapshot at a node; a committed one may go to the host."""
         self.num_evictions += 1
         snapshot = node.snapshot
         assert snapshot is not None
@@ -133,6 +136,6 @@ class DeviceTier:
 
 
 def depth_before(node: Node) -> int:
-    """Tokens up to the snapshot before a place."""
+    """Return the depth of the nearest snapshot above a node; 0 if there is none."""
     before = (each.depth for each in node.path() if each is not node and each.snapshot)
     return next(before, 0)

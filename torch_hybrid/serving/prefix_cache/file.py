@@ -1,10 +1,10 @@
-"""Kept prefixes in a file of safetensors, for a later process of the same model and sizes.
+"""A safetensors file of kept prefixes, for a later process of the same model and sizes.
 
-metadata    what they hold for, by name, and a digest of all that follows
-N.tokens    of the N-th prefix
-N.count     of the tokens that its states and pages are of
-N.states.M  what it has in the M-th pool of states
-N.pages.M   and in the M-th pool of pages
+- metadata: names and values that must match on loading, and a digest of the tensors
+- N.tokens: tokens of the N-th prefix
+- N.count: number of tokens that its states and pages hold
+- N.states.M: its state in the M-th pool of states
+- N.pages.M: its pages in the M-th pool of pages
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 
 from torch_hybrid.caches.pool_copies import HostCopy
 
-_FORMAT = "2"  # of 1, states may be of a token more than they say
+_FORMAT = "2"  # states in files of format 1 may be one token ahead of their count
 _DIGEST = "digest"
-_SAMPLES = 256  # values of each weight that tell one model from another
+_SAMPLES = 256  # values per weight that identify a model
 Prefix = tuple[list[int], HostCopy]
 
 
 def facts_of(model: Any, tables: object, **sizes: object) -> dict[str, str]:
-    """What prefixes of a model in a runner hold for, by name.
+    """Name the facts that a file of prefixes must match: model, pools and sizes.
 
-    Weights are told by their names, shapes, dtypes and some of their values.
+    Weights are identified by their names, shapes, dtypes and a sample of their values.
     """
     content = hashlib.blake2b(repr(tables).encode(), digest_size=16)
     for name, weight in sorted(
@@ -43,10 +43,10 @@ def facts_of(model: Any, tables: object, **sizes: object) -> dict[str, str]:
 
 
 def save(path: Path, prefixes: Sequence[Prefix], facts: Mapping[str, str]) -> None:
-    """Write prefixes to a file, which is there whole or not at all.
+    """Write prefixes to a file atomically: it is complete, or the old file stays.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     from safetensors.torch import save_file
 
@@ -70,9 +70,9 @@ def load(path: Path, facts: Mapping[str, str]) -> list[Prefix]:
     """Read the prefixes of a file.
 
     Raises:
-        OSError: there is none, or it cannot be read.
-        ValueError: it is damaged, its prefixes are of other ``facts``, or what one keeps is of more
-            or fewer tokens than it has.
+        OSError: there is no file, or it cannot be read.
+        ValueError: the file is damaged, its ``facts`` differ, or a prefix has more or fewer tokens
+            than its states and pages hold.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -122,7 +122,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Some values, of a few rows."""
+    """Sample values of a weight, from up to four rows."""
     if weight.ndim == 0 or not weight.numel():
         return weight
     last = len(weight) - 1

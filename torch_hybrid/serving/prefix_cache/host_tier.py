@@ -1,4 +1,4 @@
-"""What had to make room on the device, within a number of bytes of the host."""
+"""Host tier: copies of snapshots evicted from the device, within a number of bytes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 class HostTier:
-    """Copies of snapshots on the host, at their places in the tree.
+    """Copies of snapshots on the host, at their nodes of the tree.
 
     Args:
-        max_bytes: that they take together, at the most.
-        worth: of the copy at a place; the least goes first.
+        max_bytes: the most bytes of all copies together.
+        worth: worth of the copy at a node; the least is evicted first.
     """
 
     def __init__(self, max_bytes: int, worth: Callable[[Node], float]) -> None:
         self._max_bytes, self._worth = max_bytes, worth
-        self._nodes: dict[Node, None] = {}  # in the order in which they came
+        self._nodes: dict[Node, None] = {}  # in order of arrival
         self.num_bytes = 0
 
     def make_room(self, num_bytes: int, worth: float) -> bool:
-        """Whether there is room for so many bytes, if need be that of what is worth less."""
+        """Evict copies of less worth until ``num_bytes`` fit; tell whether they do."""
         if num_bytes > self._max_bytes:
             return False
         while self.num_bytes + num_bytes > self._max_bytes:
@@ -36,13 +36,13 @@ class HostTier:
         return True
 
     def keep(self, node: Node, copy: HostCopy) -> None:
-        """Keep a copy at a place that has none."""
+        """Keep a copy at a node that has none."""
         node.keep_on_host(copy)
         self._nodes[node] = None
         self.num_bytes += copy.nbytes
 
     def drop(self, node: Node) -> None:
-        """Keep no copy at a place any more, if there was one."""
+        """Drop the copy at a node, if there is one."""
         if node.on_host is not None:
             self.num_bytes -= node.on_host.nbytes
             node.keep_on_host(None)
@@ -50,10 +50,10 @@ class HostTier:
 
     @property
     def nodes(self) -> list[Node]:
-        """Where copies are."""
+        """Nodes that have a copy."""
         return list(self._nodes)
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Drop all copies."""
         for node in list(self._nodes):
             self.drop(node)

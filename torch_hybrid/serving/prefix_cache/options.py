@@ -1,4 +1,4 @@
-"""What a user says about an engine's prefix cache."""
+"""Options of an engine's prefix cache."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCache:
-    """How an engine keeps prefixes; ``Runner(max_snapshots=...)`` says how many states it can.
+    """Options of a prefix cache; ``Runner(max_snapshots=...)`` bounds the number of kept states.
 
     Args:
-        min_tokens: the fewest tokens that a snapshot has to save over the one before it.
-        every: of a prompt, keep the states after each so many tokens too, so that one that parts
-            from it anywhere finds one near. By default they are kept where prompts end, where
-            messages do, where two prompts part and where answers end.
-        host_bytes: memory of the host (pinned, for a GPU) for what has to make room on the device;
-            it comes back when a request can start from it.
+        min_tokens: the fewest tokens that a snapshot must save over the one before it.
+        every: also keep snapshots of a prompt at multiples of this many tokens. Prompts that
+            diverge anywhere then find a near one. By default snapshots are kept at the ends of
+            prompts, messages and answers, and where two prompts diverge.
+        host_bytes: host memory (pinned, for a GPU) for snapshots evicted from the device, which
+            come back when a request can start from them.
 
     Raises:
         ValueError: ``min_tokens`` is below 1, ``every`` below ``min_tokens``, or ``host_bytes``

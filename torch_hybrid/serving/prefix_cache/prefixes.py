@@ -1,20 +1,21 @@
-"""Which requests start from what others ran, what is kept for that, and what is given up.
+"""Prefixes of an engine: which requests start from which snapshot, and when snapshots are made.
 
-    waiting    its tokens are a path of the tree. It starts from the deepest snapshot on it, or
-               waits while a running request is about to reach a deeper one
-    running    its chunks end where a snapshot is wanted: where another path parts from its own,
-               where its last message ends, after every N tokens. One is made there, at the end of
-               the prompt, and at the end of the answer; none of them takes a copy
-    certain    once it got a token, others may start from what it kept: its logits were finite
-    evicted    when its slot or its pages are needed, if it is worth the least (``device_tier``).
+    waiting    the request's tokens are a path of the tree. It starts from the deepest snapshot on
+               the path, or waits while a running request is about to reach a deeper one
+    running    chunks end where a snapshot is wanted: where another path diverges, at the end of the
+               last message, after every N tokens. Snapshots are made there, at the end of the
+               prompt, and at the end of the answer; none of them copies states or pages
+    committed  once the request got a token, others may start from its snapshots: the logits were
+               finite
+    evicted    the snapshot of least worth, when its slot or pages are needed (``device_tier``).
                Within ``host_bytes`` it goes to the host, and comes back when a request starts from
                it
 
-A model without states starts anywhere in what was run: its snapshots are pages alone, and are
+A model without states starts at any token that was run: its snapshots hold pages alone, and are
 made at the ends of prompts and answers.
 
-Every decision follows from the requests and their tokens, in order: ranks that share a model make
-the same ones.
+Decisions depend only on the requests and their tokens, in order: ranks that share a model decide
+alike.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ if TYPE_CHECKING:
     from torch_hybrid.graphs.runner import Runner
     from torch_hybrid.serving.request import Request
 
-_TREE_TOKENS = 4  # times the tokens that the runner holds: what was seen and is not kept
+_TREE_TOKENS = 4  # tokens that the tree remembers, in units of the longest sequence
 
 
 @dataclass(slots=True)
 class _Use:
-    """What a request of the engine has to do with the tree."""
+    """A request's place in the tree."""
 
-    node: Node  # where its known tokens end
-    made: list[Node] = field(default_factory=list)  # what it kept and is not certain yet
+    node: Node  # end of the request's known tokens
+    made: list[Node] = field(default_factory=list)  # nodes of its uncommitted snapshots
 
 
 class Prefixes:
     """The prefixes that an engine keeps on its runner.
 
     Args:
-        runner: of the engine. What is kept is given back to it when it runs short.
-        options: what is kept.
+        runner: the engine's runner, which takes kept pages and slots back when it runs short.
+        options: options of the cache.
 
     Raises:
-        ValueError: the model has states, and the runner no slots to keep any.
+        ValueError: the model has states, and the runner keeps no snapshots.
     """
 
     def __init__(self, runner: Runner, options: PrefixCache) -> None:
@@ -70,13 +71,13 @@ class Prefixes:
             )
         self._tree = Tree(_TREE_TOKENS * runner.max_seq_len)
         self._uses: dict[Request, _Use] = {}
-        self._makers: dict[Request, None] = {}  # that started, and got no token yet
+        self._makers: dict[Request, None] = {}  # requests that started, and got no token yet
         self._kept = DeviceTier(runner, options.host_bytes)
         self._num_hits = self._num_hit_tokens = self._num_start_tokens = self._num_returned = 0
 
     @property
     def stats(self) -> PrefixStats:
-        """What was done, and what is held."""
+        """Counts of starts, hits and evictions, and of what is kept now."""
         return PrefixStats(
             num_starts=self._kept.now,
             num_hits=self._num_hits,
@@ -90,17 +91,17 @@ class Prefixes:
         )
 
     def clear(self) -> None:
-        """Give up all that is kept."""
+        """Release everything that is kept."""
         self._kept.clear()
 
     def save(self, path: Path) -> int:
-        """As ``Engine.save_prefixes``."""
+        """Save all committed prefixes, for ``Engine.save_prefixes``; return their number."""
         prefixes = self._kept.copies()
         file.save(path, prefixes, self._facts())
         return len(prefixes)
 
     def load(self, path: Path) -> int:
-        """As ``Engine.load_prefixes``."""
+        """Load prefixes into the host tier, for ``Engine.load_prefixes``; return their number."""
         num_kept = 0
         for tokens, copy in file.load(path, self._facts()):
             node, _ = self._tree.insert(array("q", tokens))
@@ -111,7 +112,7 @@ class Prefixes:
         return num_kept
 
     def _facts(self) -> dict[str, str]:
-        """What is kept holds for."""
+        """Name the facts that a file must match for its prefixes to hold here."""
         cache, sizes = self._cache, self._cache.sizes
         scales = {layer_id: worth.tolist() for layer_id, worth in cache.scales.items()}
         return file.facts_of(
@@ -122,10 +123,10 @@ class Prefixes:
             batch_invariant=self._runner.batch_invariant,
         )
 
-    # What a request goes through, in this order.
+    # Events of a request, in order.
 
     def add(self, request: Request) -> None:
-        """A request waits: note its path, and where it parts from others."""
+        """Insert the path of a request that waits, and note where it diverges from others."""
         tokens = request.path
         node, num_known = self._tree.insert(tokens)
         node.num_users += 1
@@ -138,7 +139,7 @@ class Prefixes:
             self._want(tokens, request.message_end)
 
     def start(self, job: Request, admitted: Sequence[Request]) -> Start | None:
-        """As ``scheduler.Starts``."""
+        """Choose the prefix that a waiting request starts from; see ``scheduler.Starts``."""
         if job.needs_prompt_logits:
             return FROM_NOTHING
         found = self._deepest(job)
@@ -149,16 +150,16 @@ class Prefixes:
         if found is None or length < self._options.min_tokens:
             return FROM_NOTHING
         snapshot = found[0].snapshot
-        if snapshot is None:  # all of its pages are taken anew, and the last one is copied
+        if snapshot is None:  # on the host: all pages are allocated, and the last one is copied
             size = self._runner.page_size
             return Start(length, length // size - -(-length // size))
         return Start(length, self._cache.snapshots.num_shared_pages(snapshot, length), snapshot)
 
     def begin(self, requests: Sequence[Request], starts: Sequence[Start]) -> None:
-        """Give admitted requests a sequence each.
+        """Give each admitted request a sequence.
 
-        What comes back from the host may need the room of something else that is kept: it comes
-        last. One that finds no room after all, or has itself made room, starts from nothing.
+        Requests that start from the host come last, since they may evict other snapshots. A request
+        whose snapshot was evicted, or finds no room, starts from nothing.
         """
         pairs = list(zip(requests, starts, strict=True))
         for request, start in sorted(pairs, key=lambda pair: _is_on_host(pair[1])):
@@ -172,7 +173,7 @@ class Prefixes:
             self._note_start(request, length)
 
     def _return(self, request: Request, length: int) -> Snapshot | None:
-        """A snapshot that was on the host, if it is still there and has room."""
+        """Restore a request's snapshot from the host, if it is still there and fits."""
         found = self._deepest(request)
         if found is None or found[1] != length or (copy := found[0].on_host) is None:
             return None
@@ -181,7 +182,7 @@ class Prefixes:
         return snapshot
 
     def _note_start(self, request: Request, length: int) -> None:
-        """A request starts after so many of its tokens."""
+        """Count a request's start after ``length`` kept tokens."""
         self._kept.now += 1
         self._num_hits += length > 0
         self._num_hit_tokens += length
@@ -194,7 +195,7 @@ class Prefixes:
                 node.last_used = self._kept.now
 
     def limit(self, job: Request, num_held: int, chunk: int) -> int:
-        """As ``scheduler.Starts``."""
+        """Cut a chunk at the next wanted snapshot; see ``scheduler.Starts``."""
         if chunk == 1 or not self._has_states:
             return chunk
         end = num_held + chunk
@@ -204,13 +205,13 @@ class Prefixes:
         return min([*due, end]) - num_held
 
     def num_freed_by(self, job: Request) -> int:
-        """As ``scheduler.Starts``."""
+        """Count the pages that preempting a running request frees; see ``scheduler.Starts``."""
         return 0 if job.sequence is None else self._cache.num_freed_by(job.sequence)
 
     def run(self, requests: Sequence[Request]) -> None:
-        """A step of these was started: keep what they hold after it, where that is wanted.
+        """Make the snapshots that are wanted after a step of these requests, which has started.
 
-        What is kept is written before anything that is started later reads it.
+        Snapshots hold what the step writes: any later step reads it after it is written.
         """
         for request in requests:
             if request not in self._makers:
@@ -227,7 +228,7 @@ class Prefixes:
                     self._make(nodes[held], request)
 
     def finish(self, requests: Sequence[Request]) -> None:
-        """These got a token, or an error instead of one."""
+        """Commit the snapshots of requests that got a token from finite logits."""
         for request in requests:
             if request in self._makers and request.is_finite and not _has_failed(request):
                 del self._makers[request]
@@ -236,23 +237,24 @@ class Prefixes:
                 self._uses[request].made.clear()
 
     def leave(self, request: Request) -> None:
-        """A request is about to lose its sequence: it was preempted, or it has ended.
+        """Keep a snapshot of a request that is about to lose its sequence.
 
-        What it held is kept, if it is certain or the request itself comes back for it.
+        Nothing is kept if its logits were not finite, or if it ended before its first token or with
+        an error. A preempted request may come back for its own snapshot.
         """
         sequence = request.sequence
         is_certain = request not in self._makers and not _has_failed(request)
         if sequence is None or not request.is_finite or not (is_certain or request.output is None):
             return
         length = self._runner.length(sequence)
-        if 0 < length <= len(request.history):  # else it ran a token that nobody has seen
+        if 0 < length <= len(request.history):  # else the host does not know its last token yet
             node, _ = self._tree.insert(request.path[:length])
             self._make(node, request)
             if is_certain:
                 self._settle(node, request)
 
     def wait_again(self, request: Request) -> None:
-        """A request lost its sequence and has not ended: note the path that it has by now."""
+        """Move an unfinished request that lost its sequence to the end of its current path."""
         self._makers.pop(request, None)
         use = self._uses[request]
         use.node.num_users -= 1
@@ -260,14 +262,14 @@ class Prefixes:
         use.node.num_users += 1
 
     def give_up(self, request: Request) -> None:
-        """A step raised, and a request lost its sequence: it waits again, or has ended."""
+        """Forget the sequence of a request after a step raised: it waits again, or has ended."""
         if request.output is not None:
             self.discard(request)
         elif request in self._uses:
             self.wait_again(request)
 
     def discard(self, request: Request) -> None:
-        """A request has ended and keeps no sequence; of one that never came nothing happens."""
+        """Forget an ended request and its uncommitted snapshots, if it was ever added."""
         self._makers.pop(request, None)
         use = self._uses.pop(request, None)
         if use is None:
@@ -278,15 +280,15 @@ class Prefixes:
                 self._kept.drop(node)
         self._tree.forget()
 
-    # What is where.
+    # Lookup and creation of snapshots.
 
     def _want(self, tokens: array[int], depth: int) -> None:
-        """Have a snapshot after so many tokens, of whoever runs them next."""
+        """Mark where the next request to run these tokens makes a snapshot."""
         if depth >= self._options.min_tokens:
             self._tree.insert(tokens[:depth])[0].is_wanted = True
 
     def _due(self, end: Node) -> Iterator[Node]:
-        """Places on a path where a snapshot is wanted and worth it."""
+        """Find the nodes on a path where a snapshot is wanted and saves enough tokens."""
         for node in end.path():
             if node.is_wanted and node.snapshot is None and self._saves_enough(node):
                 yield node
@@ -295,7 +297,10 @@ class Prefixes:
         return node.depth - depth_before(node) >= self._options.min_tokens
 
     def _deepest(self, request: Request) -> tuple[Node, int] | None:
-        """The place to start a request from, and after how many tokens; one at least is run."""
+        """Find the deepest node to start a request from, and how many tokens that saves.
+
+        At least one token of the request is left to run.
+        """
         last = len(request.history) - 1
         for node in self._uses[request].node.path():
             if not self._has_states:
@@ -307,7 +312,7 @@ class Prefixes:
         return None
 
     def _reach(self, request: Request, maker: Request) -> int:
-        """Up to where a request could start from what another one is about to keep."""
+        """Predict the longest prefix of a request that another one is about to keep, in tokens."""
         end, last = self._uses[maker].node, len(request.history) - 1
         if maker is request:
             return 0
@@ -329,7 +334,7 @@ class Prefixes:
         return max(depths, default=0)
 
     def _make(self, node: Node, request: Request) -> None:
-        """Keep what a request holds, at its place, if nothing is there and it is worth it."""
+        """Make a snapshot of a request at a node that has none, if it saves enough tokens."""
         assert request.sequence is not None
         if node.snapshot is not None:
             node.last_used = self._kept.now
@@ -338,20 +343,20 @@ class Prefixes:
         self._runner.flush([request.sequence])
         try:
             snapshot = self._cache.snapshot(request.sequence, spare=True)
-        except CapacityError:  # all of them are held by hand
+        except CapacityError:  # the user holds all of them
             return
         self._kept.keep(node, snapshot)
         node.maker = request
         self._uses[request].made.append(node)
 
     def _settle(self, node: Node, request: Request) -> None:
-        """Others may start from what a request kept."""
-        if node.maker is not request:  # given up meanwhile
+        """Let all requests start from the snapshot that a request made at a node."""
+        if node.maker is not request:  # evicted meanwhile
             return
         node.maker = None
         if self._has_states:
             return
-        # Without states, it serves wherever one before it did.
+        # Without states, a snapshot serves all prefixes of its tokens.
         for earlier in list(node.path())[1:]:
             if earlier.snapshot is not None:
                 self._kept.drop(earlier)
@@ -366,12 +371,12 @@ def _has_failed(request: Request) -> bool:
 
 
 def _is_for(node: Node, request: Request) -> bool:
-    """Whether a request may start from what is kept at a place."""
+    """Tell whether a request may start from the snapshot at a node."""
     return node.snapshot is not None and node.maker in (None, request)
 
 
 def _certain(node: Node, request: Request) -> Node | None:
-    """A place, here or below, from which a request may start."""
+    """Find a snapshot, at a node or below, from which a request may start."""
     below = [node]
     while below:
         found = below.pop()
@@ -382,7 +387,7 @@ def _certain(node: Node, request: Request) -> Node | None:
 
 
 def _on_host(node: Node) -> Node | None:
-    """A place, here or below, of which there is a copy on the host."""
+    """Find a node, at a node or below, that has a copy on the host."""
     if not node.num_on_host:
         return None
     while node.on_host is None:

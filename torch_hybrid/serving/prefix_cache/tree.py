@@ -1,9 +1,7 @@
-"""A radix tree over tokens: every sequence that was seen is a path, every place where two part a
-node.
+"""A radix tree over tokens: every sequence seen is a path, and paths diverge at nodes.
 
-An edge holds as many tokens as no other path parts from, in an array of type "q": such are compared
-at once. Nodes mark more places than those: where a sequence ends, and where something is kept or
-wanted.
+An edge holds the tokens between two nodes as an array of type "q", which compares fast. There are
+also nodes where a sequence ends, and where a snapshot is kept or wanted.
 """
 
 from __future__ import annotations
@@ -20,34 +18,34 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A place in the tree: the tokens from the root to here.
+    """A node of the tree: the tokens from the root to here.
 
-    ``maker`` is set as long as it is not certain that what is kept can be used: until whoever ran
-    these tokens got a token of them.
+    ``maker`` is the request that made the snapshot, until that request's next token is known to be
+    finite. Until then no other request may use the snapshot.
     """
 
     parent: Node | None
-    tokens: array[int]  # from the parent to here
+    tokens: array[int]  # of the edge from the parent
     depth: int  # tokens from the root to here
     children: dict[int, Node] = field(default_factory=dict)  # by their first token
     snapshot: Snapshot | None = None
-    on_host: HostCopy | None = None  # of one that was here
+    on_host: HostCopy | None = None  # of an evicted snapshot
     maker: object | None = None
-    is_wanted: bool = False  # a snapshot here would have been of use
+    is_wanted: bool = False  # a snapshot is to be made here
     num_users: int = 0  # requests that end here
-    num_kept: int = 0  # snapshots here and below
-    num_on_host: int = 0  # copies on the host, here and below
-    last_used: int = 0  # by the clock of whoever uses it
+    num_kept: int = 0  # snapshots here and in the subtree
+    num_on_host: int = 0  # host copies here and in the subtree
+    last_used: int = 0  # in starts, see ``DeviceTier.now``
 
     def path(self) -> Iterator[Node]:
-        """From here up to the root, which is left out."""
+        """Walk from this node up to the root, which is left out."""
         node = self
         while node.parent is not None:
             yield node
             node = node.parent
 
     def keep(self, snapshot: Snapshot | None) -> None:
-        """Keep a snapshot here, or none any more; it is of the tokens from the root to here."""
+        """Set or clear the snapshot here, which holds the tokens from the root to here."""
         self._check_count(snapshot)
         change = (snapshot is not None) - (self.snapshot is not None)
         self.snapshot = snapshot
@@ -55,7 +53,7 @@ class Node:
             node.num_kept += change
 
     def keep_on_host(self, copy: HostCopy | None) -> None:
-        """Keep a copy on the host here, or none any more, of as many tokens."""
+        """Set or clear the host copy here, which holds as many tokens."""
         self._check_count(copy)
         change = (copy is not None) - (self.on_host is not None)
         self.on_host = copy
@@ -68,12 +66,12 @@ class Node:
 
     @property
     def all_tokens(self) -> list[int]:
-        """From the root to here."""
+        """Tokens from the root to here."""
         return [token for node in reversed(list(self.path())) for token in node.tokens]
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody would miss it as a place of its own."""
+        """True if the node may be removed: no request uses it and it keeps nothing."""
         is_empty = self.snapshot is None and self.on_host is None
         return is_empty and not self.num_users and self.parent is not None
 
@@ -82,7 +80,8 @@ class Tree:
     """All paths, within a number of tokens.
 
     Args:
-        max_tokens: what is neither kept nor in use is forgotten beyond so many, the oldest first.
+        max_tokens: beyond this many tokens, unused paths that keep nothing are forgotten, the
+            oldest first.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -91,7 +90,7 @@ class Tree:
         self._max_tokens = max_tokens
 
     def insert(self, tokens: array[int]) -> tuple[Node, int]:
-        """The place of these tokens, and how many of them were there before."""
+        """Insert a path; return its node, and how many of its tokens were known before."""
         node, known = self.root, 0
         while known < len(tokens):
             child = node.children.get(tokens[known])
@@ -109,7 +108,7 @@ class Tree:
         return leaf
 
     def _split(self, node: Node, at: int) -> Node:
-        """A new place within the edge to a node, after so many of its tokens."""
+        """Split the edge to a node after ``at`` of its tokens; return the new node."""
         assert node.parent is not None
         upper = Node(
             node.parent,
@@ -125,7 +124,7 @@ class Tree:
         return upper
 
     def forget(self) -> None:
-        """Forget what nobody needs, if there is too much of it."""
+        """Remove free leaves, the oldest first, if the tree has too many tokens."""
         if self.num_tokens <= self._max_tokens:
             return
         while self.num_tokens > self._max_tokens * 3 // 4:
@@ -144,7 +143,7 @@ class Tree:
             yield node
 
     def _remove(self, leaf: Node) -> None:
-        """Take a leaf away, and the place that it parted at if no other parts there."""
+        """Remove a leaf, and merge its parent into the only child left if the parent is free."""
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.tokens[0]]
@@ -158,7 +157,7 @@ class Tree:
 
 
 def _num_common(edge: array[int], tokens: array[int], start: int) -> int:
-    """How many tokens of an edge are those from ``start`` on; the first one is."""
+    """Count the tokens of an edge that equal those from ``start`` on; the first one does."""
     length = min(len(edge), len(tokens) - start)
     if edge[:length] == tokens[start : start + length]:
         return length

@@ -1,8 +1,9 @@
-"""Drafts: tokens that somebody guesses, and that the model verifies several of in one step.
+"""Speculative decoding: a drafter guesses tokens, and the model verifies several in one step.
 
-``drafter`` says what proposes them: ``ngram``, the model's own ``head`` or a ``smaller_model``.
-``pace`` decides how many are worth trying at a time, by their ``acceptance`` and the ``costs`` of
-steps, and ``speculator`` is what an engine asks. A step that tries them is a ``in_flight`` as any.
+``drafter`` is the interface of drafters: ``ngram``, the model's own ``head`` or a
+``smaller_model``. ``pace`` chooses the number of drafts, by their ``acceptance`` and the ``costs``
+of steps, and ``speculator`` is the engine's entry point. A step with drafts is an ``in_flight``
+step like any other.
 """
 
 from torch_hybrid.serving.speculation.drafter import Drafter

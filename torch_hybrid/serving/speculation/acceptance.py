@@ -1,27 +1,27 @@
-"""How likely drafts are: of one request, and of all requests of an engine.
+"""Acceptance rates of drafts: of one request, and of all requests of an engine.
 
-Draft i of a step counts if all those before it were accepted. What is remembered fades with every
-step that passes, whether it had drafts or not, and where nothing is remembered something is hoped
-for: so what has gone wrong for a while is tried again.
+Draft i of a step counts only if all drafts before it were accepted. Counts fade with every step,
+with drafts or without. Rates start from an optimistic prior (``HOPE``), so drafts that failed for a
+while are tried again.
 
-    of an engine's draft i     what happened to it, beside ``WEIGHT`` drafts like draft i - 1
-    of a request's             what happened to it, beside ``WEIGHT`` drafts like the engine's
+    rate of an engine's draft i    its own counts, and ``WEIGHT`` drafts at the rate of draft i - 1
+    rate of a request's draft i    its own counts, and ``WEIGHT`` drafts at the engine's rate
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-HOPE = 0.95  # of a first draft that nothing is known of
-WEIGHT = 4.0  # of what is expected beforehand, in drafts
+HOPE = 0.95  # prior rate of the first draft
+WEIGHT = 4.0  # of the prior, in drafts
 
 
 class Acceptance:
-    """What became of drafts, by their place in a step.
+    """Fading counts of tried and accepted drafts, by their place in a step.
 
     Args:
         num_drafts: the most drafts of a step.
-        fading: what one step leaves of the weight of those before it.
+        fading: factor on all counts at each step.
     """
 
     __slots__ = ("_accepted", "_fading", "_noted", "_tried")
@@ -31,8 +31,7 @@ class Acceptance:
         self._tried, self._accepted = [0.0] * num_drafts, [0.0] * num_drafts
 
     def note(self, num_drafts: int, num_accepted: int, now: int) -> None:
-        """The drafts of a request in step ``now``: those after the first that is wrong say
-        nothing."""
+        """Count the drafts of a request in step ``now``, up to the first rejected draft."""
         left = self._left(now)
         self._tried = [count * left for count in self._tried]
         self._accepted = [count * left for count in self._accepted]
@@ -42,11 +41,11 @@ class Acceptance:
             self._accepted[place] += place < num_accepted
 
     def rates(self, now: int, expected: Sequence[float] | None = None) -> list[float]:
-        """The probability of each draft, where those before it are accepted.
+        """Estimate the probability of each draft, given that those before it are accepted.
 
         Args:
             now: the step.
-            expected: of each beforehand; by default as much as of the one before it.
+            expected: prior rate of each draft; by default, the rate of the draft before it.
         """
         left, rates, before = self._left(now), [], HOPE
         for place, (tried, accepted) in enumerate(zip(self._tried, self._accepted, strict=True)):
@@ -60,7 +59,7 @@ class Acceptance:
 
 
 def expected_tokens(rates: Sequence[float]) -> list[float]:
-    """Tokens that a step gives with no draft, with one, and so on."""
+    """Compute the expected tokens of a step with 0, 1, 2, ... drafts."""
     tokens, all_right = [1.0], 1.0
     for rate in rates:
         all_right *= rate

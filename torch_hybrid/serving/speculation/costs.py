@@ -1,13 +1,13 @@
-"""What steps with drafts take, in plain steps of as many sequences.
+"""Measured costs of steps with drafts, in plain steps of as many sequences.
 
-The fastest of the last times of a kind counts: the machine has other work. A kind is a number of
-sequences, rounded up to a power of 2, and a length of drafts; two drafts and more that are made at
-once are of one kind. Its first step, and the first of each size, does not make it known, since it
-may have been compiled. What drafts cost is believed half as much each time that it was not measured
-for ``LONG`` steps: it may have been a slow spell.
+A kind of step is a number of sequences, rounded up to a power of 2, and a number of drafts. All
+numbers from two on are one kind where a head drafts them at once. The cost of a kind is the fastest
+of its last times, since the machine has other work. The first step of a kind, or of a new bucket,
+does not make the kind known: it may include compilation. The excess over a plain step is halved for
+each ``LONG`` steps without a measurement: the measured spell may have been slow.
 
-The cost of a length that was not measured is on the line through the nearest ones that were; where
-there are none, a draft is taken to add a tenth of a plain step.
+The cost of a number of drafts that was not measured is interpolated between the nearest measured
+ones. Without any, each draft adds a tenth of a plain step.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-SLOPE = 0.1  # of a plain step, what a draft adds where nothing was measured
-_KEPT, _FEWEST = 9, 2  # times of a kind
+SLOPE = 0.1  # plain steps that a draft adds if nothing was measured
+_KEPT, _FEWEST = 9, 2  # times of a kind: the most kept, and the fewest that make it known
 LONG = 256  # steps
-BELIEVED = 5.0  # plain steps, the most of what steps of a kind take that is not known
+BELIEVED = 5.0  # plain steps: the most that a step of an unmeasured kind is charged
 
 
 @dataclass(slots=True)
 class _Kind:
     noted: int  # the last step
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    num_counted: int = 0  # times that were no first steps'
+    num_counted: int = 0  # times without first steps
     fastest: float = math.inf
 
 
 class StepCosts:
-    """The costs of one engine's steps.
+    """Costs of one engine's steps.
 
     Args:
-        num_drafts: the longest drafts.
-        measures: go by times. Ranks that share a model must all decide alike, and their clocks
-            differ.
-        drafts_at_once: two drafts take as long to make as the most, as those of a head do.
+        num_drafts: the most drafts of a request.
+        measures: use measured times. False where ranks share a model: they must decide alike, and
+            their clocks differ.
+        drafts_at_once: two drafts take as long to make as any more, as a head's do.
     """
 
     def __init__(
@@ -50,8 +50,10 @@ class StepCosts:
     def note(
         self, num_seqs: int, length: int, seconds: float, now: int, *, is_first: bool = False
     ) -> None:
-        """Step ``now`` took so long; ``length`` of its longest draft, 0 for a plain one. What the
-        first of its size says is that others take no longer."""
+        """Record the duration of step ``now``; ``length`` is its most drafts, 0 for a plain step.
+
+        ``is_first``: the step may include compilation, so its time is only an upper bound.
+        """
         if not self._measures:
             return
         key = self._key(_size(num_seqs), length)
@@ -65,29 +67,32 @@ class StepCosts:
         kind.fastest, kind.noted = min(kind.times), now
 
     def are_known(self, num_seqs: int) -> bool:
-        """Whether plain steps of so many sequences were measured: else some have to come first."""
+        """Tell whether plain steps of this many sequences were measured."""
         return not self._measures or self._known(_size(num_seqs), 0) is not None
 
     def are_known_with_drafts(self, num_seqs: int) -> bool:
-        """Whether steps of so many sequences were measured with drafts of some length."""
+        """Tell whether steps of this many sequences were measured with any number of drafts."""
         size, lengths = _size(num_seqs), range(1, self._num_drafts + 1)
         return not self._measures or any(self._known(size, length) for length in lengths)
 
     def of(self, num_seqs: int, now: int) -> list[float]:
-        """The cost of a step without drafts, which is 1, with up to one, and so on."""
+        """Estimate the costs of steps with 0, 1, ... drafts; a plain step costs 1."""
         size, lengths = _size(num_seqs), range(self._num_drafts + 1)
         if (plain := self._known(size, 0)) is None:
             return [1.0 + SLOPE * length for length in lengths]
         known, least = {0: 1.0}, math.inf
         for length in reversed(lengths[1:]):
             if kind := self._known(size, length):
-                least = min(least, kind.fastest / plain.fastest)  # longer ones do not take less
+                least = min(least, kind.fastest / plain.fastest)  # more drafts do not take less
                 known[length] = 1.0 + (least - 1.0) * 0.5 ** ((now - kind.noted) // LONG)
         return [self._between(known, length) for length in lengths]
 
     def charged(self, num_seqs: int, length: int) -> float:
-        """The cost of a step that was run, or may be: that of its kind, or where that is not known
-        the least that there was, as far as it can be believed."""
+        """Return the cost that the credit account charges for a step.
+
+        This is the cost of its kind. While that is unmeasured, it is the fastest time so far, up to
+        ``BELIEVED``.
+        """
         size = _size(num_seqs)
         plain, kind = self._known(size, 0), self._kinds.get(self._key(size, length))
         if plain is None or kind is None:
@@ -96,7 +101,7 @@ class StepCosts:
         return cost if self._known(size, length) else min(cost, BELIEVED)
 
     def _between(self, known: dict[int, float], length: int) -> float:
-        """The cost of a length, on the line through those that are known."""
+        """Interpolate the cost of a number of drafts between known costs."""
         if length in known:
             return known[length]
         below = max(of for of in known if of < length)
@@ -104,7 +109,7 @@ class StepCosts:
         if above is not None:
             slope = (known[above] - known[below]) / (above - below)
         elif self._drafts_at_once:
-            slope = SLOPE  # what one costs by itself says nothing of more
+            slope = SLOPE  # the cost of one draft says nothing of more
         else:
             slope = (known[below] - 1.0) / below if below else SLOPE
         return known[below] + slope * (length - below)
@@ -118,5 +123,5 @@ class StepCosts:
 
 
 def _size(num_seqs: int) -> int:
-    """Rounded up to a power of 2."""
+    """Round up to a power of 2."""
     return 1 << (num_seqs - 1).bit_length()

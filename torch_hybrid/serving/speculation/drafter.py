@@ -1,4 +1,4 @@
-"""What proposes drafts: an n-gram lookup, a model, or whatever has these two methods."""
+"""Interface of drafters: an n-gram lookup, a model, or any object with these two methods."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch_hybrid.serving.request import Request
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses how histories go on. A wrong guess costs time and changes no token.
+    """Source of drafts: a wrong guess costs time and changes no token.
 
-    It keeps what it likes of a request, by its identity. It is asked of requests whose last token
-    alone was not run; histories only grow.
+    A drafter may keep data per request, by its identity. Its requests lack only their last token in
+    the runner; histories only grow.
     """
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        """Up to so many tokens after the history of each request; none where nothing is likely."""
+        """Draft up to ``counts[i]`` tokens after each history; none where none is likely."""
         ...
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         ...

@@ -1,7 +1,7 @@
-"""Drafts from the model's own head that predicts further tokens (MTP).
+"""Multi-token prediction (MTP): drafts from the model's own head.
 
-The model's steps keep what the head needs of each token, and the runner has the head read it when
-it drafts: pages, forks, prefixes and preemption hold for it as they do for the model.
+The model's steps keep what the head needs of each token, and the runner runs the head to draft.
+Pages, forks, prefixes and preemption work for the head as for the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Head:
-    """Asks the head of a runner's model, which drafts for all requests in one step.
+    """Drafter that runs the head of a runner's model, for all requests in one step.
 
     Raises:
         ValueError: the model has no head.
@@ -30,11 +30,11 @@ class Head:
         self._runner = runner
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        """As ``Drafter`` says; of requests whose last token alone is not held."""
+        """Draft for requests whose sequences lack only the last token; see ``Drafter``."""
         if not requests:
             return []
         sequences = [request.sequence for request in requests if request.sequence is not None]
         return self._runner.draft(sequences, [r.history[-1] for r in requests], counts)
 
     def forget(self, request: Request) -> None:
-        """As ``Drafter`` says: nothing is kept."""
+        """Do nothing: the head keeps nothing of a request."""

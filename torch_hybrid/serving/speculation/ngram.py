@@ -1,6 +1,6 @@
-"""Drafts from a request's own tokens: what came after the last tokens when they came before.
+"""N-gram drafter: the tokens that followed when the last tokens of a request occurred before.
 
-It needs no model, and finds what repeats: names, code, what is quoted from a prompt.
+It needs no model, and finds repetitions: names, code, quotations from a prompt.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from torch_hybrid.serving.request import Request
 
 
 class Ngram:
-    """Looks the last tokens of a history up in the history itself.
+    """Lookup of a history's last tokens in the history itself.
 
-    The longest run of last tokens counts that came before, and its latest place. Where a history
-    repeats itself with a period shorter than what is asked for, so do the drafts.
+    The longest n-gram at the end that occurred before counts, at its latest place. If a history
+    repeats itself with a period shorter than the number of drafts, the drafts repeat, too.
 
     Args:
-        shortest, longest: of the runs that are looked up, in tokens.
+        shortest, longest: lengths of the n-grams, in tokens.
     """
 
     def __init__(self, *, shortest: int = 2, longest: int = 4) -> None:
@@ -27,11 +27,11 @@ class Ngram:
         self._places: dict[Request, _Places] = {}
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        """As ``Drafter`` says."""
+        """Draft the tokens that followed the last n-gram earlier; see ``Drafter``."""
         return [self._after(x, count) for x, count in zip(requests, counts, strict=True)]
 
     def forget(self, request: Request) -> None:
-        """As ``Drafter`` says."""
+        """Forget the n-grams of a request."""
         self._places.pop(request, None)
 
     def _after(self, request: Request, count: int) -> list[int]:
@@ -47,14 +47,14 @@ class Ngram:
 
 
 class _Places:
-    """Where runs of each length last ended in a history, the end of the history left out."""
+    """Latest end of each n-gram in a history, the one at the history's end left out."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._ends: dict[int, dict[tuple[int, ...], int]] = {length: {} for length in lengths}
-        self._num_seen = 0  # tokens that some run before them was entered for
+        self._num_seen = 0  # tokens whose preceding n-grams are recorded
 
     def find(self, history: Sequence[int]) -> int | None:
-        """The place after the last run of tokens where it came before."""
+        """Find the place after an earlier occurrence of the last n-gram."""
         for length, ends in self._ends.items():
             for end in range(max(self._num_seen, length), len(history)):
                 ends[tuple(history[end - length : end])] = end

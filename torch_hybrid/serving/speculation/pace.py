@@ -1,23 +1,23 @@
-"""How many drafts are worth trying: from what was accepted, and from what steps took.
+"""Choice of the number of drafts, from acceptance rates and step times.
 
-A step of n sequences with up to L drafts each takes as long as ``cost(n, L)`` plain ones. It gives
-a request, whose draft i is accepted with probability a_i where those before it are,
+A step of n sequences with up to L drafts each costs ``cost(n, L)`` plain steps. A request whose
+draft i is accepted with probability a_i, given those before it, gets
 
     expected(L) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_L            tokens
 
-The length of a step is the L of most expected tokens for its cost. What is not known is hoped for
-(``acceptance``), so that drafts are tried at the beginning, and again some time after they went
-wrong: one at a time at first, which is the cheapest way to learn what they are worth. An account
-bounds what that may cost, in plain steps:
+The chosen L has the most expected tokens for its cost. Unknown rates are optimistic
+(``acceptance``): drafts are tried at the beginning, and again some time after they failed. One
+draft at a time comes first, the cheapest way to measure. A credit account, in plain steps, bounds
+the cost of trying:
 
-    credit = START, which fills up again by 1 % of the plain steps that tokens would have taken
-             + what steps with drafts gain, tokens / n - cost, or lose; up to MOST
+    credit = START, refilled by 1 % of the plain steps that tokens would have taken
+             + gains of steps with drafts, tokens / n - cost, or losses; up to MOST
 
-A step has no more drafts than the credit covers if all are wrong, or any number where there is
-``ENOUGH`` of it. So drafts that are often right and had bad luck go on, fewer at a time, and need
-not wait for the 1 %. Whatever becomes of drafts, serving takes at most 1.01 times as long as
-without, and ``START`` plain steps, and what one step loses; and of what drafts have gained, no more
-than ``MOST`` is put at risk again.
+A step has no more drafts than the credit covers if all are rejected. With ``ENOUGH`` credit it may
+have any number. So drafts that are often right and had bad luck continue, fewer at a time, without
+waiting for the 1 %. Even if all drafts fail, serving takes at most 1.01 times as long as without,
+plus ``START`` plain steps and the loss of one step. At most ``MOST`` of the gains is put at risk
+again.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from torch_hybrid.serving.speculation.acceptance import Acceptance, expected_tok
 from torch_hybrid.serving.speculation.costs import StepCosts
 
 START, MOST = 8.0, 16.0  # plain steps of credit
-ENOUGH = 3.0  # of it, to try any number of drafts
-SHARE = 0.01  # of a plain step, what it adds to the credit
-FADING = 0.9  # of what a request's drafts say, at each step
-FADING_OF_ALL = 0.98  # of all requests together
-# Steps before it is looked at again whether drafts would pay; twice as many each time they do not.
+ENOUGH = 3.0  # credit to try any number of drafts
+SHARE = 0.01  # credit per plain step
+FADING = 0.9  # factor per step on a request's counts
+FADING_OF_ALL = 0.98  # on the engine's counts
+# Steps of a rest, before drafts are considered again; doubled each time they do not pay.
 SHORTEST_REST, LONGEST_REST = 8, 64
 
 
 class Pace:
-    """Chooses the length of drafts.
+    """Choice of the number of drafts for each step.
 
     Args:
-        num_drafts: the longest.
-        costs: of steps.
+        num_drafts: the most drafts of a request.
+        costs: costs of steps.
     """
 
     def __init__(self, num_drafts: int, costs: StepCosts) -> None:
@@ -53,11 +53,11 @@ class Pace:
 
     @property
     def rests(self) -> bool:
-        """Whether no step has drafts for now."""
+        """True while no step gets drafts, after drafts did not pay."""
         return self._left > 0
 
     def new_course(self) -> Acceptance:
-        """What will be remembered of a request."""
+        """Make the acceptance record of a new request."""
         return Acceptance(self.num_drafts, FADING)
 
     def note_step(
@@ -69,8 +69,10 @@ class Pace:
         *,
         is_first: bool = False,
     ) -> None:
-        """A step gave so many tokens, in so long; ``length`` of its longest draft, 0 for a plain
-        one. The first of its size tells others that they take no longer, and is charged."""
+        """Record a step: its tokens, its duration, and ``length``, its most drafts (0: plain step).
+
+        The first step of a bucket is charged, and gives an upper bound for later ones.
+        """
         self._now += 1
         self._left = max(0, self._left - 1)
         self._costs.note(num_seqs, length, seconds, self._now, is_first=is_first)
@@ -81,20 +83,20 @@ class Pace:
         self._credit = min(MOST, self._credit + plain_steps - cost)
 
     def note_drafts(self, course: Acceptance, num_drafts: int, num_accepted: int) -> None:
-        """So many drafts of a request were accepted, in the step that is noted next."""
+        """Record how many drafts of a request were accepted; ``note_step`` of that step follows."""
         for acceptance in (course, self._all):
             acceptance.note(num_drafts, num_accepted, self._now)
 
     def is_measured(self, num_seqs: int) -> bool:
-        """Whether plain steps of so many sequences were: else some have to come first."""
+        """Tell whether plain steps of this many sequences were measured; drafts wait until then."""
         return self._costs.are_known(num_seqs)
 
     def lengths(self, courses: Sequence[Acceptance], available: Sequence[int]) -> list[int]:
-        """How many drafts each request of a step tries.
+        """Choose the number of drafts of each request in a step.
 
         Args:
-            courses: of the requests.
-            available: drafts that each may have at most.
+            courses: acceptance records of the requests.
+            available: the most drafts that each may have.
         """
         num_seqs = len(courses)
         costs = self._costs.of(num_seqs, self._now)
@@ -109,14 +111,15 @@ class Pace:
         if not best:
             return self._none(available)
         self._rest = SHORTEST_REST
-        # A request that others of the step would pay for has none.
+        # A request whose drafts would gain less than their cost gets none.
         return [
             length if own[length] > 1.0 + (costs[best] - 1.0) * length / best else 0
             for own, length in zip(tokens, (min(best, most) for most in available), strict=True)
         ]
 
     def _that_may_be_lost(self, num_seqs: int, most: int) -> list[int]:
-        """The lengths that may be tried: one, as long as what drafts cost was not measured."""
+        """List the numbers of drafts that the credit covers; at most one while costs are
+        unknown."""
         costs = self._costs
         longest = most if costs.are_known_with_drafts(num_seqs) else min(most, 1)
         return [
@@ -128,7 +131,7 @@ class Pace:
         ]
 
     def _none(self, available: Sequence[int]) -> list[int]:
-        """No drafts: a rest begins, unless it is only that there are too few."""
+        """Choose no drafts; a rest begins, unless drafts were limited by room alone."""
         if max(available) == self.num_drafts:
             self._left, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
         return [0] * len(available)

@@ -1,4 +1,4 @@
-"""How an engine speculates: checked whole when it is made."""
+"""Options of an engine's speculation, checked when they are made."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ _NAMES = ("ngram", "mtp")
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Who drafts, and how much.
+    """Drafter and number of drafts of an engine.
 
     Args:
-        drafter: "ngram" looks the last tokens up in the prompt and the output; "mtp" asks the
-            model's own head, of ``from_pretrained(path, mtp=True)``; another runner, of a smaller
-            model of the same vocabulary, goes on greedily; or an object with the methods of a
-            ``Drafter``.
-        num_drafts: the most drafts of a request in one step; the runner's ``max_drafts`` must hold
-            them.
+        drafter: "ngram" looks the last tokens up in the prompt and the output. "mtp" asks the
+            model's own head, of ``from_pretrained(path, mtp=True)``. Another runner, of a smaller
+            model of the same vocabulary, drafts greedily. Any object with the methods of
+            ``Drafter`` will do, too.
+        num_drafts: the most drafts of a request in one step, up to the runner's ``max_drafts``.
         adapts: try fewer drafts, down to none, where measured acceptance and step times say that
-            more do not pay; what it takes to find that out is bounded (see ``pace``). Without, as
-            many as are proposed.
+            more do not pay. The cost of finding out is bounded (see ``pace``). False tries all
+            proposed drafts.
 
     Raises:
         TypeError: ``drafter`` is of another kind.
@@ -50,10 +49,10 @@ class Speculation:
             raise TypeError(f"{_EXPECTED}, got {self.drafter!r}")
 
     def make_drafter(self, runner: Runner) -> Drafter:
-        """The drafter of one engine.
+        """Make the drafter of one engine.
 
         Raises:
-            ValueError: it cannot draft for what ``runner`` has.
+            ValueError: the drafter does not fit ``runner`` or its model.
         """
         match self.drafter:
             case "ngram":
@@ -70,6 +69,6 @@ _EXPECTED = f"drafter must be one of {_NAMES}, a Runner or a Drafter"
 
 
 def _is_runner(drafter: object) -> bool:
-    from torch_hybrid.graphs.runner import Runner  # which knows of engines' requests
+    from torch_hybrid.graphs.runner import Runner  # deferred: only this check needs it
 
     return isinstance(drafter, Runner)

@@ -1,11 +1,11 @@
 """Drafts from a smaller model, a hybrid too, on a runner of its own.
 
-    for each request, a sequence of what is certain
-        extend it by the tokens that came since         the first draft
-        fork it, and decode the fork                    the others
+    for each request, a sequence of its committed tokens
+        extend it by the tokens committed since         the first draft
+        fork it, and decode the fork                    the other drafts
         free the fork
 
-A fork copies no state, so nothing is rolled back: what was not certain was another sequence.
+A fork copies no state, so nothing is rolled back: drafts are only ever in the fork.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Drafting:
-    """A request that gets drafts: its sequence, what that lacks, and what was drafted so far."""
+    """A request that gets drafts: its sequence, the tokens missing there, and the drafts so far."""
 
     request: Request
     sequence: HeldSequence
@@ -33,18 +33,18 @@ class _Drafting:
 
 
 class SmallerModel:
-    """Has the model of another runner go on greedily.
+    """Drafter that decodes greedily with the model of another runner.
 
-    A request that its runner has no room for gets no drafts, and loses nothing.
+    A request that this runner has no room for gets no drafts, and loses nothing.
 
     Args:
-        drafter: the other runner. For each request that it drafts several tokens for, it needs two
-            slots, and a snapshot if its model has states.
-        runner: that verifies.
+        drafter: the other runner. A request with several drafts needs two slots there, and a
+            snapshot if the model has states.
+        runner: verifies the drafts.
 
     Raises:
-        ValueError: the runners are one, their vocabularies differ, or ``drafter`` cannot fork, or
-            serves no prompts.
+        ValueError: the runners are the same, their vocabularies differ, or ``drafter`` cannot fork,
+            or does not prefill prompts.
     """
 
     def __init__(self, drafter: Runner, runner: Runner) -> None:
@@ -67,7 +67,7 @@ class SmallerModel:
         self._sequences: dict[Request, HeldSequence] = {}
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        """As ``Drafter`` says."""
+        """Draft greedily with the smaller model; see ``Drafter``."""
         chosen = self._with_room(requests, counts)
         try:
             self._catch_up(chosen)
@@ -79,11 +79,11 @@ class SmallerModel:
         return [drafts.get(request, []) for request in requests]
 
     def forget(self, request: Request) -> None:
-        """As ``Drafter`` says."""
+        """Free the sequence of a request."""
         self._free([request])
 
     def _with_room(self, requests: Sequence[Request], counts: Sequence[int]) -> list[_Drafting]:
-        """The requests that there is room for, one after the other, each with a sequence."""
+        """Choose the requests that the runner has room for, and give each a sequence."""
         runner = self._runner
         chosen: list[_Drafting] = []
         pages = runner.free_pages
@@ -99,7 +99,7 @@ class SmallerModel:
                 [sequence] = runner.new_sequences(1)
                 self._sequences[request] = sequence
             missing = request.history[runner.length(sequence) :]
-            # A fork has a copy of a page that is partly filled.
+            # A fork copies the last page, which may be partly filled.
             needed = runner.pages_needed(sequence, len(missing) + count) + 1
             if needed > pages:
                 self._free([request])
@@ -110,7 +110,7 @@ class SmallerModel:
         return chosen
 
     def _catch_up(self, chosen: Sequence[_Drafting]) -> None:
-        """Run what is certain, in chunks; each request gets its first draft."""
+        """Run committed tokens, in chunks; each request gets its first draft."""
         runner = self._runner
         while behind := [x for x in chosen if x.missing]:
             rows: list[tuple[_Drafting, list[int]]] = []
@@ -127,7 +127,7 @@ class SmallerModel:
                     x.drafts.append(token)
 
     def _go_on(self, drafting: Sequence[_Drafting]) -> None:
-        """Draft the others, on forks, as far as there are snapshots to fork from."""
+        """Draft the further tokens on forks, as far as there are snapshots to fork from."""
         runner = self._runner
         forks: list[HeldSequence] = []
         try:

@@ -1,4 +1,4 @@
-"""What an engine asks before a step and tells after it, where it speculates."""
+"""Speculator: gives an engine's step its drafts, and records what became of them."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCounts:
-    """What an engine's drafts came to so far."""
+    """Counts of an engine's drafts so far."""
 
-    steps: int = 0  # that had drafts
+    steps: int = 0  # with drafts
     drafted: int = 0  # tokens
     accepted: int = 0
 
     @property
     def acceptance(self) -> float:
-        """The share of drafts that were accepted; 0 where none was made."""
+        """Share of drafts that were accepted; 0 if there were none."""
         return self.accepted / max(1, self.drafted)
 
 
 class Speculator:
-    """Drafts for the steps of one engine, as far as that pays.
+    """Drafts for the steps of one engine, as far as they pay.
 
-    Prompts are run without drafts: a step that has a part of one decodes the others plainly.
+    Prompts run without drafts: a step that has a chunk of a prompt decodes the other requests
+    plainly.
 
     Args:
-        speculation: as the engine's caller wants it.
-        runner: that verifies.
+        speculation: the options.
+        runner: verifies the drafts.
 
     Raises:
-        ValueError: the runner holds fewer drafts, or the drafter cannot draft for its model.
+        ValueError: the runner holds fewer drafts, or the drafter does not fit its model.
     """
 
     def __init__(self, speculation: Speculation, runner: Runner) -> None:
@@ -64,28 +65,28 @@ class Speculator:
         )
         self._pace = Pace(speculation.num_drafts, costs)
         self._courses: dict[Request, Acceptance] = {}
-        # On a host the thread's own time, in which nothing is that others on the machine do.
+        # On a CPU, the thread's own time, which leaves out other work of the machine.
         on_host = runner.model.device.type == "cpu"
         self.clock: Callable[[], float] = time.thread_time if on_host else time.monotonic
         self._num_buckets = runner.num_buckets
 
     def may_draft(self, rows: Rows) -> bool:
-        """Whether a step of these rows may get drafts, so that their histories must be known."""
+        """Tell whether a step may get drafts, so that the histories of its rows must be known."""
         if self._pace.rests:
             return False
         return is_decode(rows) and any(self._most(request) for request, _ in rows)
 
     def drafts(self, rows: Rows) -> Drafts | None:
-        """Drafts for each row of a step; None where it is to be run without."""
+        """Draft tokens for each row of a step; None if it runs without drafts."""
         if self._pace.rests or not is_decode(rows) or not all(_is_last(r) for r, _ in rows):
             return None
         if self._speculation.adapts and not self._pace.is_measured(len(rows)):
-            return None  # what drafts cost is not known before plain steps were timed
+            return None  # costs are in plain steps, which must be timed first
         drafts = self._drafts([request for request, _ in rows], self._room(rows))
         return drafts if any(drafts) else None
 
     def note(self, flight: InFlight, seconds: float) -> None:
-        """A step has landed, after so long by ``clock``."""
+        """Record a finished step and its duration by ``clock``."""
         num_before, self._num_buckets = self._num_buckets, self._runner.num_buckets
         is_first = self._num_buckets != num_before
         if any(flight.drafts):
@@ -96,7 +97,7 @@ class Speculator:
             self._pace.note_step(num_seqs, length, num_tokens, seconds, is_first=is_first)
 
     def forget(self, request: Request) -> None:
-        """A request has ended."""
+        """Forget a request that has ended."""
         self._courses.pop(request, None)
         self._drafter.forget(request)
 
@@ -113,7 +114,7 @@ class Speculator:
         )
 
     def _drafts(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        """As many as are proposed, and pay."""
+        """Draft as many tokens as are proposed, and pay; ``most`` is the limit of each request."""
         wanted = self._that_pay(requests, most)
         asked = [(r, count) for r, count in zip(requests, wanted, strict=True) if count]
         proposed = self._drafter.propose([r for r, _ in asked], [count for _, count in asked])
@@ -129,11 +130,11 @@ class Speculator:
         return [own[:length] for own, length in zip(drafts, kept, strict=True)]
 
     def _known(self, drafts: Sequence[int]) -> list[int]:
-        """Drafts up to the first one that the model's vocabulary lacks, which is just wrong."""
+        """Cut drafts before the first token outside of the model's vocabulary."""
         return list(takewhile(lambda token: 0 <= token < self._runner.vocab_size, drafts))
 
     def _that_pay(self, requests: Sequence[Request], most: Sequence[int]) -> list[int]:
-        """Of so many drafts of each request."""
+        """Choose how many drafts of each request pay, up to ``most``."""
         if not self._speculation.adapts or not any(most):
             return list(most)
         courses = [self._course(request) for request in requests]
@@ -145,13 +146,14 @@ class Speculator:
         return self._courses[request]
 
     def _most(self, request: Request) -> int:
-        """Drafts that a request can use now: all but the last of its tokens to come."""
+        """Count the drafts that a request can use: its remaining tokens but one."""
         num_tokens = len(request.history) - len(request.prompt)
         left = request.sampling.max_new_tokens - num_tokens - 1
         return max(0, min(self._speculation.num_drafts, left))
 
     def _room(self, rows: Rows) -> list[int]:
-        """Drafts that each request can use, and that the step has tokens and the pool pages for."""
+        """Count each request's drafts that fit its remaining tokens, the step and the free
+        pages."""
         runner = self._runner
         tokens, pages = runner.max_tokens - len(rows), runner.free_pages
         sequences = [request.sequence for request, _ in rows]
@@ -169,5 +171,5 @@ class Speculator:
 
 
 def _is_last(request: Request) -> bool:
-    """Whether it is the last token of a history that a request runs next."""
+    """Tell whether a request lacks only the last token of its history."""
     return request.num_held + 1 == len(request.history)
