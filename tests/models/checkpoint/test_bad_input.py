@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import IncompleteSnapshotError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -113,6 +114,44 @@ def test_files_that_an_index_names_are_fetched(
     th.from_pretrained("some/model")
     assert (cache / "mtp.safetensors").exists()
     assert not (cache / "unnamed.safetensors").exists()
+
+
+def test_a_cache_that_is_not_whole_serves_offline(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """It lacks what the model does not need, and the hub is out of reach."""
+    edit_index(folder, lambda i: i["weight_map"].update({"mtp.fc.weight": "mtp.safetensors"}))
+
+    def fetch(repo: str, **_options: Any) -> str:
+        raise IncompleteSnapshotError(repo, str(folder))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    th.from_pretrained("some/model")
+    file_of(folder, EXPERT).unlink()
+    assert "missing keys" in refusal("some/model")  # type: ignore[arg-type]
+
+
+def test_a_tensor_is_read_from_the_file_that_the_index_names(folder: Path):
+    """A stale shard has it too, and a file that no index names may say what it will."""
+    right = th.from_pretrained(folder).state_dict()
+    other = next(path for path in folder.glob("*.safetensors") if path != file_of(folder, EXPERT))
+    edit_weights(other, lambda weights: weights.update({EXPERT: torch.zeros(3)}))
+    save_file({EXPERT: torch.zeros(3)}, folder / "stale.safetensors")
+    read = th.from_pretrained(folder).state_dict()
+    assert all(torch.equal(read[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("named", ["weights.safetensors", "parts.safetensors.index.json"])
+def test_a_config_names_its_weights(folder: Path, named: str):
+    right = th.from_pretrained(folder).state_dict()
+    weights = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file(weights, folder / "weights.safetensors")
+    names = {"weight_map": dict.fromkeys(weights, "weights.safetensors")}
+    (folder / "parts.safetensors.index.json").write_text(json.dumps(names))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": named}))
+    read = th.from_pretrained(folder).state_dict()
+    assert all(torch.equal(read[name], right[name]) for name in right)
 
 
 def test_a_link_whose_target_is_missing(folder: Path):
