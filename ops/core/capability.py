@@ -107,7 +107,8 @@ class Implementation:
     step; see ``ops.planning``. The launcher is then given it as ``planned``; one without
     ``needs_plan`` goes by shapes where it is not. ``figures``, found alike, says for a dtype in
     which forms it runs on this machine, and what was measured of them. ``options`` are given to the
-    launcher beside the op's own. ``by_name`` says why "auto" passes over it, however fast it is;
+    launcher beside the op's own. ``checks_indices`` says that it finds indices out of range itself,
+    while it runs. ``by_name`` says why "auto" passes over it, however fast it is;
     "" where "auto" may take it.
     """
 
@@ -116,6 +117,7 @@ class Implementation:
     options: Mapping[str, Any] = field(default_factory=dict)
     planner: str | None = None
     needs_plan: bool = True
+    checks_indices: bool = False
     figures: str | None = None
     by_name: str = ""
 

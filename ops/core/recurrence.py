@@ -35,7 +35,7 @@ def check_tokens(
     check_shapes({name: (tensor, shape) for name, (tensor, shape, _) in expected.items()})
     check_dtypes({name: (tensor, dtype) for name, (tensor, _, dtype) in expected.items()})
     for name, (tensor, _, _) in expected.items():
-        if tensor is not None and not _has_dense_rows(tensor):
+        if tensor is not None and not has_dense_rows(tensor):
             strides = list(tensor.stride())
             raise ValueError(f"{name} must have contiguous rows, got strides {strides}")
 
@@ -79,7 +79,8 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size must be one of {list(CHUNK_SIZES)}, got {chunk_size}")
 
 
-def _has_dense_rows(tensor: Tensor) -> bool:
+def has_dense_rows(tensor: Tensor) -> bool:
+    """Tell whether each row of a tensor is dense, however far apart rows lie."""
     dense = 1
     for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()), strict=False):
         if size > 1 and stride != dense:

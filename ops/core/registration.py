@@ -29,6 +29,7 @@ def define_op(
     implementations: Mapping[str, Implementation],
     like: Sequence[str] = (),
     fake: Callable[..., Any] | None = None,
+    pack: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
     """Register ``signature``, whose last argument is ``str impl``, and return its default overload.
 
@@ -41,6 +42,8 @@ def define_op(
         like: the tensor arguments that the outputs have shape and dtype of, each in turn.
         fake: for other outputs: takes the op's arguments and returns tensors of the right shapes
             and dtypes.
+        pack: makes of the op's arguments the one value that its launchers take; None where they
+            take the arguments themselves.
     """
     name = signature.partition("(")[0]
     schema = torch._C.parse_schema(f"{NAMESPACE}::{signature}")
@@ -51,7 +54,8 @@ def define_op(
         implementation = implementations[impl]
         if implementation.planner is None:
             options.pop("planned", None)
-        out = implementation.load()(*args, **options)
+        run = implementation.load()
+        out = run(*args, **options) if pack is None else run(pack(*args, impl=impl, **options))
         return out[0] if returns_one and isinstance(out, tuple) else out
 
     REGISTERED[name] = implementations

@@ -5,37 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.gated_pooling.bounds import check_indices
+from torch_hybrid.ops.gated_pooling.op import GatedPooling
 
 
-def gated_pooling(
-    keys: Tensor,
-    gates: Tensor,
-    bias: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::gated_pooling``."""
+def gated_pooling(x: GatedPooling) -> Tensor:
+    """Launch ``torch_hybrid::gated_pooling``."""
+    keys, gates, bias, state = x.keys, x.gates, x.bias, x.state
+    cu_seqlens, seq_lens, state_indices = x.cu_seqlens, x.seq_lens, x.state_indices
     num_tokens, size = keys.shape[0], bias.shape[0]
-    if keys.device.type == "cpu":
-        check_indices(
-            cu_seqlens,
-            seq_lens,
-            initial_indices,
-            state_indices,
-            num_tokens=num_tokens,
-            num_slots=state.shape[0],
-        )
     num_new = cu_seqlens.diff()
-    begins = (initial_indices == 0)[:, None, None, None]
-    held = state[initial_indices].masked_fill(begins, 0).flatten(0, 1)
+    begins = (x.initial_indices == 0)[:, None, None, None]
+    held = state[x.initial_indices].masked_fill(begins, 0).flatten(0, 1)
     rows = torch.cat([torch.stack([keys, gates], 1), held])
 
     def rows_of(tokens: Tensor, seqs: Tensor) -> Tensor:
-        """Of tokens by their numbers, which are less than a sequence's first where it had them."""
+        """Find rows of tokens by number; a number before a sequence's first is of its state."""
         back = tokens - cu_seqlens[seqs]
         before = (seq_lens - num_new)[seqs] % size + back
         return rows[torch.where(back >= 0, tokens, num_tokens + seqs * (size - 1) + before)]

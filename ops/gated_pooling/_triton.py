@@ -8,50 +8,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.gated_pooling.bounds import check_indices
+from torch_hybrid.ops.gated_pooling.op import GatedPooling
 from torch_hybrid.ops.triton.pooling import pool, rows_of_block
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 
 
-def gated_pooling(
-    keys: Tensor,
-    gates: Tensor,
-    bias: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::gated_pooling``."""
-    (num_tokens, dim), size = keys.shape, bias.shape[0]
-    num_seqs = state_indices.shape[0]
-    if keys.device.type == "cpu":
-        check_indices(
-            cu_seqlens,
-            seq_lens,
-            initial_indices,
-            state_indices,
-            num_tokens=num_tokens,
-            num_slots=state.shape[0],
-        )
-    out = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
+def gated_pooling(x: GatedPooling) -> Tensor:
+    """Launch ``torch_hybrid::gated_pooling``."""
+    (num_tokens, dim), size = x.keys.shape, x.bias.shape[0]
+    num_seqs = x.state_indices.shape[0]
+    out = torch.empty(x.keys.shape, dtype=x.keys.dtype, device=x.keys.device)
     if num_tokens == 0 or num_seqs == 0:
         return out.zero_()
     block_d = min(128, triton.next_power_of_2(dim))
     _pool_kernel[(num_tokens, triton.cdiv(dim, block_d))](
-        keys,
-        gates,
-        bias,
-        state,
-        cu_seqlens,
-        seq_lens,
-        initial_indices,
-        state_indices,
+        x.keys,
+        x.gates,
+        x.bias,
+        x.state,
+        x.cu_seqlens,
+        x.seq_lens,
+        x.initial_indices,
+        x.state_indices,
         out,
         num_seqs,
-        keys.stride(0),
-        gates.stride(0),
+        x.keys.stride(0),
+        x.gates.stride(0),
         D=dim,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),

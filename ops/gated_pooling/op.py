@@ -1,6 +1,9 @@
-"""gated_pooling: public function, validation, schema and the list of implementations."""
+"""gated_pooling: its declaration and the list of its implementations."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -11,14 +14,8 @@ from torch_hybrid.ops.core.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.recurrence import check_tokens
-from torch_hybrid.ops.core.registration import (
-    check_contiguous,
-    check_dtypes,
-    check_impl,
-    check_shapes,
-    define_op,
-)
+from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, Rows, define, like
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -33,6 +30,7 @@ IMPLEMENTATIONS = {
             available=compiler_missing,
         ),
         launcher=f"{_PACKAGE}._cpu:gated_pooling",
+        checks_indices=True,
     ),
     "triton": Implementation(
         capability=Capability(
@@ -51,20 +49,10 @@ IMPLEMENTATIONS = {
 }
 
 
-def gated_pooling(
-    keys: Tensor,
-    gates: Tensor,
-    bias: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    impl: str,
-) -> Tensor:
-    """The key of every block of tokens that is now complete: a mean of its tokens', channel by
-    channel, with the softmax of their gates for weights.
+@dataclass(slots=True)
+class GatedPooling(Op):
+    """Mean of the keys of each block of tokens that is now complete, channel by channel, with the
+    softmax of their gates for weights.
 
     A sequence's tokens are cut into blocks of B. With i from 0 to B - 1 over the tokens of a
     block, ``out = sum_i softmax_i(gate_i + bias_i) * key_i`` in float32. N sequences, their T new
@@ -97,74 +85,34 @@ def gated_pooling(
 
     The pooled keys of GLM-5.3's indexer.
     """
-    _validate(keys, gates, bias, state, cu_seqlens, seq_lens, initial_indices, state_indices)
-    sizes = {"block_size": bias.shape[0]}
-    check_impl(impl, IMPLEMENTATIONS, keys.device, sizes, dtype=keys.dtype)
-    out: Tensor = _GATED_POOLING(
-        keys,
-        gates,
-        bias,
-        state,
-        cu_seqlens,
-        seq_lens,
-        initial_indices,
-        state_indices,
-        impl=impl,
-    )
-    return out
+
+    keys: Annotated[Tensor, Rows("D")]
+    gates: Annotated[Tensor, Rows("D")]
+    bias: Annotated[Tensor, Dense("B", "D")]
+    state: Annotated[Tensor, Pool("B - 1", "2", "D")]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    seq_lens: Annotated[Tensor, Index("N")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless all sequences are among the tokens, as long as these at least,
+        and their slots in the pool."""
+        check_state_indices(
+            self.cu_seqlens,
+            self.initial_indices,
+            self.state_indices,
+            num_tokens=self.keys.shape[0],
+            num_slots=self.state.shape[0],
+        )
+        num_new = self.cu_seqlens.diff().tolist()
+        for n, (new, length) in enumerate(zip(num_new, self.seq_lens.tolist(), strict=True)):
+            if length < new:
+                raise ValueError(
+                    f"seq_lens[{n}] must be at least its {new} new tokens, got {length}"
+                )
 
 
-def _validate(
-    keys: Tensor,
-    gates: Tensor,
-    bias: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> None:
-    for name, tensor in (("keys", keys), ("bias", bias)):
-        if tensor.ndim != 2:
-            raise ValueError(f"{name} must have 2 dimensions, got {list(tensor.shape)}")
-    if keys.dtype not in FLOATS_AND_FLOAT64:
-        raise ValueError(f"keys must be a floating point tensor, got {keys.dtype}")
-    check_tokens(
-        {
-            "keys": (keys, keys.shape, keys.dtype),
-            "gates": (gates, keys.shape, keys.dtype),
-        }
-    )
-    size, dim = bias.shape
-    num_seqs = state_indices.shape[0]
-    index = {
-        "cu_seqlens": cu_seqlens,
-        "seq_lens": seq_lens,
-        "initial_indices": initial_indices,
-        "state_indices": state_indices,
-    }
-    check_shapes(
-        {
-            "bias": (bias, (size, keys.shape[1])),
-            "state": (state, (state.shape[0], size - 1, 2, dim)),
-            "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
-            "seq_lens": (seq_lens, (num_seqs,)),
-            "initial_indices": (initial_indices, (num_seqs,)),
-        }
-    )
-    check_dtypes(
-        {
-            "bias": (bias, keys.dtype),
-            "state": (state, keys.dtype),
-            **{name: (tensor, torch.int32) for name, tensor in index.items()},
-        }
-    )
-    check_contiguous(bias=bias, state=state, **index)
-
-
-_GATED_POOLING = define_op(
-    "gated_pooling(Tensor keys, Tensor gates, Tensor bias, Tensor(a!) state, Tensor cu_seqlens, "
-    "Tensor seq_lens, Tensor initial_indices, Tensor state_indices, *, str impl) -> Tensor",
-    like=["keys"],
-    implementations=IMPLEMENTATIONS,
+gated_pooling = define(
+    GatedPooling, IMPLEMENTATIONS, returns=like("keys"), limited={"block_size": "B"}
 )

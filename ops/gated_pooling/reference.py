@@ -5,22 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.gated_pooling.op import GatedPooling
 
-def gated_pooling(
-    keys: Tensor,
-    gates: Tensor,
-    bias: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> Tensor:
-    """[T, D]: see the op."""
+
+def gated_pooling(x: GatedPooling) -> Tensor:
+    """Compute the op one block at a time."""
+    keys, bias, state = x.keys, x.bias, x.state
     size, work = bias.shape[0], torch.promote_types(keys.dtype, torch.float32)
-    both = torch.stack([keys, gates], 1)  # [T, 2, D]
-    offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
-    slots = zip(initial_indices.tolist(), state_indices.tolist(), strict=True)
+    both = torch.stack([keys, x.gates], 1)  # [T, 2, D]
+    offsets, lengths = x.cu_seqlens.tolist(), x.seq_lens.tolist()
+    slots = zip(x.initial_indices.tolist(), x.state_indices.tolist(), strict=True)
     out = torch.zeros_like(keys, memory_format=torch.contiguous_format)
     for n, (initial, slot) in enumerate(slots):
         begin, end, length = offsets[n], offsets[n + 1], lengths[n]

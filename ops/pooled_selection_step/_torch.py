@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_lengths
 from torch_hybrid.ops.gated_pooling._torch import gated_pooling
+from torch_hybrid.ops.gated_pooling.op import GatedPooling
 from torch_hybrid.ops.select_blocks._torch import select_blocks
 
 
@@ -27,10 +28,13 @@ def pooled_selection_step(
     top_k: int,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::pooled_selection_step``."""
-    slots = (initial_indices, state_indices)
+    pooling = GatedPooling(
+        keys, gates, bias, state, cu_seqlens, seq_lens, initial_indices, state_indices, impl="torch"
+    )
     if q.device.type == "cpu":
         check_lengths(cu_seqlens)
-    pooled = gated_pooling(keys, gates, bias, state, cu_seqlens, seq_lens, *slots)
+        pooling.check_indices()
+    pooled = gated_pooling(pooling)
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     size = bias.shape[0]
     return select_blocks(q, pooled, weights, block_keys, *index, block_size=size, top_k=top_k)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_hybrid.ops.gated_pooling import reference as pooling
+from torch_hybrid.ops.gated_pooling.op import GatedPooling
 from torch_hybrid.ops.select_blocks import reference as selection
 
 
@@ -26,8 +27,11 @@ def pooled_selection_step(
     top_k: int,
 ) -> Tensor:
     """[T, top_k] int32: see the op."""
-    slots = (initial_indices, state_indices)
-    pooled = pooling.gated_pooling(keys, gates, bias, state, cu_seqlens, seq_lens, *slots)
+    pooled = pooling.gated_pooling(
+        GatedPooling(
+            keys, gates, bias, state, cu_seqlens, seq_lens, initial_indices, state_indices, impl=""
+        )
+    )
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     size = bias.shape[0]
     return selection.select_blocks(

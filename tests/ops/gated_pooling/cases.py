@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from tests.ops.declared import DeclaredInputs
 from tests.ops.pages import offsets
+from torch_hybrid.ops.gated_pooling.op import GatedPooling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,28 +20,11 @@ class Case:
     lengths: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The tensors of one call, in the op's order."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(DeclaredInputs, GatedPooling):
+    """The arguments of one call."""
 
-    keys: Tensor
-    gates: Tensor
-    bias: Tensor
-    state: Tensor
-    cu_seqlens: Tensor
-    seq_lens: Tensor
-    initial_indices: Tensor
-    state_indices: Tensor
-
-    def args(self) -> tuple[Tensor, ...]:
-        """The positional arguments; the state is a copy."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return tuple({**given, "state": self.state.clone()}.values())
-
-    def exact(self) -> Inputs:
-        """The same values in float64."""
-        names = ("keys", "gates", "bias", "state")
-        return replace(self, **{name: getattr(self, name).double() for name in names})
+    impl: str = ""
 
 
 CASES = {

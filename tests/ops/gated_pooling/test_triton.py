@@ -10,7 +10,7 @@ import torch
 
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget
-from tests.ops.gated_pooling.cases import CASES, make_inputs
+from tests.ops.gated_pooling.cases import CASES, Inputs, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
@@ -41,11 +41,11 @@ def test_in_the_interpreter(
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, dtype: torch.dtype):
     inputs = make_inputs(CASES[name], dtype=dtype, padding=(3, 2))
-    exact = reference.gated_pooling(*inputs.exact().args())
-    args, moved = inputs.args(), [x.cuda() for x in inputs.args()]
-    expected = reference.gated_pooling(*args)
+    exact = reference.gated_pooling(inputs.exact())
+    oracle, moved = inputs.fresh(), [x.cuda() for x in inputs.args()]
+    expected = reference.gated_pooling(oracle)
     assert_within_budget(gated_pooling(*moved, impl="triton").cpu(), exact, expected)
-    torch.testing.assert_close(moved[3].cpu(), args[3], atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(moved[3].cpu(), oracle.state, atol=0, rtol=0, equal_nan=True)
 
 
 # (sequences, tokens, dtype)
@@ -75,13 +75,15 @@ def record_launches(
     keys = torch.empty(num_tokens, 128, dtype=dtype, device="meta")
     with launches_on(target) as launches:
         _triton.gated_pooling(
-            keys,
-            keys,
-            keys.new_empty(16, 128),
-            keys.new_empty(num_seqs + 1, 15, 2, 128),
-            index,
-            index[1:],
-            index[1:],
-            index[1:],
+            Inputs(
+                keys=keys,
+                gates=keys,
+                bias=keys.new_empty(16, 128),
+                state=keys.new_empty(num_seqs + 1, 15, 2, 128),
+                cu_seqlens=index,
+                seq_lens=index[1:],
+                initial_indices=index[1:],
+                state_indices=index[1:],
+            )
         )
     return launches

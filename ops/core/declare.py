@@ -1,0 +1,358 @@
+"""Ops that are declared once: a class whose fields are the arguments of an op.
+
+    @dataclass(slots=True)
+    class Scale(Op):
+        '''Multiply each row by a factor. ...'''
+
+        x: Annotated[Tensor, Rows("D")]
+        factor: Annotated[Tensor, Dense("D")]
+        state: Annotated[Tensor, Pool("D", dtype=torch.float32)]  # mutated
+        cu_seqlens: Annotated[Tensor, Index("N + 1")]
+        state_indices: Annotated[Tensor, Index("N", counts=True)]
+        bound: float = field(default=1.0, kw_only=True)
+
+    scale = define(Scale, IMPLEMENTATIONS, returns=like("x"))
+
+From the fields follow the public function with its checks, the schema with its mutations, the fake,
+and the call of a C++ kernel (``cpp_launcher``). A launcher takes the class itself: ``scale(x)``
+reads ``x.factor``.
+
+Letters are sizes. A field of rows, weights or a pool binds the letters that it is the first to
+name; ``counts=True`` lets an index tensor bind its own. Other dimensions are expressions of them.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, TypeVar, cast, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
+from torch_hybrid.ops.core.recurrence import has_dense_rows
+from torch_hybrid.ops.core.registration import (
+    check_contiguous,
+    check_dtypes,
+    check_impl,
+    check_shapes,
+    define_op,
+)
+from torch_hybrid.ops.native.call import kernel
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class Op:
+    """Arguments of one call of an op; subclasses declare them as fields.
+
+    ``impl`` names the implementation that computes it.
+    """
+
+    impl: str = field(kw_only=True)
+
+    def check(self) -> None:
+        """Raise ValueError for values that no kind of field can refuse; shapes are right by now."""
+
+    def check_indices(self) -> None:
+        """Raise ValueError for an index out of range; tensors are on the host."""
+
+
+class _Kind:
+    """A tensor's dimensions, dtype and layout.
+
+    Args:
+        dims: sizes after the leading one, as letters, numbers and expressions.
+        dtype: of the tensor; None for that of the first field.
+        counts: whether the field binds the letters of its dims that no field before it binds.
+    """
+
+    leading: tuple[str, ...] = ()
+
+    def __init__(
+        self, *dims: str, dtype: torch.dtype | None = None, counts: bool | None = None
+    ) -> None:
+        self.dims = (*self.leading, *dims)
+        self.dtype = dtype
+        self.counts = self.binds if counts is None else counts
+
+    binds = True
+
+
+class Rows(_Kind):
+    """[T, *dims]: a row for each token; rows lie any distance apart, one row is dense."""
+
+    leading = ("T",)
+
+
+class Dense(_Kind):
+    """[*dims], contiguous."""
+
+
+class Pool(_Kind):
+    """[S, *dims], contiguous; the op mutates it."""
+
+    leading = ("S",)
+
+
+class Index(_Kind):
+    """[*dims] int32, contiguous."""
+
+    binds = False
+
+    def __init__(self, *dims: str, counts: bool = False) -> None:
+        super().__init__(*dims, dtype=torch.int32, counts=counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Returns(Generic[R]):
+    """What an op returns: tensors of shape and dtype of these fields; none is None."""
+
+    like: tuple[str, ...]
+
+
+def like(name: str) -> Returns[Tensor]:
+    """Return one tensor with shape and dtype of a field."""
+    return Returns((name,))
+
+
+_NOTHING: Returns[None] = Returns(())
+_SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str"}
+
+
+def define(
+    op: Callable[P, Op],
+    implementations: Mapping[str, Implementation],
+    *,
+    returns: Returns[R],
+    limited: Mapping[str, str] | None = None,
+) -> Callable[P, R]:
+    """Register a declared op, and return its public function.
+
+    Args:
+        op: a dataclass derived from ``Op``.
+        implementations: by name. Each launcher takes an instance of ``op``.
+        returns: what the op returns.
+        limited: letters of the sizes that a ``Capability`` may limit, by its names of them.
+    """
+    declaration = Declaration(cast(type[Op], op))
+
+    def pack(*args: Any, impl: str, **options: Any) -> Op:
+        given = declaration.cls(*args, impl=impl, **options)
+        if args[0].device.type == "cpu" and not implementations[impl].checks_indices:
+            given.check_indices()
+        return given
+
+    overload = define_op(
+        declaration.schema(returns), implementations=implementations, like=returns.like, pack=pack
+    )
+    return cast(Callable[P, R], declaration.public(overload, implementations, limited or {}))
+
+
+class Declaration:
+    """All that follows from the fields of an op's class."""
+
+    def __init__(self, cls: type[Op]) -> None:
+        self.cls = cls
+        self.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        self._hints = get_type_hints(cls, include_extras=True)
+        given = [each for each in fields(cls) if each.name != "impl"]
+        self.kinds: dict[str, _Kind] = {
+            each.name: kind
+            for each in given
+            for kind in _metadata(self._hints[each.name])
+            if isinstance(kind, _Kind)
+        }
+        self.options = [each for each in given if each.name not in self.kinds]
+        self.first = next(iter(self.kinds))
+        self._optional = {
+            name for name in self.kinds if type(None) in get_args(_bare(self._hints[name]))
+        }
+        self.bound: dict[str, tuple[str, int]] = {}  # letters, the fields and axes that bind them
+        for name, kind in self.kinds.items():
+            for axis, letter in enumerate(kind.dims if kind.counts else ()):
+                if letter.isidentifier():
+                    self.bound.setdefault(letter, (name, axis))
+
+    def schema(self, returns: Returns[Any]) -> str:
+        """Write the schema: pools are marked as mutated, options are by keyword."""
+        letters = iter("abcdefghijklmnop")
+        tensors = []
+        for name, kind in self.kinds.items():
+            mark = f"({next(letters)}!)" if isinstance(kind, Pool) else ""
+            tensors.append(f"Tensor{mark}{'?' * (name in self._optional)} {name}")
+        options = [f"{_SCHEMA_TYPES[_bare(self._hints[o.name])]} {o.name}" for o in self.options]
+        result = {0: "()", 1: "Tensor"}.get(len(returns.like), "")
+        result = result or f"({', '.join(['Tensor'] * len(returns.like))})"
+        arguments = ", ".join([*tensors, "*", *options, "str impl"])
+        return f"{self.name}({arguments}) -> {result}"
+
+    def public(
+        self,
+        overload: Callable[..., Any],
+        implementations: Mapping[str, Implementation],
+        limited: Mapping[str, str],
+    ) -> Callable[..., Any]:
+        """Make the function that users call: straight-line checks, then the op."""
+        scope = {
+            "cls": self.cls,
+            "op": overload,
+            "implementations": implementations,
+            **_SCOPE,
+        }
+        names = [*self.kinds, *(o.name for o in self.options)]
+        defaults = {o.name: o.default for o in self.options if o.default is not MISSING}
+        scope |= {f"default_{name}": value for name, value in defaults.items()}
+        positional = ", ".join(self.kinds)
+        by_name = ", ".join(
+            [f"{o.name}=default_{o.name}" if o.name in defaults else o.name for o in self.options]
+            + ["impl"]
+        )
+        passed = ", ".join([*self.kinds, *(f"{o.name}={o.name}" for o in self.options)])
+        lines = [f"def {self.name}({positional}, *, {by_name}):", *self._checks()]
+        if self.cls.check is not Op.check:
+            lines += [f"    cls({', '.join(f'{n}={n}' for n in names)}, impl=impl).check()"]
+        sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
+        sizes = f"{{{sizes}}}" if sizes else "None"
+        lines += [
+            f"    check_impl(impl, implementations, {self.first}.device, {sizes},"
+            f" dtype={self.first}.dtype)",
+            f"    return op({passed}, impl=impl)",
+        ]
+        function: Callable[..., Any] = compile_function("\n".join(lines), self.name, scope)
+        function.__doc__, function.__module__ = self.cls.__doc__, self.cls.__module__
+        function.__annotations__ = {n: _bare(self._hints[n]) for n in (*names, "impl")}
+        return function
+
+    def _checks(self) -> Iterator[str]:
+        """Write the checks, one comparison a line: shapes first, then dtypes, then layouts."""
+        yield f"    if {self.first}.dtype not in floats: fail_floats('{self.first}', {self.first})"
+        for name, kind in self.kinds.items():
+            yield from self._binding(name, kind)
+        for name, kind in self.kinds.items():
+            wanted = f"({', '.join(kind.dims)},)"
+            yield from self._unless(
+                name, f"{name}.shape == {wanted}", f"check_shapes({{'{name}': ({name}, {wanted})}})"
+            )
+        for name, kind in self.kinds.items():
+            dtype = f"{self.first}.dtype" if kind.dtype is None else repr(kind.dtype)
+            if name != self.first:
+                fail = f"check_dtypes({{'{name}': ({name}, {dtype})}})"
+                yield from self._unless(name, f"{name}.dtype == {dtype}", fail)
+        for name, kind in self.kinds.items():
+            holds = f"{name}.is_contiguous()"
+            fail = f"check_contiguous({name}={name})"
+            if isinstance(kind, Rows):
+                holds, fail = f"{holds} or has_dense_rows({name})", f"fail_rows('{name}', {name})"
+            yield from self._unless(name, holds, fail)
+
+    def _binding(self, name: str, kind: _Kind) -> Iterator[str]:
+        """Bind letters to sizes of a tensor, whose number of dimensions is checked before."""
+        new = {letter: axis for letter, (owner, axis) in self.bound.items() if owner == name}
+        ndim = len(kind.dims)
+        if new.keys() - {*kind.leading}:
+            yield f"    if {name}.ndim != {ndim}: fail_ndim('{name}', {name}, {ndim})"
+        yield from (f"    {letter} = {name}.shape[{axis}]" for letter, axis in new.items())
+
+    def _unless(self, name: str, holds: str, otherwise: str) -> Iterator[str]:
+        guard = f"{name} is not None and " if name in self._optional else ""
+        yield f"    if {guard}not ({holds}): {otherwise}"
+
+
+def compile_function(code: str, name: str, scope: dict[str, Any]) -> Callable[..., Any]:
+    """Compile generated code so that tracebacks show its lines."""
+    filename = f"<torch_hybrid op {name}>"
+    linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)
+    exec(compile(code, filename, "exec"), scope)
+    function: Callable[..., Any] = scope[name]
+    return function
+
+
+def cpp_launcher(
+    cls: type[Op], source: Path, *, sizes: str, integers: str, numbers: str = "", out: str
+) -> Callable[[Any], Tensor]:
+    """Make the launcher of a C++ kernel whose struct has the op's tensors and ``out``.
+
+    Args:
+        cls: the op's class.
+        source: of the kernel, whose function has the op's name.
+        sizes: letters and what the struct calls them: ``"T=num_tokens D=dim"``.
+        integers: of the struct in its order: names of sizes, ``<field>_stride`` of rows,
+            ``is_bf16``, ``num_threads``.
+        numbers: options that the struct has as doubles.
+        out: field that the result has shape and dtype of.
+    """
+    declaration = Declaration(cls)
+    run = kernel(
+        declaration.name,
+        source,
+        tensors=f"{' '.join(declaration.kinds)} out",
+        integers=integers,
+        numbers=numbers,
+    )
+    letters = {name: letter for letter, _, name in (each.partition("=") for each in sizes.split())}
+    special = {
+        "is_bf16": f"x.{declaration.first}.dtype is bf16",
+        "num_threads": "num_threads()",
+    }
+
+    def value(name: str) -> str:
+        if name in special:
+            return special[name]
+        if name in letters:
+            owner, axis = declaration.bound[letters[name]]
+            return f"x.{owner}.shape[{axis}]"
+        return f"x.{name.removesuffix('_stride')}.stride(0)"
+
+    values = [*(f"x.{name}" for name in declaration.kinds), "out", *map(value, integers.split())]
+    values += [f"x.{name}" for name in numbers.split()]
+    lines = [
+        f"def {declaration.name}(x):",
+        f"    out = x.{out}.new_empty(x.{out}.shape)",
+        f"    if not run({', '.join(values)}):",
+        "        x.check_indices()",
+        "    return out",
+    ]
+    scope = {"run": run, "bf16": torch.bfloat16, "num_threads": torch.get_num_threads}
+    return compile_function("\n".join(lines), declaration.name, scope)
+
+
+def _metadata(hint: Any) -> tuple[Any, ...]:
+    return tuple(getattr(hint, "__metadata__", ()))
+
+
+def _bare(hint: Any) -> Any:
+    """Strip the kind from an annotation."""
+    return get_args(hint)[0] if _metadata(hint) else hint
+
+
+def _fail_ndim(name: str, x: Tensor, ndim: int) -> None:
+    raise ValueError(f"{name} must have {ndim} dimensions, got {list(x.shape)}")
+
+
+def _fail_floats(name: str, x: Tensor) -> None:
+    raise ValueError(f"{name} must be a floating point tensor, got {x.dtype}")
+
+
+def _fail_rows(name: str, x: Tensor) -> None:
+    raise ValueError(f"{name} must have contiguous rows, got strides {list(x.stride())}")
+
+
+_SCOPE: dict[str, Any] = {
+    "torch": torch,
+    "floats": FLOATS_AND_FLOAT64,
+    "check_shapes": check_shapes,
+    "check_dtypes": check_dtypes,
+    "check_contiguous": check_contiguous,
+    "check_impl": check_impl,
+    "has_dense_rows": has_dense_rows,
+    "fail_ndim": _fail_ndim,
+    "fail_floats": _fail_floats,
+    "fail_rows": _fail_rows,
+}
