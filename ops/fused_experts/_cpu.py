@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.fused_experts.bounds import check_ids
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.forms import forms
 from torch_hybrid.ops.stored_weights import are_integers, depth_of, format_of, group_of, has_zeros
@@ -56,7 +57,7 @@ def fused_experts(
     run = _RUN_INTEGERS if are_integers(down.dtype) else _RUN
     for first in range(0, num_tokens, MAX_TOKENS):
         block = slice(first, first + MAX_TOKENS)
-        run(
+        in_range = run(
             x[block],
             expert_ids[block],
             expert_weights[block],
@@ -86,4 +87,6 @@ def fused_experts(
             math.inf if limit is None else limit,
             *(softcaps or (0.0, 0.0)),
         )
+        if not in_range:
+            check_ids(expert_ids, num_experts)
     return out

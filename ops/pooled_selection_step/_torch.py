@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_lengths
 from torch_hybrid.ops.gated_pooling._torch import gated_pooling
+from torch_hybrid.ops.page_bounds import check_page_indices
 from torch_hybrid.ops.select_blocks._torch import select_blocks
 
 
@@ -28,9 +29,11 @@ def pooled_selection_step(
 ) -> Tensor:
     """Launcher of ``torch_hybrid::pooled_selection_step``."""
     slots = (initial_indices, state_indices)
-    if q.device.type == "cpu":
-        check_lengths(cu_seqlens)
-    pooled = gated_pooling(keys, gates, bias, state, cu_seqlens, seq_lens, *slots)
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     size = bias.shape[0]
+    if q.device.type == "cpu":  # before the first part writes
+        num_pages, page_blocks = block_keys.shape[:2]
+        check_page_indices(*index, num_pages=num_pages, page_size=page_blocks * size)
+        check_lengths(cu_seqlens)
+    pooled = gated_pooling(keys, gates, bias, state, cu_seqlens, seq_lens, *slots)
     return select_blocks(q, pooled, weights, block_keys, *index, block_size=size, top_k=top_k)
