@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.every_op import CALLS, VALUES, Call, call_of, impls_on_a_host, public_ops
+from tests.ops.every_op import CALLS, VALUES, Call, call_of, impls_on_a_host
+from tests.ops.registered import public_ops
 from torch_hybrid.ops.registration import REGISTERED
 
 GIVEN = {op: call_of(op) for op in CALLS}

@@ -7,11 +7,8 @@ calls, so that neither an op nor an index can be forgotten.
 from __future__ import annotations
 
 import inspect
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -37,6 +34,7 @@ from tests.ops.paged_attention import cases as pages
 from tests.ops.pooled_selection_step import cases as pooled_selection
 from tests.ops.previous_rows import cases as previous
 from tests.ops.ragged_attention import cases as ragged
+from tests.ops.registered import public_ops
 from tests.ops.rg_lru import cases as rg_lru
 from tests.ops.select_blocks import cases as selection
 from tests.ops.selective_scan import cases as scans
@@ -44,7 +42,6 @@ from tests.ops.ssd import cases as ssd
 from tests.ops.ssd_step import cases as ssd_step
 from tests.ops.state_copy import cases as copies
 from tests.ops.wkv import cases as wkv
-from torch_hybrid import ops
 from torch_hybrid.ops.registration import NAMESPACE, REGISTERED
 
 Range = tuple[int, int | None]  # the least that is right, and the least above it that is not
@@ -79,14 +76,6 @@ class Call:
         schema = getattr(getattr(torch.ops, NAMESPACE), self.op.__name__).default._schema
         names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
         return [x for name in names for x in tree_leaves(self.given[name])]
-
-
-@cache
-def public_ops() -> Mapping[str, Callable[..., Any]]:
-    """The public function of every op, by name, after the import of all families."""
-    paths = pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")
-    modules = [import_module(each.name) for each in paths if each.name.endswith(".op")]
-    return {name: vars(m)[name] for m in modules for name in REGISTERED if name in vars(m)}
 
 
 def impls_on_a_host(name: str) -> dict[str, str]:
