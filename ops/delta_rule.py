@@ -51,7 +51,13 @@ def recurrent_delta_rule(
     qk_l2norm: bool,
 ) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
-    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
+    seqs = live_sequences(
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        num_tokens=v.shape[0],
+        num_slots=state.shape[0],
+    )
     S = initial_states(state, seqs)
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     for step in range(seqs.max_length):
@@ -83,7 +89,13 @@ def chunk_delta_rule(
     decayed_products: DecayedProducts,
 ) -> Tensor:
     """Compute what lies inside chunks for all of them at once, then scan the states over them."""
-    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
+    seqs = live_sequences(
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        num_tokens=v.shape[0],
+        num_slots=state.shape[0],
+    )
     S = initial_states(state, seqs)
     chunks = chunk_table(seqs, chunk_size)
     parts = _inside_chunks(q, k, v, g, beta, chunks, scale, qk_l2norm, decayed_products)

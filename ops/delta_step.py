@@ -130,7 +130,13 @@ def step_in_torch(
         gated_norm: outputs of the rule and their gates, both [N, HV, V], to the op's.
         activation, scale, beta_scale: as of the ops.
     """
-    seqs = live_sequences(x.cu_seqlens, x.initial_indices, x.state_indices)
+    seqs = live_sequences(
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        num_tokens=x.qkv.shape[0],
+        num_slots=x.state.shape[0],
+    )
     if seqs.max_length > 1:
         check_lengths(x.cu_seqlens)
     token = seqs.starts

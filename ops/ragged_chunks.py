@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.core.state_bounds import check_state_indices
+
 # exp of it is 0 in float32; a finite stand-in for a decay of -inf, whose differences are NaN.
 FULL_DECAY = -1e4
 
@@ -39,8 +41,22 @@ class Chunks:
     is_real: Tensor
 
 
-def live_sequences(cu_seqlens: Tensor, initial_indices: Tensor, state_indices: Tensor) -> Sequences:
-    """All but the empty sequences."""
+def live_sequences(
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    *,
+    num_tokens: int,
+    num_slots: int,
+) -> Sequences:
+    """Order the sequences that are not empty; raise ValueError for an index out of range, on a CPU.
+
+    Torch takes negative indices from the end, and finds others only after some states are written.
+    """
+    if cu_seqlens.device.type == "cpu":
+        check_state_indices(
+            cu_seqlens, initial_indices, state_indices, num_tokens=num_tokens, num_slots=num_slots
+        )
     lengths = cu_seqlens.diff()
     order = lengths.argsort(descending=True)[: int((lengths > 0).sum())]
     return Sequences(

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_hybrid.ops.core.registration import check_contiguous, check_dtypes, check_shapes
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 
 # What an op of such steps takes beside the tensors of its decode step, as it stands in schemas.
 SCHEMA = "Tensor(c!) records, Tensor accepted"
@@ -93,6 +94,14 @@ def verify_by_steps(
     Returns:
         ``out``.
     """
+    if rows.device.type == "cpu":
+        check_state_indices(
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            num_tokens=rows.shape[0],
+            num_slots=records.shape[0],
+        )
     check_counts(records, cu_seqlens, initial_indices, accepted)
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff()
     initial, slots = initial_indices.long(), state_indices.long()

@@ -5,104 +5,60 @@ from pathlib import Path
 
 import pytest
 
+from tests.ops.registered import public_ops
 from tests.tiny_models import BUILDERS
+from torch_hybrid.backends.step import _BACKENDS
 from torch_hybrid.models.families import FAMILIES, NOT_SERVED, table_of
 from torch_hybrid.models.ring_2_5.config import ARCHITECTURE as RING_2_5
-from torch_hybrid.ops.block_attention import op as block_attention
-from torch_hybrid.ops.causal_conv1d import op as causal_conv1d
 from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.draw_tokens import op as draw_tokens
-from torch_hybrid.ops.fused_experts import op as fused_experts
-from torch_hybrid.ops.gated_delta_rule import op as gated_delta_rule
-from torch_hybrid.ops.gated_delta_step import op as gated_delta_step
-from torch_hybrid.ops.gated_pooling import op as gated_pooling
-from torch_hybrid.ops.head_linear import op as head_linear
-from torch_hybrid.ops.kimi_delta_attention import op as kimi_delta_attention
-from torch_hybrid.ops.kimi_delta_step import op as kimi_delta_step
-from torch_hybrid.ops.latent_attention import op as latent_attention
-from torch_hybrid.ops.lightning_step import op as lightning_step
-from torch_hybrid.ops.linear import op as linear
-from torch_hybrid.ops.merge_states import op as merge_states
-from torch_hybrid.ops.ngram_embedding import op as ngram_embedding
-from torch_hybrid.ops.paged_attention import op as paged_attention
-from torch_hybrid.ops.pooled_selection_step import op as pooled_selection_step
-from torch_hybrid.ops.power_sum import op as power_sum
-from torch_hybrid.ops.previous_rows import op as previous_rows
-from torch_hybrid.ops.ragged_attention import op as ragged_attention
-from torch_hybrid.ops.rg_lru import op as rg_lru
-from torch_hybrid.ops.route import op as route
-from torch_hybrid.ops.select_blocks import op as select_blocks
-from torch_hybrid.ops.selective_scan import op as selective_scan
-from torch_hybrid.ops.ssd import op as ssd
-from torch_hybrid.ops.ssd_step import op as ssd_step
-from torch_hybrid.ops.state_copy import op as state_copy
-from torch_hybrid.ops.top_k import op as top_k
-from torch_hybrid.ops.wkv import op as wkv
+from torch_hybrid.ops.core.registration import REGISTERED
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- generated: tests/test_readme.py -->\n", "<!-- end generated -->"
 
 # Ops by the kind of layer that calls them, in order.
-OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
-    "paged_attention": {"paged_attention": paged_attention.IMPLEMENTATIONS},
-    "latent_attention": {
-        "latent_attention": latent_attention.IMPLEMENTATIONS,
-        "store_latents": latent_attention.STORE_IMPLEMENTATIONS,
-        "gather_latents": latent_attention.GATHER_IMPLEMENTATIONS,
-        "ragged_attention_with_lse": ragged_attention.IMPLEMENTATIONS,
-        "merge_states": merge_states.IMPLEMENTATIONS,
-        "head_linear": head_linear.IMPLEMENTATIONS,
-    },
-    "indexed_attention, indexed_latent_attention": {
-        "select_blocks": select_blocks.IMPLEMENTATIONS,
-        "block_attention": block_attention.IMPLEMENTATIONS,
-    },
-    "indexed_latent_attention": {
-        "gated_pooling": gated_pooling.IMPLEMENTATIONS,
-        "pooled_selection_step": pooled_selection_step.IMPLEMENTATIONS,
-    },
-    "gated_delta_rule": {
-        "gated_delta_step": gated_delta_step.IMPLEMENTATIONS,
-        "gated_delta_verify": gated_delta_step.VERIFY_IMPLEMENTATIONS,
-        "recurrent_gated_delta_rule": gated_delta_rule.RECURRENT_IMPLEMENTATIONS,
-        "chunk_gated_delta_rule": gated_delta_rule.CHUNK_IMPLEMENTATIONS,
-    },
-    "kimi_delta_attention": {
-        "kimi_delta_step": kimi_delta_step.IMPLEMENTATIONS,
-        "kimi_delta_verify": kimi_delta_step.VERIFY_IMPLEMENTATIONS,
-        "recurrent_kimi_delta_attention": kimi_delta_attention.RECURRENT_IMPLEMENTATIONS,
-        "chunk_kimi_delta_attention": kimi_delta_attention.CHUNK_IMPLEMENTATIONS,
-    },
-    "ngram_embedding": {"ngram_embedding": ngram_embedding.IMPLEMENTATIONS},
-    "previous_hidden": {"previous_rows": previous_rows.IMPLEMENTATIONS},
-    "mamba2": {
-        "ssd_step": ssd_step.IMPLEMENTATIONS,
-        "ssd_verify": ssd_step.VERIFY_IMPLEMENTATIONS,
-    },
-    "mamba": {
-        "recurrent_selective_scan": selective_scan.RECURRENT_IMPLEMENTATIONS,
-        "chunk_selective_scan": selective_scan.CHUNK_IMPLEMENTATIONS,
-    },
-    "lightning_attention": {
-        "lightning_step": lightning_step.IMPLEMENTATIONS,
-        "lightning_verify": lightning_step.VERIFY_IMPLEMENTATIONS,
-    },
-    "mamba2, lightning_attention, mlstm": {
-        "recurrent_ssd": ssd.RECURRENT_IMPLEMENTATIONS,
-        "chunk_ssd": ssd.CHUNK_IMPLEMENTATIONS,
-    },
-    "rg_lru": {"rg_lru": rg_lru.IMPLEMENTATIONS},
-    "time_mix": {"wkv": wkv.IMPLEMENTATIONS},
-    "convolution of the mixers, gated or not": {"causal_conv1d": causal_conv1d.IMPLEMENTATIONS},
-    "around the mixers": {
-        "linear": linear.IMPLEMENTATIONS,
-        "fused_experts": fused_experts.IMPLEMENTATIONS,
-        "state_copy": state_copy.IMPLEMENTATIONS,
-        "route": route.IMPLEMENTATIONS,
-        "top_k": top_k.IMPLEMENTATIONS,
-        "power_sum": power_sum.IMPLEMENTATIONS,
-        "draw_tokens": draw_tokens.IMPLEMENTATIONS,
-    },
+OPS: dict[str, tuple[str, ...]] = {
+    "paged_attention": ("paged_attention",),
+    "latent_attention": (
+        "latent_attention",
+        "store_latents",
+        "gather_latents",
+        "ragged_attention_with_lse",
+        "merge_states",
+        "head_linear",
+    ),
+    "indexed_attention, indexed_latent_attention": ("select_blocks", "block_attention"),
+    "indexed_latent_attention": ("gated_pooling", "pooled_selection_step"),
+    "gated_delta_rule": (
+        "gated_delta_step",
+        "gated_delta_verify",
+        "recurrent_gated_delta_rule",
+        "chunk_gated_delta_rule",
+    ),
+    "kimi_delta_attention": (
+        "kimi_delta_step",
+        "kimi_delta_verify",
+        "recurrent_kimi_delta_attention",
+        "chunk_kimi_delta_attention",
+    ),
+    "ngram_embedding": ("ngram_embedding",),
+    "previous_hidden": ("previous_rows",),
+    "mamba2": ("ssd_step", "ssd_verify"),
+    "mamba": ("recurrent_selective_scan", "chunk_selective_scan"),
+    "lightning_attention": ("lightning_step", "lightning_verify"),
+    "mamba2, lightning_attention, mlstm": ("recurrent_ssd", "chunk_ssd"),
+    "rg_lru": ("rg_lru",),
+    "time_mix": ("wkv",),
+    "convolution of the mixers, gated or not": ("causal_conv1d",),
+    "around the mixers": (
+        "linear",
+        "fused_experts",
+        "state_copy",
+        "route",
+        "top_k",
+        "power_sum",
+        "draw_tokens",
+    ),
 }
 NAMES = {
     "paged_attention": "full attention (GQA)",
@@ -153,11 +109,12 @@ def models_table() -> str:
 
 def ops_table() -> str:
     """Ops by the mixers that call them, with their implementations."""
+    public_ops()  # imports all families
     lines = ["| mixer | op | on a CPU | on a CUDA GPU |", "|---|---|---|---|"]
     for kinds, ops in OPS.items():
         mixer = ", ".join(NAMES.get(kind, kind) for kind in kinds.split(", "))
-        for op, implementations in ops.items():
-            cells = [_on(implementations, device) for device in ("cpu", "cuda")]
+        for op in ops:
+            cells = [_on(REGISTERED[op], device) for device in ("cpu", "cuda")]
             lines.append(f"| {mixer} | `{op}` | {cells[0]} | {cells[1]} |")
             mixer = ""
     return "\n".join(lines) + "\n"
@@ -195,6 +152,14 @@ def _on(implementations: Mapping[str, Implementation], device: str) -> str:
         if device in implementation.capability.devices
         and not (name.startswith("triton") and device == "cpu")
     )
+
+
+def test_no_op_and_no_kind_of_layer_is_forgotten():
+    shown = [op for ops in OPS.values() for op in ops]
+    beside = {op for op in public_ops() if op.removesuffix("_with_lse") in shown}
+    assert len(shown) == len(set(shown))
+    assert {*shown, *beside} == set(REGISTERED)
+    assert set(NAMES) == set(_BACKENDS)
 
 
 @pytest.mark.parametrize("path", GENERATED)

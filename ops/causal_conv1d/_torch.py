@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.pointwise import silu
 
 
@@ -27,6 +28,14 @@ def causal_conv1d(
     Sequence n begins there at ``cu_seqlens[n] + n * (W - 1)`` with its state, so the row of a
     token and the first row that its window covers differ by W - 1 for every token.
     """
+    if x.device.type == "cpu":
+        check_state_indices(
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            num_tokens=x.shape[0],
+            num_slots=conv_state.shape[0],
+        )
     x = x if input_gate is None else input_gate * x
     num_tokens, num_seqs, num_past = x.shape[0], state_indices.shape[0], weight.shape[1] - 1
     seq = torch.searchsorted(

@@ -98,8 +98,8 @@ def causal_conv1d(
         [T, C] outputs in x's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``activation`` or ``impl`` is
-            unknown.
+        ValueError: a shape, dtype or layout is not as above, ``activation`` or ``impl`` is unknown,
+            or, where reading them is free (on a CPU), an index is out of range.
 
     The short convolution of Mamba (arXiv 2312.00752), Qwen3-Next and most linear attention; with
     both gates, that of LFM2; with taps of each token, that of Inkling-2's keys and values.

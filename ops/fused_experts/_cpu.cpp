@@ -3,6 +3,7 @@
 
 TH_EXPORT_CALL(fused_experts, experts::Call) {
   using namespace experts;
+  if (!ids_are_valid(*call)) return false;
   call->is_bf16 ? Experts<th::bf16, th::Weights<th::bf16>>(*call).run()
                 : Experts<float, th::Weights<float>>(*call).run();
   return true;

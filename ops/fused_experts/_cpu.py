@@ -16,6 +16,7 @@ from torch_hybrid.ops.formats.stored_weights import (
     group_of,
     has_zeros,
 )
+from torch_hybrid.ops.fused_experts.bounds import check_ids
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.cpu_tuning import tuning
 
@@ -62,7 +63,7 @@ def fused_experts(
     run = _RUN_INTEGERS if are_integers(down.dtype) else _RUN
     for first in range(0, num_tokens, MAX_TOKENS):
         block = slice(first, first + MAX_TOKENS)
-        run(
+        in_range = run(
             x[block],
             expert_ids[block],
             expert_weights[block],
@@ -92,4 +93,6 @@ def fused_experts(
             math.inf if limit is None else limit,
             *(softcaps or (0.0, 0.0)),
         )
+        if not in_range:
+            check_ids(expert_ids, num_experts)
     return out

@@ -12,6 +12,7 @@ void run(const experts::Call& call) {
 }  // namespace
 
 TH_EXPORT_CALL(experts_of_integers, experts::Call) {
+  if (!experts::ids_are_valid(*call)) return false;
   call->is_bf16 ? run<th::bf16>(*call) : run<float>(*call);
   return true;
 }

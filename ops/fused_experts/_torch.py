@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_hybrid.ops.formats.stored_weights import dequantized
+from torch_hybrid.ops.fused_experts.bounds import check_ids
 
 
 def fused_experts(
@@ -26,6 +27,8 @@ def fused_experts(
 ) -> Tensor:
     """See ``torch_hybrid.ops.fused_experts.op.fused_experts``."""
     num_experts, top_k = down.shape[0], expert_ids.shape[1]
+    if expert_ids.device.type == "cpu":
+        check_ids(expert_ids, num_experts)
     flat_ids = expert_ids.reshape(-1)
     order = flat_ids.argsort(stable=True)
     counts = torch.bincount(flat_ids, minlength=num_experts + 1)[:num_experts].tolist()

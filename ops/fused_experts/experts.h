@@ -57,10 +57,18 @@ struct Routing {
                               : static_cast<const int32_t*>(call.expert_ids)[pair];
   }
   static bool chosen(const Call& call, int64_t pair) {
-    const int64_t e = expert(call, pair);
-    return 0 <= e && e < call.num_experts;
+    return expert(call, pair) < call.num_experts;
   }
 };
+
+// Whether each choice is an expert, or the number of experts, which means none.
+inline bool ids_are_valid(const Call& call) {
+  for (int64_t p = 0; p < call.num_tokens * call.top_k; ++p) {
+    const int64_t e = Routing::expert(call, p);
+    if (e < 0 || e > call.num_experts) return false;
+  }
+  return true;
+}
 
 template <typename T, typename W>
 struct Scratch {

@@ -163,7 +163,8 @@ def recurrent_gated_delta_rule(
         [T, HV, V] outputs in v's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
+        ValueError: a shape, dtype or layout is not as above, ``impl`` is unknown, or, where reading
+            them is free (on a CPU), an index is out of range.
 
     From "Gated Delta Networks" (arXiv 2412.06464), as used by Qwen3-Next.
     """

@@ -131,7 +131,8 @@ def recurrent_kimi_delta_attention(
         [T, H, V] outputs in v's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
+        ValueError: a shape, dtype or layout is not as above, ``impl`` is unknown, or, where reading
+            them is free (on a CPU), an index is out of range.
 
     From "Kimi Linear" (arXiv 2510.26692); also the linear layers of Ling-3.
     """

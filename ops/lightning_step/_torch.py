@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_lengths
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.pointwise import sigmoid, silu
 from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
 from torch_hybrid.ops.verify import verify_by_steps
@@ -33,7 +34,13 @@ def lightning_step(
     norm_eps: float,
 ) -> Tensor:
     """All sequences that have a token together."""
-    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
+    seqs = live_sequences(
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        num_tokens=qkv.shape[0],
+        num_slots=state.shape[0],
+    )
     if seqs.max_length > 1:
         check_lengths(cu_seqlens)
     q, k, v = _prepared(
@@ -73,6 +80,9 @@ def lightning_verify(
 ) -> Tensor:
     """A token of all sequences at a time."""
     cu_seqlens, initial_indices, state_indices, records, accepted = index_and_records
+    if qkv.device.type == "cpu":  # before the offsets say which tokens there are
+        index = (cu_seqlens, initial_indices, state_indices)
+        check_state_indices(*index, num_tokens=qkv.shape[0], num_slots=state.shape[0])
     token = torch.arange(int(cu_seqlens[-1]), dtype=torch.int64, device=qkv.device)
     q, k, v = _prepared(
         qkv, q_norm_weight, k_norm_weight, cos, sin, token, state.shape[-1], activation, norm_eps

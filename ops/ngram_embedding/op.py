@@ -93,7 +93,8 @@ def ngram_embedding(
         [T, (n - 1) * E * D] in the table's dtype; rows of padding tokens are 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
+        ValueError: a shape, dtype or layout is not as above, ``impl`` is unknown, or, where reading
+            them is free (on a CPU), an index is out of range.
 
     The per-layer embeddings of Qwen4-Exp.
     """

@@ -70,7 +70,8 @@ def previous_rows(
         [T, D]; rows of padding tokens are 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
+        ValueError: a shape, dtype or layout is not as above, ``impl`` is unknown, or, where reading
+            them is free (on a CPU), an index is out of range.
     """
     pools, index = (kept, kept_tokens), (cu_seqlens, seq_lens, initial_indices, state_indices)
     _validate(x, tokens, *pools, *index)

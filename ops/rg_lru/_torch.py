@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.pointwise import sigmoid
 
 
@@ -22,6 +23,14 @@ def rg_lru(
     A token is the map ``h -> decay h + added``. After the pass of distance d it is that of itself
     and the 2 d - 1 tokens before it, as far as those are of its sequence.
     """
+    if x.device.type == "cpu":
+        check_state_indices(
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            num_tokens=x.shape[0],
+            num_slots=state.shape[0],
+        )
     work = torch.promote_types(x.dtype, torch.float32)
     num_tokens, num_seqs = x.shape[0], state_indices.shape[0]
     token = torch.arange(num_tokens, device=x.device, dtype=torch.int32)

@@ -28,7 +28,13 @@ def recurrent_selective_scan(
     state_indices: Tensor,
 ) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
-    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
+    seqs = live_sequences(
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        num_tokens=x.shape[0],
+        num_slots=state.shape[0],
+    )
     S, A = initial_states(state, seqs), -A_log.float().exp()
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for i in range(seqs.max_length):
@@ -59,7 +65,13 @@ def chunk_selective_scan(
 ) -> Tensor:
     """Walk all chunks side by side from zero states, then the states from chunk to chunk, then all
     chunks again for what those have in their outputs."""
-    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
+    seqs = live_sequences(
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        num_tokens=x.shape[0],
+        num_slots=state.shape[0],
+    )
     S, A = initial_states(state, seqs), -A_log.float().exp()
     chunks = chunk_table(seqs, chunk_size)
     # Rows past the end of a sequence have steps of 0: they change no state.

@@ -32,7 +32,13 @@ def recurrent_ssd(
     scale: float,
 ) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
-    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
+    seqs = live_sequences(
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        num_tokens=v.shape[0],
+        num_slots=state.shape[0],
+    )
     S = initial_states(state, seqs)
     group = v.shape[1] // k.shape[1]
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
@@ -66,7 +72,13 @@ def chunk_ssd(
     chunk_size: int,
 ) -> Tensor:
     """Compute what lies inside chunks for all of them at once, then scan the states over them."""
-    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
+    seqs = live_sequences(
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        num_tokens=v.shape[0],
+        num_slots=state.shape[0],
+    )
     S = initial_states(state, seqs)
     chunks = chunk_table(seqs, chunk_size)
     parts = _inside_chunks(q, k, v, g, dt, D, chunks, scale)

@@ -37,7 +37,13 @@ def ssd_step(
     norm_eps: float,
 ) -> Tensor:
     """All sequences that have a token together."""
-    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
+    seqs = live_sequences(
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        num_tokens=xBC.shape[0],
+        num_slots=state.shape[0],
+    )
     if seqs.max_length > 1:
         check_lengths(cu_seqlens)
     token = seqs.starts

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torch_hybrid.ops.core.state_bounds import check_state_indices
+
 # The exponent of a state of nothing: sums have no part of it, whatever they decay by.
 _NOTHING = -1e38
 
@@ -25,6 +27,14 @@ def wkv(
     Sums are [3, ...]: numerator, denominator, exponent. After the pass of distance d, those of a
     token are over itself and the 2 d - 1 tokens before it, as far as those are of its sequence.
     """
+    if k.device.type == "cpu":
+        check_state_indices(
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            num_tokens=k.shape[0],
+            num_slots=state.shape[0],
+        )
     dtype, work = k.dtype, torch.promote_types(k.dtype, torch.float32)
     num_tokens, num_seqs = k.shape[0], state_indices.shape[0]
     k, v, log_decay, bonus = (x.to(work) for x in (k, v, log_decay, bonus))

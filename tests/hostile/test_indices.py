@@ -1,146 +1,144 @@
-"""Index tensors that a C++ kernel would trust: out of range, or not dense, they are refused."""
+"""Index tensors that a kernel would trust: out of range, or not dense, they are refused by every op
+that is registered, and nothing is written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.causal_conv1d import causal_conv1d
-from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from torch_hybrid.ops.gated_delta_step import gated_delta_step
-from torch_hybrid.ops.kimi_delta_attention import chunk_kimi_delta_attention
-from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.rg_lru import rg_lru
-from torch_hybrid.ops.selective_scan import chunk_selective_scan, recurrent_selective_scan
-from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
-from torch_hybrid.ops.ssd_step import ssd_step
-from torch_hybrid.ops.wkv import wkv
+from tests.ops.every_op import CALLS, VALUES, Call, call_of, impls_on_a_host
+from tests.ops.registered import public_ops
+from torch_hybrid.ops.core.registration import REGISTERED
 
-pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
-NUM_TOKENS, NUM_SLOTS, DIM = 6, 3, 16
-RULE: dict[str, Any] = {"scale": 1.0, "qk_l2norm": True, "impl": "cpp"}
+GIVEN = {op: call_of(op) for op in CALLS}
+# What an error calls an argument, where that is not its name.
+CALLED = {"head_sizes": "head 0", "head_offsets": "head 0"}
+# Rows may lie apart in it, and ids of experts may have 64 bits.
+MAY_LIE_APART, MAY_BE_LONG = {"page_table"}, {"expert_ids", "head_sizes", "head_offsets"}
+READS_THE_END_ALONE = {"store_latents"}  # of offsets
 
 
-def delta_rule(op: Callable[..., Tensor], index: tuple[Tensor, ...], g: Tensor) -> Tensor:
-    q = torch.randn(NUM_TOKENS, 1, DIM)
-    state = torch.zeros(NUM_SLOTS, 1, DIM, DIM)
-    return op(q, q, q, g, torch.ones(NUM_TOKENS, 1), state, *index, **RULE)
+def forms(*, of: Callable[[str, Call], bool]) -> pytest.MarkDecorator:
+    """Parametrize a test over the ops that it is about, in each implementation."""
+    forms = [
+        pytest.param(op, impl, id=f"{op}, {impl}", marks=pytest.mark.skipif(bool(why), reason=why))
+        for op, call in GIVEN.items()
+        if of(op, call)
+        for impl, why in impls_on_a_host(op).items()
+    ]
+    return pytest.mark.parametrize(("op", "impl"), forms)
 
 
-def scalar_decay(op: Callable[..., Tensor], index: tuple[Tensor, ...]) -> Tensor:
-    q, g = torch.randn(NUM_TOKENS, 1, DIM), torch.zeros(NUM_TOKENS, 1)
-    state = torch.zeros(NUM_SLOTS, 1, DIM, DIM)
-    return op(q, q, q, g, None, None, state, *index, scale=1.0, impl="cpp")
+def has_indices(op: str, call: Call) -> bool:
+    return bool(call.ranges or offsets_of(call))
 
 
-def scan(op: Callable[..., Tensor], index: tuple[Tensor, ...]) -> Tensor:
-    x, B = torch.randn(NUM_TOKENS, DIM), torch.randn(NUM_TOKENS, 1, DIM)
-    parameters = (torch.zeros(DIM, DIM), torch.zeros(DIM))
-    state = torch.zeros(NUM_SLOTS, DIM, DIM)
-    return op(x, x, B, B, None, *parameters, state, *index, impl="cpp")
+def changed(index: Tensor, at: int, value: int) -> Tensor:
+    """Copy an index and change one element."""
+    copy = index.clone()
+    copy.view(-1)[at] = value
+    return copy
 
 
-def convolution(index: tuple[Tensor, ...]) -> Tensor:
-    x, state = torch.randn(NUM_TOKENS, DIM), torch.zeros(NUM_SLOTS, 3, DIM)
-    return causal_conv1d(x, torch.randn(DIM, 4), None, state, *index, activation="silu", impl="cpp")
+def out_of_range(call: Call) -> Iterator[tuple[str, Tensor]]:
+    """Put each index of a call just below its range, and just above it."""
+    for name, (least, end) in call.ranges.items():
+        yield name, changed(call.given[name], 0, least - 1)
+        if end is not None:
+            yield name, changed(call.given[name], 0, end)
+    for name in offsets_of(call):
+        offsets, end = call.given[name], num_rows(call, name) + 1
+        yield name, offsets - offsets[-1] - 1
+        yield name, changed(offsets, -1, end)
 
 
-def vector_state(index: tuple[Tensor, ...]) -> Tensor:
-    x, gates = torch.randn(NUM_TOKENS, DIM), torch.randn(NUM_TOKENS, 1, 2 * DIM)
-    return rg_lru(x, gates, -torch.ones(DIM), torch.zeros(NUM_SLOTS, DIM), *index, impl="cpp")
+def offsets_of(call: Call) -> list[str]:
+    """Name the offsets of sequences among the arguments of a call."""
+    return [name for name in call.given if name.startswith("cu_seqlens")]
 
 
-def weighted_average(index: tuple[Tensor, ...]) -> Tensor:
-    k, of_channels = torch.randn(NUM_TOKENS, DIM), -torch.ones(DIM)
-    return wkv(k, k, of_channels, of_channels, torch.zeros(NUM_SLOTS, 3, DIM), *index, impl="cpp")
+def num_rows(call: Call, offsets: str) -> int:
+    """Count the rows that offsets divide: of the tensor that they are named by, or of the first."""
+    named = offsets.removeprefix("cu_seqlens").removeprefix("_") or next(iter(call.given))
+    return len(call.given[named])
 
 
-def step(op: Callable[..., Tensor], index: tuple[Tensor, ...], a: Tensor, **rule: Any) -> Tensor:
-    qkv, b = torch.randn(NUM_TOKENS, 3 * DIM), torch.randn(NUM_TOKENS, 1)
-    of_channels = a.shape[1:] if a.shape[1] > 1 else ()
-    weights = (torch.randn(3 * DIM, 4), None, torch.zeros(1), torch.zeros(1, *of_channels))
-    pools = torch.zeros(NUM_SLOTS, 3, 3 * DIM), torch.zeros(NUM_SLOTS, 1, DIM, DIM)
-    options = {"activation": "silu", "scale": 1.0, "norm_eps": 1e-6, "impl": "cpp", **rule}
-    z = qkv[:, :DIM].contiguous()
-    return op(qkv, z, b, a, *weights, torch.ones(DIM), *pools, *index, **options)
+def failure(call: Call, impl: str, name: str, wrong: Tensor) -> str | None:
+    """Say how a call with a wrong argument was not refused before any write; None where it was."""
+    tried = call.changed(**{name: wrong})
+    before = [pool.clone() for pool in tried.mutated()]
+    told = name, CALLED.get(name, name)
+    try:
+        tried.run(impl)
+    except ValueError as error:
+        if not any(each in str(error) for each in told):
+            return f"{name} is not named by {error}"
+    else:
+        return f"{name} was accepted: {wrong.tolist()}"
+    for pool, held in zip(tried.mutated(), before, strict=True):
+        if not torch.equal(pool.view(torch.uint8), held.view(torch.uint8)):
+            return f"{name} was refused after a pool was written"
+    return None
 
 
-def mamba2_step(index: tuple[Tensor, ...]) -> Tensor:
-    xBC, heads = torch.randn(NUM_TOKENS, 3 * DIM), torch.randn(NUM_TOKENS, 1)
-    weights = (torch.randn(3 * DIM, 4), None, *torch.zeros(3, 1).unbind(), torch.ones(DIM))
-    pools = torch.zeros(NUM_SLOTS, 3, 3 * DIM), torch.zeros(NUM_SLOTS, 1, DIM, DIM)
-    limits = {"dt_min": 0.0, "dt_max": 1.0}
-    norm = {"norm_before_gate": False, "norm_groups": 1, "norm_eps": 1e-6}
-    options = {"activation": "silu", "impl": "cpp"} | limits | norm
-    return ssd_step(xBC, xBC[:, :DIM], heads, *weights, *pools, *index, **options)
+def failures(call: Call, impl: str, wrong: Iterator[tuple[str, Tensor]]) -> list[str]:
+    """Say what ``failure`` says of each wrong argument, where it says something."""
+    found = (failure(call, impl, name, tensor) for name, tensor in wrong)
+    return [line for line in found if line]
 
 
-OPS: dict[str, Callable[[tuple[Tensor, ...]], Tensor]] = {
-    "recurrent gated delta rule": lambda index: delta_rule(
-        recurrent_gated_delta_rule, index, torch.zeros(NUM_TOKENS, 1)
-    ),
-    "chunk gated delta rule": lambda index: delta_rule(
-        chunk_gated_delta_rule, index, torch.zeros(NUM_TOKENS, 1)
-    ),
-    "chunk kimi": lambda index: delta_rule(
-        chunk_kimi_delta_attention, index, torch.zeros(NUM_TOKENS, 1, DIM)
-    ),
-    "recurrent ssd": lambda index: scalar_decay(recurrent_ssd, index),
-    "chunk ssd": lambda index: scalar_decay(chunk_ssd, index),
-    "recurrent selective scan": lambda index: scan(recurrent_selective_scan, index),
-    "chunk selective scan": lambda index: scan(chunk_selective_scan, index),
-    "convolution": convolution,
-    "rg_lru": vector_state,
-    "wkv": weighted_average,
-    "gated delta step": lambda index: step(
-        gated_delta_step, index, torch.zeros(NUM_TOKENS, 1), beta_scale=1.0
-    ),
-    "kimi delta step": lambda index: step(
-        kimi_delta_step, index, torch.zeros(NUM_TOKENS, DIM), gate_lower_bound=None
-    ),
-    "ssd step": mamba2_step,
-}
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "slot past the pool": ({"slots": [1, 3]}, r"state_indices must be in \[0, 3\), got 3"),
-    "negative slot": ({"slots": [-1, 1]}, r"state_indices must be in \[0, 3\), got -1"),
-    "too many tokens": ({"offsets": [0, 2, 9]}, "cu_seqlens must rise from 0 to at most 6"),
-    "falling": ({"offsets": [0, 5, 2]}, "cu_seqlens must rise from 0"),
-    "not from 0": ({"offsets": [-3, 2, 4]}, "cu_seqlens must rise from 0"),
-    "start past the pool": ({"starts": [0, 3]}, r"initial_indices must be in \[0, 3\), got 3"),
-    "start from what is written": (
-        {"starts": [2, 2]},
-        "sequence 0 must not start from slot 2, which sequence 1 writes",
-    ),
-    "strided slots": ({"stride": 2}, "state_indices must be contiguous"),
-    "int64 slots": ({"dtype": torch.int64}, "state_indices must have dtype torch.int32"),
-}
+def test_every_op_has_a_call_and_every_index_a_range() -> None:
+    assert set(public_ops()) == set(CALLS) == set(REGISTERED)
+    for op, call in GIVEN.items():
+        indices = {n for n in call.integers() if n not in VALUES and n not in offsets_of(call)}
+        assert indices == set(call.ranges), op
 
 
-def indices(
-    offsets: tuple[int, ...] = (0, 2, 6),
-    slots: tuple[int, ...] = (1, 2),
-    starts: tuple[int, ...] = (0, 0),
-    stride: int = 1,
-    dtype: torch.dtype = torch.int32,
-) -> tuple[Tensor, Tensor, Tensor]:
-    spread = torch.tensor(slots, dtype=dtype).repeat_interleave(stride)[::stride]
-    first, initial = (torch.tensor(x, dtype=torch.int32) for x in (offsets, starts))
-    return first, initial, spread
+@forms(of=has_indices)
+def test_right_ones_pass(op: str, impl: str) -> None:
+    GIVEN[op].changed().run(impl)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_right_ones_pass(op: str) -> None:
-    OPS[op](indices(offsets=[0, 1, 2]) if op.endswith(" step") else indices())
+@forms(of=has_indices)
+def test_those_out_of_range_are_refused(op: str, impl: str) -> None:
+    assert failures(GIVEN[op], impl, out_of_range(GIVEN[op])) == []
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("op", OPS)
-def test_wrong_ones_are_refused(op: str, wrong: str) -> None:
-    changes, message = WRONG[wrong]
-    with pytest.raises(ValueError, match=message):
-        OPS[op](indices(**changes))
+@forms(of=lambda op, call: bool(offsets_of(call)) and op not in READS_THE_END_ALONE)
+def test_offsets_that_fall_are_refused(op: str, impl: str) -> None:
+    call = GIVEN[op]
+    falling = ((n, changed(call.given[n], 1, num_rows(call, n))) for n in offsets_of(call))
+    assert failures(call, impl, falling) == []
+
+
+@forms(of=lambda op, call: "initial_indices" in call.given)
+def test_a_start_from_what_another_sequence_writes_is_refused(op: str, impl: str) -> None:
+    call = GIVEN[op]
+    first, second, *_ = call.given["cu_seqlens"].diff().nonzero().flatten()
+    starts = call.given["initial_indices"].clone()
+    starts[first] = call.given["state_indices"][second]
+    with pytest.raises(ValueError, match=r"must not start from slot \d+, which sequence \d writes"):
+        call.changed(initial_indices=starts).run(impl)
+
+
+def spread(index: Tensor) -> Tensor:
+    return index.repeat_interleave(2, -1)[..., ::2]
+
+
+def in_64_bits(index: Tensor) -> Tensor:
+    return index.long()
+
+
+@pytest.mark.parametrize(("change", "exempt"), [(spread, MAY_LIE_APART), (in_64_bits, MAY_BE_LONG)])
+@pytest.mark.parametrize("op", [op for op, call in GIVEN.items() if has_indices(op, call)])
+def test_those_of_another_layout_are_refused(
+    op: str, change: Callable[[Tensor], Tensor], exempt: set[str]
+) -> None:
+    call = GIVEN[op]
+    names = {*call.ranges, *offsets_of(call)} - exempt
+    wrong: Any = ((name, change(call.given[name])) for name in sorted(names))
+    assert failures(call, "torch", wrong) == []

@@ -18,6 +18,7 @@ import torch_hybrid as th
 from tests.layers.fuzz import BUCKETS, Round
 from tests.layers.own_modules import BLOCKS, VOCAB, Loop, OwnModule
 from torch_hybrid.backends.free_sizes import free_sizes
+from torch_hybrid.backends.step import _BACKENDS
 from torch_hybrid.batch import pad_to
 
 # Sizes that are equal to one another, to widths of heads and of the model, 1, and none of these.
@@ -44,6 +45,13 @@ def graphs() -> Iterator[Callable[[], int]]:
     before = counters["stats"]["unique_graphs"]
     yield lambda: counters["stats"]["unique_graphs"] - before
     torch._dynamo.reset()
+
+
+def test_every_kind_of_layer_has_a_block() -> None:
+    kinds = {spec.kind for build in BLOCKS.values() for spec in build().specs}
+    assert kinds == set(_BACKENDS) - {
+        "previous_hidden"
+    }  # of heads that draft, which a Runner calls
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -16,7 +16,6 @@ from tests.ops.contract import (
     assert_same_bits,
     assert_traces_once,
     assert_within_budget,
-    pool_clones,
     skip_reason,
     written_slots,
 )
@@ -380,16 +379,6 @@ class RecurrentContract:
             for lengths in [(3, 1, 2, 4, 1, 1, 7), (1,) * 4, (5, 6), (40, 1, 1, 7, 9)]
         ]
         assert_traces_once(step, batches)
-
-    @pytest.mark.slow
-    def test_no_clone_of_the_state_pool(self, traced_form: Form):
-        inputs = self.family.mixed()
-        options = {**inputs.options(), **traced_form.options()}
-
-        def step(*args: Tensor) -> Tensor:
-            return traced_form.op(*args, **options) * 2
-
-        assert pool_clones(step, inputs.args(), [inputs.state]) == []
 
 
 def widen(x: Tensor) -> Tensor:

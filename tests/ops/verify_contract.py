@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.contract import assert_within_budget, impls_on, pool_clones, skip_reason
+from tests.ops.contract import assert_within_budget, impls_on, skip_reason
 from tests.ops.pages import offsets
 from tests.ops.step_family import Family
 from tests.ops.step_triton import on_device
@@ -202,19 +202,6 @@ class VerifyContract:
             (*given.args(), history.records, history.accepted),
             {**given.options(), "impl": impl},
         )
-
-    @pytest.mark.slow
-    def test_no_clone_of_a_pool(self):
-        impl = impls_on(DEVICE, self.implementations)[0]
-        history = History(self, self.family.cases["mixed"], torch.float32, impl)
-        given = history.given((3, 1, 2, 0))
-        verify, options = type(self).verify, given.options()
-
-        def step(*args: Tensor) -> Tensor:
-            return verify(*args, **options, impl=impl) * 2
-
-        pools = [*given.pools().values(), history.records]
-        assert pool_clones(step, (*given.args(), history.records, history.accepted), pools) == []
 
     def empty_records(self, inputs: Any) -> Tensor:
         """Of as many slots as there are states; NaN."""

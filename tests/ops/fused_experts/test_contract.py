@@ -328,6 +328,17 @@ def test_opcheck_of_fp8(fp8_impl: str, name: str) -> None:
     torch.library.opcheck(op, inputs, options, test_utils=FP8_OPCHECKS)
 
 
+@pytest.mark.parametrize("wrong", [-1, 6])
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("impl", ["cpp"], indirect=True)
+def test_ids_out_of_range_are_refused_beside_integers(impl: str, stored: str, wrong: int) -> None:
+    """In C++ by a library of its own; beside floats, ``tests/hostile/test_indices.py`` holds it."""
+    (x, ids, *others), scales = make_integer_inputs(CASES["odd_sizes"], stored)
+    ids[-1, -1] = wrong
+    with pytest.raises(ValueError, match=rf"expert_ids must be in \[0, 5\], got {wrong}"):
+        run((x, ids, *others), impl, **scales)
+
+
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("name", ["odd_sizes", "no_gate_odd_sizes"])
 def test_opcheck_of_integers(impl: str, name: str, stored: str) -> None:

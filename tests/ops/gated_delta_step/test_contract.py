@@ -9,31 +9,17 @@ from typing import ClassVar
 import expecttest
 import pytest
 import torch
-from torch import Tensor
 
-from tests.ops.contract import impls_on, pool_clones
 from tests.ops.delta_step_contract import DeltaStepContract
 from tests.ops.gated_delta_step.cases import case, make_inputs
 from tests.ops.gated_delta_step.family import FAMILY
 from tests.ops.recurrent_contract import schemas
 from torch_hybrid.ops.gated_delta_step import gated_delta_step
-from torch_hybrid.ops.gated_delta_step.op import IMPLEMENTATIONS
 
 
 class TestContract(DeltaStepContract):
     family = FAMILY
     opchecked: ClassVar = {"mixed": replace(FAMILY.cases["mixed"], has_bias=True)}
-
-    @pytest.mark.slow
-    def test_no_clone_of_a_pool(self):
-        """Of all such steps, whose tensors and mutations are declared by one text."""
-        inputs = FAMILY.mixed()
-        impl = impls_on("cpu", IMPLEMENTATIONS)[0]
-
-        def step(*args: Tensor) -> Tensor:
-            return gated_delta_step(*args, **inputs.options(), impl=impl) * 2
-
-        assert pool_clones(step, inputs.args(), [inputs.conv_state, inputs.state]) == []
 
 
 @pytest.mark.parametrize(

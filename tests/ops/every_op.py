@@ -1,0 +1,330 @@
+"""A small valid call of every op that is registered, and the range of each index that it takes.
+
+``tests/hostile/test_indices.py`` holds this to ``REGISTERED`` and to the tensors of integers in the
+calls, so that neither an op nor an index can be forgotten.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.ops import step_family
+from tests.ops.block_attention import cases as blocks
+from tests.ops.causal_conv1d import cases as convolution
+from tests.ops.contract import impls_on, skip_reason
+from tests.ops.delta_rule_cases import Case as DeltaCase
+from tests.ops.fused_experts import cases as experts
+from tests.ops.gated_delta_rule import cases as gated_delta
+from tests.ops.gated_delta_step import cases as gated_delta_step
+from tests.ops.gated_pooling import cases as pooling
+from tests.ops.kimi_delta_attention import cases as kimi_delta
+from tests.ops.kimi_delta_step import cases as kimi_delta_step
+from tests.ops.latent_attention import cases as latents
+from tests.ops.lightning_step import cases as lightning_step
+from tests.ops.linear import cases as linears
+from tests.ops.ngram_embedding import cases as ngrams
+from tests.ops.paged_attention import cases as pages
+from tests.ops.pooled_selection_step import cases as pooled_selection
+from tests.ops.previous_rows import cases as previous
+from tests.ops.ragged_attention import cases as ragged
+from tests.ops.registered import public_ops
+from tests.ops.rg_lru import cases as rg_lru
+from tests.ops.select_blocks import cases as selection
+from tests.ops.selective_scan import cases as scans
+from tests.ops.ssd import cases as ssd
+from tests.ops.ssd_step import cases as ssd_step
+from tests.ops.state_copy import cases as copies
+from tests.ops.wkv import cases as wkv
+from torch_hybrid.ops.core.registration import NAMESPACE, REGISTERED
+
+Range = tuple[int, int | None]  # the least that is right, and the least above it that is not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call of a public op: its arguments by name, and the ranges of its indices.
+
+    ``cu_seqlens`` need no range: they rise from 0 to the number of rows.
+    """
+
+    op: Callable[..., Any]
+    given: Mapping[str, Any]
+    ranges: Mapping[str, Range]
+
+    def run(self, impl: str) -> Any:
+        return self.op(**{**self.given, "impl": impl})
+
+    def changed(self, **changes: Any) -> Call:
+        """The same call but for some arguments, on tensors of its own."""
+        own = tree_map_only(Tensor, Tensor.clone, dict(self.given))
+        return replace(self, given={**own, **changes})
+
+    def integers(self) -> dict[str, Tensor]:
+        """The tensors of integers, by name."""
+        tensors = {name: x for name, x in self.given.items() if isinstance(x, Tensor)}
+        return {n: x for n, x in tensors.items() if x.dtype in (torch.int32, torch.int64)}
+
+    def mutated(self) -> list[Tensor]:
+        """The tensors that the op's schema says it writes."""
+        schema = getattr(getattr(torch.ops, NAMESPACE), self.op.__name__).default._schema
+        names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        return [x for name in names for x in tree_leaves(self.given[name])]
+
+
+def impls_on_a_host(name: str) -> dict[str, str]:
+    """The implementations whose indices are on the host, each with why it cannot run here, or "".
+
+    Interpreted kernels run on a CPU too, but are made for indices that nobody reads.
+    """
+    found = {n: i for n, i in REGISTERED[name].items() if "triton" not in n}
+    return {n: skip_reason(i, "cpu") or "" for n, i in found.items() if n in impls_on("cpu", found)}
+
+
+def call_of(name: str) -> Call:
+    """A valid call of a registered op, of float32 and sizes that every implementation takes."""
+    torch.manual_seed(0)
+    args, options, ranges = CALLS[name]()
+    op = public_ops()[name]
+    bound = inspect.signature(op).bind(*args, **options, impl="")
+    return Call(op=op, given=bound.arguments, ranges=ranges)
+
+
+# Arguments, options and ranges.
+_Made = tuple[Sequence[Any], Mapping[str, Any], Mapping[str, Range]]
+_LENGTHS = {"lengths": (5, 0, 1, 19), "num_padding_tokens": 3}
+_ONE_EACH = {"lengths": (1, 1, 0, 1), "num_padding_tokens": 3}
+_DRAFTED = {"lengths": (3, 1, 0, 1), "num_padding_tokens": 3}
+_PAGED = ((1, 23), (9, 30), (0, 5), (1, 1))
+_PADDING = (3, 1)
+_NUM_RECORDS = 2
+
+
+def _slots(pool: Tensor) -> dict[str, Range]:
+    return dict.fromkeys(("initial_indices", "state_indices"), (0, len(pool)))
+
+
+def _rows_of_pages(num_pages: int, page_size: int) -> Range:
+    return page_size, num_pages * page_size
+
+
+def _pages(page_table: Tensor, num_pages: int, page_size: int) -> dict[str, Range]:
+    """The first sequence has one new token."""
+    return {
+        "seq_lens": (1, page_table.shape[1] * page_size + 1),
+        "page_table": (1, num_pages),
+        "slot_mapping": _rows_of_pages(num_pages, page_size),
+    }
+
+
+def _recurrent(inputs: Any, **options: Any) -> _Made:
+    return inputs.args(), {**inputs.options(), **options}, _slots(inputs.state)
+
+
+def _gated_delta(**options: Any) -> _Made:
+    return _recurrent(gated_delta.make_inputs(DeltaCase(**_LENGTHS)), **options)
+
+
+def _kimi_delta(**options: Any) -> _Made:
+    case = kimi_delta.case(*_LENGTHS["lengths"], num_padding_tokens=3)
+    return _recurrent(kimi_delta.make_inputs(case), **options)
+
+
+def _ssd(**options: Any) -> _Made:
+    return _recurrent(ssd.make_inputs(ssd.Case(**_LENGTHS)), **options)
+
+
+def _scan(**options: Any) -> _Made:
+    return _recurrent(scans.make_inputs(scans.Case(**_LENGTHS)), **options)
+
+
+def _verify(inputs: step_family.Inputs, width: int) -> _Made:
+    """A step that verifies drafts: records of the first sequence were accepted."""
+    args, options, ranges = _recurrent(inputs)
+    records = torch.randn(len(inputs.state), _NUM_RECORDS, width)
+    accepted = torch.tensor([2, 0, 0, 1], dtype=torch.int32)
+    return (*args, records, accepted), options, ranges | {"accepted": (0, _NUM_RECORDS + 1)}
+
+
+def _gated_delta_verify() -> _Made:
+    inputs = gated_delta_step.make_inputs(gated_delta_step.case(**_DRAFTED))
+    return _verify(inputs, sum(x.shape[1] for x in (inputs.qkv, inputs.b, inputs.a)))
+
+
+def _kimi_delta_verify() -> _Made:
+    case = kimi_delta_step.case(*_DRAFTED["lengths"], num_padding_tokens=3)
+    inputs = kimi_delta_step.make_inputs(case)
+    return _verify(inputs, sum(x.shape[1] for x in (inputs.qkv, inputs.b, inputs.a)))
+
+
+def _ssd_verify() -> _Made:
+    inputs = ssd_step.make_inputs(ssd_step.Case(**_DRAFTED))
+    return _verify(inputs, inputs.xBC.shape[1] + inputs.dt.shape[1])
+
+
+def _lightning_verify() -> _Made:
+    case = lightning_step.Case(**_DRAFTED)
+    return _verify(lightning_step.make_inputs(case), 2 * case.num_heads * case.dim)
+
+
+def _convolution() -> _Made:
+    inputs = convolution.make_inputs(convolution.Case(**_LENGTHS))
+    return inputs.args(), inputs.options(), _slots(inputs.conv_state)
+
+
+def _ngram_embedding() -> _Made:
+    inputs = ngrams.make_inputs(ngrams.Case(lengths=(5, 0, 1, 19), num_new=1), padding=_PADDING)
+    num_rows, size = len(inputs.table), int(inputs.head_sizes[0])
+    heads = {"head_sizes": (1, num_rows + 1), "head_offsets": (0, num_rows - size + 1)}
+    return inputs.args(), {"eos": ngrams.EOS}, _slots(inputs.history) | heads
+
+
+def _previous_rows() -> _Made:
+    inputs = previous.make_inputs(previous.Case(lengths=(5, 0, 1, 9)), padding=_PADDING)
+    return inputs.args(), {}, _slots(inputs.kept) | {"seq_lens": (5, None)}
+
+
+def _gated_pooling() -> _Made:
+    inputs = pooling.make_inputs(
+        pooling.Case(lengths=((5, 9), (0, 4), (1, 6), (9, 23))), padding=_PADDING
+    )
+    return inputs.args(), {}, _slots(inputs.state) | {"seq_lens": (5, None)}
+
+
+def _paged_attention() -> _Made:
+    heads = pages.Case(num_q_heads=4, num_kv_heads=2, head_dim=32, lengths=_PAGED)
+    inputs = pages.make_inputs(heads, padding=_PADDING)
+    return inputs.args(), {"scale": 0.2}, _pages(inputs.page_table, *inputs.kv.shape[1:3])
+
+
+def _block_attention() -> _Made:
+    heads = pages.Case(num_q_heads=4, num_kv_heads=2, head_dim=32, lengths=_PAGED)
+    case = blocks.Case(pages=heads, block_size=4, top_k=3)
+    inputs = blocks.make_inputs(case, padding=_PADDING)
+    ranges = _pages(inputs.pages.page_table, *inputs.pages.kv.shape[1:3])
+    complete = _PAGED[0][1] // case.block_size
+    return inputs.args(), {"scale": 0.2, "block_size": 4}, ranges | {"blocks": (-1, complete)}
+
+
+def _latents() -> latents.Inputs:
+    case = latents.Case(num_heads=4, rank=32, rope_dim=16, lengths=_PAGED)
+    return latents.make_inputs(case, padding=_PADDING)
+
+
+def _latent_attention() -> _Made:
+    inputs = _latents()
+    return inputs.args(), {"scale": 0.2}, _pages(inputs.page_table, *inputs.pool.shape[:2])
+
+
+def _store_latents() -> _Made:
+    x = _latents()
+    ranges = {"slot_mapping": _rows_of_pages(*x.pool.shape[:2])}
+    return (x.latent, x.k_rope, x.pool, x.slot_mapping, x.cu_seqlens), {}, ranges
+
+
+def _gather_latents() -> _Made:
+    pool = _latents().pool
+    rows = torch.tensor([0, pool.shape[1]], dtype=torch.int32)
+    return (pool, rows), {}, {"rows": (0, pool.shape[0] * pool.shape[1])}
+
+
+def _select_blocks() -> _Made:
+    inputs = selection.make_inputs(replace(selection.SMALL, lengths=_PAGED), padding=_PADDING)
+    num_pages, page_blocks, _ = inputs.block_keys.shape
+    ranges = _pages(inputs.page_table, num_pages, page_blocks * selection.SMALL.block_size)
+    return inputs.args(), {"block_size": selection.SMALL.block_size, "top_k": 3}, ranges
+
+
+def _pooled_selection_step() -> _Made:
+    inputs = pooled_selection.make_inputs(pooled_selection.SMALL, padding=_PADDING)
+    num_pages, page_blocks, _ = inputs.block_keys.shape
+    ranges = _pages(inputs.page_table, num_pages, page_blocks * len(inputs.bias))
+    return inputs.args(), {"top_k": 3}, ranges | _slots(inputs.state)
+
+
+def _ragged_attention() -> _Made:
+    case = ragged.Case(num_heads=2, num_k_heads=1, head_dim=32, v_head_dim=16,
+                       lengths=((7, 21), (0, 5), (9, 9)))  # fmt: skip
+    return ragged.make_inputs(case, padding=(3, 2, 1)).args(), {"causal": True, "scale": 0.2}, {}
+
+
+def _fused_experts() -> _Made:
+    case = experts.Case(num_tokens=5)
+    ranges = {"expert_ids": (0, case.num_experts + 1)}
+    return experts.make_inputs(case), {"activation": case.activation}, ranges
+
+
+def _state_copy() -> _Made:
+    case = copies.CASES["slots"]
+    size = case.pools[0][0][case.dim]
+    ranges = dict.fromkeys(("src", "dst"), (0, size))
+    return copies.make_inputs(case), {"dim": case.dim}, ranges
+
+
+def _without_indices(*args: Any, **options: Any) -> _Made:
+    return args, options, {}
+
+
+CALLS: dict[str, Callable[[], _Made]] = {
+    "block_attention": _block_attention,
+    "causal_conv1d": _convolution,
+    "chunk_gated_delta_rule": lambda: _gated_delta(chunk_size=16),
+    "chunk_kimi_delta_attention": lambda: _kimi_delta(chunk_size=16),
+    "chunk_selective_scan": lambda: _scan(chunk_size=16),
+    "chunk_ssd": lambda: _ssd(chunk_size=16),
+    "draw_tokens": lambda: _without_indices(
+        torch.randn(1, 37),
+        torch.tensor([[1.0], [0], [0], [1], [0]]).double(),
+        draws=False,
+        num_ranked=0,
+        has_wide_top_p=False,
+    ),
+    "fused_experts": _fused_experts,
+    "gated_delta_step": lambda: _recurrent(
+        gated_delta_step.make_inputs(gated_delta_step.case(**_ONE_EACH))
+    ),
+    "gated_delta_verify": _gated_delta_verify,
+    "gated_pooling": _gated_pooling,
+    "gather_latents": _gather_latents,
+    "head_linear": lambda: _without_indices(torch.randn(5, 3, 32), torch.randn(3, 16, 32)),
+    "kimi_delta_step": lambda: _recurrent(
+        kimi_delta_step.make_inputs(kimi_delta_step.case(1, 1, 0, 1, num_padding_tokens=3))
+    ),
+    "kimi_delta_verify": _kimi_delta_verify,
+    "latent_attention": _latent_attention,
+    "latent_attention_with_lse": _latent_attention,
+    "lightning_step": lambda: _recurrent(
+        lightning_step.make_inputs(lightning_step.Case(**_ONE_EACH))
+    ),
+    "lightning_verify": _lightning_verify,
+    "linear": lambda: _without_indices(*linears.make_inputs(linears.CASES["five_rows_odd"])),
+    "merge_states": lambda: _without_indices(*(torch.randn(2, 3, 16), torch.randn(2, 3)) * 2),
+    "ngram_embedding": _ngram_embedding,
+    "paged_attention": _paged_attention,
+    "paged_attention_with_lse": _paged_attention,
+    "pooled_selection_step": _pooled_selection_step,
+    "power_sum": lambda: _without_indices(torch.randn(5, 37), 2),
+    "previous_rows": _previous_rows,
+    "ragged_attention_with_lse": _ragged_attention,
+    "recurrent_gated_delta_rule": _gated_delta,
+    "recurrent_kimi_delta_attention": _kimi_delta,
+    "recurrent_selective_scan": _scan,
+    "recurrent_ssd": _ssd,
+    "rg_lru": lambda: _recurrent(rg_lru.make_inputs(rg_lru.Case(**_LENGTHS))),
+    "route": lambda: _without_indices(torch.randn(5, 16), None, 3, score="softmax"),
+    "select_blocks": _select_blocks,
+    "ssd_step": lambda: _recurrent(ssd_step.make_inputs(ssd_step.Case(**_ONE_EACH))),
+    "ssd_verify": _ssd_verify,
+    "state_copy": _state_copy,
+    "store_latents": _store_latents,
+    "top_k": lambda: _without_indices(torch.randn(5, 37), 3),
+    "wkv": lambda: _recurrent(wkv.make_inputs(wkv.Case(**_LENGTHS))),
+}
+# Integers that are values and name no place.
+VALUES = frozenset({"tokens", "kept_tokens", "multipliers", "history"})
