@@ -61,7 +61,7 @@ def apply_delta_rule(
     plan: RecurrentPlan,
     state: Tensor,
 ) -> Tensor:
-    """The rule over q, k [T, H, K] and v [T, HV, V] -> [T, HV, V]; advances ``state``."""
+    """Apply the rule to q, k [T, H, K] and v [T, HV, V] -> [T, HV, V], and advance ``state``."""
     rule, impl = rule_of(plan, _FORMS)
     planned = planned_for(plan.planned, _sizes(spec))
     options = {"planned": planned} if planned else {}

@@ -56,7 +56,7 @@ def apply_kimi_delta(
     plan: RecurrentPlan,
     state: Tensor,
 ) -> Tensor:
-    """The rule over q, k, g [T, H, K] and v [T, H, V] -> [T, H, V]; advances ``state``."""
+    """Apply the rule to q, k, g [T, H, K] and v [T, H, V] -> [T, H, V], and advance ``state``."""
     rule, impl = rule_of(plan, _FORMS)
     planned = planned_for(plan.planned, _sizes(spec))
     options = {"planned": planned} if planned else {}
