@@ -40,7 +40,7 @@ def planned_for(
 ) -> tuple[Tensor, ...]:
     """Find the planned tensors for an op of layers of these sizes.
 
-    A single shape is found without its name: traced sizes may be symbols, which cannot make one.
+    A single shape needs no name: no name can be made of traced sizes, which may be symbols.
     """
     if len(planned) < 2:
         return next((each.given for each in planned.values()), ())

@@ -78,7 +78,8 @@ class ConvolvedProjection(nn.Module):
         self.heads.reset_parameters()
 
     def set_channels(self, weight: Tensor, bias: Tensor) -> None:
-        """Set the channels' filters [C, channel_width] and biases [C]; both may be unread."""
+        """Set the channels' filters [C, channel_width] and biases [C], also weights that are not
+        read yet."""
         spec = self.spec
         one = torch.ones_like(weight[: spec.num_kv_heads * spec.head_dim // 2, :1])
 

@@ -40,7 +40,7 @@ class TokenShift(nn.Module):
 
     @classmethod
     def of(cls, mixes: Tensor) -> TokenShift:
-        """Make a token shift with mixes [n, dim], which may be unread."""
+        """Make a token shift with mixes [n, dim], which may be weights that are not read yet."""
         with on_meta():
             shift = cls(mixes.shape[1], mixes.shape[0])
         shift.mixes = nn.Parameter(mixes, requires_grad=False)
