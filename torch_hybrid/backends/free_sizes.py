@@ -1,7 +1,7 @@
-"""Sizes that ``torch.compile`` is to take as symbols, each for itself.
+"""Sizes that ``torch.compile`` takes as symbols of their own.
 
-With ``dynamic=True`` alone, sizes that are equal in the step that is traced become one symbol. A
-prompt of as many tokens as a head has channels then gets a graph that serves no other length.
+With ``dynamic=True`` alone, sizes that are equal in the traced step become one symbol. A prompt
+with as many tokens as a head has channels then gets a graph that serves no other length.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def free_sizes(*tensors: Tensor) -> None:
-    """Mark every size of tensors; a graph that needs one to be constant makes it so.
+    """Mark every size of the tensors as dynamic; a graph may still specialise one.
 
-    It does what ``torch._dynamo.maybe_mark_dynamic`` does, without the import of Dynamo: that
-    takes a second, which a loop that compiles nothing would wait for.
+    Has the effect of ``torch._dynamo.maybe_mark_dynamic`` without importing Dynamo. That import
+    takes a second, for which a loop that compiles nothing would wait.
     """
     for tensor in tensors:
         marks = {"_dynamo_weak_dynamic_indices": {*range(tensor.ndim)}}

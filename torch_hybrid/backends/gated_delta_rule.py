@@ -61,7 +61,10 @@ def apply_delta_rule(
     plan: RecurrentPlan,
     state: Tensor,
 ) -> Tensor:
-    """The rule over q, k [T, H, K] and v [T, HV, V] -> [T, HV, V]; advances ``state``."""
+    """Apply the gated delta rule to q, k [T, H, K] and v [T, HV, V] -> [T, HV, V].
+
+    Mutates the pool ``state`` at the slots that the plan names.
+    """
     rule, impl = rule_of(plan, _FORMS)
     planned = planned_for(plan.planned, _sizes(spec))
     options = {"planned": planned} if planned else {}

@@ -1,5 +1,5 @@
-"""Attention over blocks that an indexer picks, to keys and values or to latents: what a step needs,
-and how a layer runs it."""
+"""Attention to the blocks that an indexer picks, of keys and values or of latents: step plans, and
+calls of the ops."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ AnyIndexedSpec = IndexedAttentionSpec | IndexedLatentSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedPlan:
-    """Where the N sequences of a step keep their keys, values and parts of blocks."""
+    """Plan of a step: where its N sequences keep keys, values and inputs of incomplete blocks."""
 
     cu_seqlens: Tensor  # [N + 1]
     seq_lens: Tensor  # [N]
     page_table: Tensor  # [N, max_pages]
     slot_mapping: Tensor  # [T]
-    initial_indices: Tensor  # [N] slots that they start from; 0: from nothing
-    state_indices: Tensor  # [N] slots of theirs
+    initial_indices: Tensor  # [N] slot that each sequence starts from; 0: zeros
+    state_indices: Tensor  # [N] slot that receives its state
     statics: Statics
-    replay: Replay | None = None  # of a step that verifies drafts
+    replay: Replay | None = None  # in a step that verifies drafts
 
 
 register_value(IndexedPlan)
 
-# Of the ops that make a block's key of its tokens'; the convolution is another.
+# One of two ops that make a block's key from its tokens' keys; the other is the convolution.
 GATED_POOLING = OpChoice(
     name="gated_pooling",
     implementations=pooling.IMPLEMENTATIONS,
     sizes=lambda spec: {"block_size": spec.block_size},
     preferred=lambda backends: backends.full,
 )
-# What stands in for that and ``select_blocks`` where each sequence has one new token.
+# Fuses ``gated_pooling`` and ``select_blocks`` in decode steps.
 POOLED_SELECTION_STEP = OpChoice(
     name="pooled_selection_step",
     implementations=or_parts(selection_step.IMPLEMENTATIONS),
@@ -66,10 +66,11 @@ POOLED_SELECTION_STEP = OpChoice(
 
 
 class IndexedAttentionBackend:
-    """Plans steps for the layers of one model that attend to blocks which an indexer picks.
+    """Planner of steps for a model's layers that attend to the blocks an indexer picks.
 
-    ``key_of_block`` is the op that makes a block's key, and ``whole``, if there is one, what makes
-    and picks in decode: it stands in where it is able to and neither part was asked for by name.
+    ``key_of_block`` is the op that makes a block's key. ``whole``, if given, fuses that op and
+    ``select_blocks`` in decode. The fused op runs where it can serve, unless the user named an
+    implementation of either part.
     """
 
     chunk_size = 0
@@ -125,15 +126,15 @@ class IndexedAttentionBackend:
         }
 
     def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
-        """Steps of a mode all run in one form."""
+        """List the forms of a mode's steps: the only one."""
         return (ONLY_FORM,)
 
     def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
-        """As ``forms`` says."""
+        """Return the only form."""
         return ONLY_FORM
 
     def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> IndexedPlan:
-        """The plan of one step. Pure: the batch's own tensors, and what is made of them."""
+        """Plan one step. Pure: the plan shares the batch's tensors, or derives its own."""
         return IndexedPlan(
             cu_seqlens=batch.cu_seqlens,
             seq_lens=batch.seq_lens,
@@ -147,7 +148,7 @@ class IndexedAttentionBackend:
 
 
 def over_block(x: Tensor, weight: Tensor, plan: IndexedPlan, cache: LayerCache) -> Tensor:
-    """Sums of each channel of x [T, C], weighed, over the tokens of a block up to each token."""
+    """Sum x [T, C] over the last ``block_size`` tokens, weighted by ``weight`` [C, block_size]."""
 
     def run(
         advancing: Sequence[Tensor], reading: Sequence[Tensor], at: IndexedPlan | Segments
@@ -171,7 +172,7 @@ def over_block(x: Tensor, weight: Tensor, plan: IndexedPlan, cache: LayerCache) 
 def pooled(
     keys: Tensor, gates: Tensor, bias: Tensor, plan: IndexedPlan, cache: LayerCache
 ) -> Tensor:
-    """Keys [T, D] of the blocks that tokens complete, of the keys and gates [T, D] of tokens."""
+    """Pool keys and gates [T, D] of tokens into the keys [T, D] of the blocks they complete."""
 
     def run(
         advancing: Sequence[Tensor], reading: Sequence[Tensor], at: IndexedPlan | Segments
@@ -200,9 +201,10 @@ def pick(
     cache: LayerCache,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """The blocks [T, top_k] for index queries [T, H, D], whose heads have ``weights`` [T, H] or
-    count alike, after keys [T, D] of blocks that are now complete were written into the layer's
-    pool."""
+    """Write keys [T, D] of completed blocks into the layer's pool, and pick blocks [T, top_k].
+
+    ``q`` [T, H, D] are index queries. ``weights`` [T, H] are factors of the heads' scores; None: 1.
+    """
     return selection.select_blocks(
         q,
         keys,
@@ -228,7 +230,10 @@ def pick_pooled(
     plan: IndexedPlan,
     cache: LayerCache,
 ) -> Tensor:
-    """As ``pick``, with keys [T, D] of blocks that are ``pooled`` of the tokens' keys and gates."""
+    """Pool the keys of completed blocks, and pick blocks [T, top_k].
+
+    Combines ``pooled``, of the tokens' keys and gates [T, D], and ``pick``, in one op if possible.
+    """
     impl = dict(plan.statics.impls).get("pooled_selection_step", PARTS)
     if impl == PARTS:
         return pick(q, pooled(keys, gates, bias, plan, cache), spec, plan, cache, weights)
@@ -262,7 +267,7 @@ def attend_to_blocks(
 ) -> Tensor:
     """Write k and v [T, Hkv, D] into the layer's pool, attend with q [T, Hq, D] -> [T, Hq, D].
 
-    Without v, k are latents [T, D], which are keys and values of all heads.
+    Without v, k holds latents [T, D]: keys and values of all heads.
     """
     return attention.block_attention(
         q,

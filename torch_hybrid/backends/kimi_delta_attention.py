@@ -56,7 +56,10 @@ def apply_kimi_delta(
     plan: RecurrentPlan,
     state: Tensor,
 ) -> Tensor:
-    """The rule over q, k, g [T, H, K] and v [T, H, V] -> [T, H, V]; advances ``state``."""
+    """Apply Kimi delta attention to q, k, g [T, H, K] and v [T, H, V] -> [T, H, V].
+
+    Mutates the pool ``state`` at the slots that the plan names.
+    """
     rule, impl = rule_of(plan, _FORMS)
     planned = planned_for(plan.planned, _sizes(spec))
     options = {"planned": planned} if planned else {}

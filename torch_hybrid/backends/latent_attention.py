@@ -1,14 +1,14 @@
-"""Multi-head latent attention (MLA): what a step needs, and how a layer runs it.
+"""Multi-head latent attention (MLA): step plans, and calls of the ops.
 
 A step runs in one of three forms, chosen when it is planned:
 
-- absorbed: queries meet the latents themselves (decode, and a few new tokens after a prefix);
+- absorbed: queries attend to the latents themselves (decode, and a few new tokens after a prefix);
 - one shot: all rows of a sequence are expanded to keys and values, and attended to at once;
 - chunked: new tokens attend to themselves, then to their prefix chunk by chunk, and the results
   are merged by their log-sum-exp. The number of chunks is rounded up, so that a few graphs serve
-  every length; the rows are spread over the chunks evenly.
+  every length. Rows are spread over the chunks evenly.
 
-A plan is the same for a model of MLA alone and for a hybrid: it is made from lengths and pages.
+A plan is made from lengths and pages, so it is the same for a plain MLA model and for a hybrid.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from torch_hybrid.specs import SCALES, LatentSpec, LayerEntry
 
 _ABSORBED = LayerForm(name="absorbed")
 _ONE_SHOT = "one shot"
-_CHUNK_STEP = 4  # from one number of chunks that has a graph to the next
-_ROW_STEP = 64  # rows of a chunk are a multiple of it, which bounds how many layouts there are
+_CHUNK_STEP = 4  # a form has this many times the chunks of the form before it
+_ROW_STEP = 64  # rows of a chunk are a multiple of it, which bounds the number of layouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentPlan:
-    """Where the N sequences of a step keep their latents, and which of them are expanded."""
+    """Plan of a step: where its N sequences keep latents, and which latents are expanded."""
 
     cu_seqlens: Tensor  # [N + 1]
     seq_lens: Tensor  # [N]
@@ -72,7 +72,7 @@ register_value(LatentPlan)
 _ABSORBED_OPS: Mapping[str, Mapping[str, Implementation]] = {
     "latent_attention": latent_op.IMPLEMENTATIONS,
 }
-# Torch's batched product stands for it, but where that is not able to.
+# Batch-invariant steps alone call it; others call torch's batched GEMM.
 _HEAD_OPS: Mapping[str, Mapping[str, Implementation]] = {"head_linear": HEAD_IMPLEMENTATIONS}
 _ROW_OPS: Mapping[str, Mapping[str, Implementation]] = {
     "store_latents": latent_op.STORE_IMPLEMENTATIONS,
@@ -85,9 +85,9 @@ _EXPANDED_OPS: Mapping[str, Mapping[str, Implementation]] = {
 
 
 class LatentAttentionBackend:
-    """Plans steps for the MLA layers of one model."""
+    """Planner of steps for the MLA layers of one model."""
 
-    chunk_size = 0  # what it expands in chunks are rows of the prefix, wherever the step is cut
+    chunk_size = 0  # its chunks are of prefix rows, so a step may be cut anywhere
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class LatentAttentionBackend:
         """Choose an implementation for each of ``modes`` that serves every layer in ``entries``.
 
         Raises:
-            ValueError: the policy's token budget does not hold a page.
+            ValueError: the policy's token budget is smaller than a page.
         """
         self._specs: list[LatentSpec] = [entry.spec for entry in entries]  # type: ignore[misc]
         self._sizes, self._policy = sizes, backends.prefix
-        if backends.batch_invariant:  # by lengths, other forms would be taken
+        if backends.batch_invariant:  # the form must not depend on lengths
             self._policy = replace(self._policy, absorbed="always")
         budget = self._policy.token_budget
         if budget is not None and budget < sizes.page_size:
@@ -127,7 +127,7 @@ class LatentAttentionBackend:
         self._layers = {shape_name(_sizes(spec)): _facts(spec, sizes) for spec in self._specs}
 
     def _choose(self, mode: Mode, needs: Sequence[Need], backends: Backends) -> tuple[Choice, ...]:
-        """What steps of a mode call; queries of several tokens of a sequence are asked for."""
+        """Choose implementations of the ops that steps of a mode call."""
 
         def choose(
             ops: Mapping[str, Mapping[str, Implementation]], wanted: Sequence[Need]
@@ -151,7 +151,7 @@ class LatentAttentionBackend:
         return tuple(choices)
 
     def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
-        """Every form that a step of this mode may take, with as many rows as it ever has."""
+        """List the forms that steps of a mode may take, each with its largest number of rows."""
         return self._forms[mode]
 
     def _make_forms(self, mode: Mode) -> tuple[LayerForm, ...]:
@@ -173,9 +173,9 @@ class LatentAttentionBackend:
         return tuple(forms)
 
     def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
-        """The form that costs a step least, from its lengths and the policy alone.
+        """Choose the cheapest form for a step, from its lengths and the policy alone.
 
-        Of several batches, each has room in the form's tables.
+        The form's tables have room for each of several batches.
         """
         forms = self.forms(mode)
         if forms == (_ABSORBED,) or (_ABSORBED in forms and self._absorbed_is_cheaper(batches)):
@@ -190,11 +190,11 @@ class LatentAttentionBackend:
         return _ABSORBED  # the policy has no chunks, and one shot does not fit
 
     def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> LatentPlan:
-        """The plan of one step. Pure; reads lengths and pages on the host."""
+        """Plan one step from lengths and pages on the host; pure."""
         op, prefix, num_keys = "latent_attention", None, batch.seq_lens
         if form.name != _ABSORBED.name:
             op, expanded = "ragged_attention_with_lse", batch.seq_lens
-            if form.name != _ONE_SHOT:  # the causal call there is one of new tokens alone
+            if form.name != _ONE_SHOT:  # its causal call attends to new tokens alone
                 num_keys = batch.cu_seqlens.diff()
                 expanded = expanded - num_keys
             prefix = chunk_tables(
@@ -217,14 +217,14 @@ class LatentAttentionBackend:
         )
 
     def _absorbed_is_cheaper(self, batches: Sequence[Batch]) -> bool:
-        """Whether the absorbed form takes less time, by counted FLOPs and the policy's weight."""
+        """Tell whether the absorbed form takes less time, by FLOPs and the policy's cost of one."""
         work = Work.of(batches, self._specs[0])
         return work.absorbed * self._policy.cost_on(self._sizes.device) < work.expanded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Multiplications and additions of a head in a step's two forms, projections among them."""
+    """Multiply-adds of a head in a step's two forms, projections included."""
 
     absorbed: float
     expanded: float
@@ -242,7 +242,7 @@ class Work:
 
 
 def _planners(choices: Sequence[Choice]) -> dict[str, Planner | None]:
-    """Of the ops that may plan, by name, of those that were chosen."""
+    """Load the planner of each chosen implementation, by op; None where it plans nothing."""
     ops = {**_ABSORBED_OPS, **_HEAD_OPS, **_ROW_OPS, **_EXPANDED_OPS}
     return {choice.op: ops[choice.op][choice.impl].load_planner() for choice in choices}
 
@@ -261,7 +261,7 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def _sizes(spec: LatentSpec) -> dict[str, int]:
-    """Layers of the same sizes share what is planned."""
+    """Collect a layer's sizes: layers of equal sizes share planned tensors."""
     return {
         "num_heads": spec.num_heads,
         "rank": spec.latent_rank,
@@ -272,7 +272,7 @@ def _sizes(spec: LatentSpec) -> dict[str, int]:
 
 
 def _facts(spec: LatentSpec, sizes: PoolSizes) -> dict[str, Any]:
-    """What a planner is told of layers."""
+    """Collect what a planner is told about layers of one shape."""
     return {
         **_sizes(spec),
         "dtype": sizes.dtype,
@@ -281,7 +281,7 @@ def _facts(spec: LatentSpec, sizes: PoolSizes) -> dict[str, Any]:
 
 
 def by_head(x: Tensor, weight: Tensor, statics: Statics) -> Tensor:
-    """Each head of x [T, H, K] by its own weight, of [H, N, K] -> [T, H, N]."""
+    """Multiply each head of x [T, H, K] by its own weight of [H, N, K] -> [T, H, N]."""
     impls = dict(statics.impls)
     if "head_linear" in impls:
         return head_linear(x, weight, impl=impls["head_linear"])
@@ -297,8 +297,10 @@ def attend_absorbed(
     plan: LatentPlan,
     cache: LayerCache,
 ) -> Tensor:
-    """Write latent [T, R] and k_rope [T, P] into the layer's pool, and attend with the queries
-    [T, H, R] and [T, H, P] to the latents themselves -> [T, H, R]."""
+    """Write latent [T, R] and k_rope [T, P] into the layer's pool, then attend to the latents.
+
+    Queries are [T, H, R] and [T, H, P], results [T, H, R].
+    """
     return latent_op.latent_attention(
         q_latent,
         q_rope,
@@ -326,11 +328,10 @@ def attend_expanded(
     prefix: PrefixChunks,
     cache: LayerCache,
 ) -> Tensor:
-    """Write latent [T, R] and k_rope [T, P] into the layer's pool, and attend with q [T, H, D] to
-    keys and values made of them by ``expand``: rows [n, R] and [n, P] -> [n, H, D] and [n, H, V].
+    """Write latent [T, R] and k_rope [T, P] into the layer's pool, then attend to expanded rows.
 
-    Returns:
-        [T, H, V].
+    ``expand`` makes keys [n, H, D] and values [n, H, V] from rows [n, R] and [n, P] of the pool.
+    Queries are [T, H, D], results [T, H, V].
     """
     statics, pool, pool_scale = plan.statics, cache["latents"], cache.get(SCALES)
 
@@ -368,7 +369,7 @@ def attend_expanded(
     )
     if statics.form == _ONE_SHOT:
         return attend(gather(prefix.rows[0]), prefix.cu_seqlens[0], True)[0]
-    # Rounded rows as they were rounded: a later step attends to no others.
+    # FP8 rows are read back as stored: later steps attend to the rounded rows too.
     new = (latent, k_rope) if pool_scale is None else gather(plan.slot_mapping)
     out, lse = attend(new, plan.cu_seqlens, True)
     for rows, offsets in zip(prefix.rows, prefix.cu_seqlens, strict=True):

@@ -1,8 +1,8 @@
-"""Which implementation was measured to be the fastest on a device; asked when one is chosen.
+"""Fastest implementation on a device, from tables of measurements; read when one is chosen.
 
 A table is a file ``tables/<device>.json`` beside this module, which ``benchmarks.gpu.choose``
-writes of a run of ``benchmarks.gpu``. Nothing is timed here, and what a table does not have is not
-guessed: the order of IMPLEMENTATIONS holds for it.
+writes from a run of ``benchmarks.gpu``. Nothing is timed here. For what a table lacks, the order of
+IMPLEMENTATIONS decides.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from torch_hybrid.ops.core.capability import Need
 
 TABLES = Path(__file__).with_name("tables")
-AS_FAST = 1.03  # times of the same kernel in two runs are as far apart
+AS_FAST = 1.03  # ratio of times that count as equal: two runs of one kernel differ as much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One op at one class of shapes.
+    """Measured times of one op at one class of shapes.
 
     Attributes:
-        op: its name where it is chosen.
-        dtype: "bfloat16".
-        sizes: that a caller's must equal; those that are not named may be any.
-        features: that a caller wants, exactly these.
+        op: name of the op.
+        dtype: name of a need's dtype, such as "bfloat16".
+        sizes: sizes that a need must equal; sizes that are not named may be any.
+        features: features of a need, exactly these.
         us: microseconds of each implementation, the geometric mean over the measured lengths.
     """
 
@@ -41,7 +41,7 @@ class Row:
     us: Mapping[str, float]
 
     def is_of(self, op: str, need: Need) -> bool:
-        """Whether this is what was measured of ``op`` for such a caller."""
+        """Tell whether the row is about ``op`` for such a need."""
         return (
             self.op == op
             and self.dtype == str(need.dtype).removeprefix("torch.")
@@ -50,20 +50,20 @@ class Row:
         )
 
     def __str__(self) -> str:
-        """ "num_heads 16, rank 512, extend"."""
+        """Describe the class of shapes: "num_heads 16, rank 512, extend"."""
         sizes = [f"{name} {size}" for name, size in self.sizes.items()]
         return ", ".join([*sizes, *sorted(self.features)]) or "any size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fastest:
-    """An implementation, and the figures that say so.
+    """Fastest implementation, and the measurements that decided.
 
     Attributes:
         impl: the fastest, or one that is as fast and comes before it.
-        device: what the GPU calls itself.
-        rows: that were asked, one for each need.
-        us: microseconds of each implementation that was measured, of all rows together.
+        device: name of the GPU.
+        rows: rows of the table, one for each need.
+        us: microseconds of each measured implementation, summed over the rows.
     """
 
     impl: str
@@ -77,7 +77,7 @@ class Fastest:
         return f"measured on {self.device} at {' and at '.join(map(str, self.rows))}: {shown}"
 
     def why_not(self, name: str) -> str:
-        """Why it is not an implementation of that name."""
+        """Explain why the implementation ``name`` was not chosen."""
         if name not in self.us:
             return "it was not measured here"
         slower = self.us[name] > self.us[self.impl]
@@ -85,10 +85,10 @@ class Fastest:
 
 
 def fastest(op: str, needs: Sequence[Need], able: Sequence[str]) -> Fastest | None:
-    """The fastest for all ``needs`` together, of the implementations ``able`` that were measured;
-    the first of those that are within ``AS_FAST`` of it.
+    """Find the fastest of the implementations ``able`` for all ``needs`` together.
 
-    None where one of the needs was not measured.
+    Of those within ``AS_FAST`` of the fastest, the first one wins. None unless every need has a
+    row, and some implementation has a time in all of these rows.
     """
     found = [_row(op, need) for need in needs]
     rows = [row for row in found if row is not None]
@@ -103,25 +103,25 @@ def fastest(op: str, needs: Sequence[Need], able: Sequence[str]) -> Fastest | No
 
 
 def _row(op: str, need: Need) -> Row | None:
-    """What was measured for a caller, if anything was."""
+    """Find the row about ``op`` for a need, if there is one."""
     rows = table(device_name(need.device))
     return next((row for row in rows if row.is_of(op, need)), None)
 
 
 def device_name(device: torch.device) -> str:
-    """What a GPU calls itself; "" for a CPU, of which there are no tables, or a GPU elsewhere."""
+    """Return the name of a GPU; "" for a CPU, which has no table, and on a host without CUDA."""
     is_here = device.type == "cuda" and torch.cuda.is_available()
     return torch.cuda.get_device_name(device) if is_here else ""
 
 
 def table_of(device: str) -> Path:
-    """The file of a device of that name."""
+    """Return the path of the table of devices of that name."""
     return TABLES / f"{re.sub(r'[^a-z0-9]+', '_', device.lower())}.json"
 
 
 @cache
 def table(device: str) -> tuple[Row, ...]:
-    """What was measured on devices of that name."""
+    """Read the table of devices of that name; empty if there is none."""
     file = table_of(device)
     if not device or not file.exists():
         return ()

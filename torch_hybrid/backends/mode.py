@@ -1,4 +1,4 @@
-"""The shapes of a step; each is a graph."""
+"""Modes and forms of a step; each pair is a graph of its own."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """How many new tokens the sequences of a step have.
+    """Mode of a step: the number of new tokens that each sequence has.
 
-    ``DECODE``: one for each sequence. ``EXTEND``: any mix of lengths. ``verify(k)``: one for each
-    sequence, and up to k drafts after it, which are not certain. ``mixed(k)``: any mix of lengths,
-    up to k tokens at the end of each sequence not certain. ``draft(k)``: k steps of the model's
-    head, one after the other, each of one token for each sequence, the first one also of tokens
-    before it.
+    ``DECODE``: one per sequence. ``EXTEND``: any mix of lengths. ``verify(k)``: one per sequence,
+    and up to k drafts after it. ``mixed(k)``: any mix of lengths, each sequence's last tokens, up
+    to k, being drafts. ``draft(k)``: k chained steps of the model's head, of one token per
+    sequence. The first of these steps also runs the tokens that the head has not read.
 
     Attributes:
-        name: as it stands in reports.
-        tokens_per_seq: of each sequence; None for any mix.
-        num_drafts: how many of those are not certain, at most: sequences may have fewer.
-        num_chained: steps of the model's head; 0 where the model itself runs.
+        name: name in reports.
+        tokens_per_seq: new tokens of each sequence, drafts included; None for any mix.
+        num_drafts: the most drafts among those; a sequence may have fewer.
+        num_chained: number of steps of the model's head; 0 for a step of the model itself.
     """
 
     name: str
@@ -33,17 +32,17 @@ class Mode:
 
     @classmethod
     def verify(cls, num_drafts: int) -> Mode:
-        """The mode of steps that verify up to so many drafts of each sequence."""
+        """Make the mode of steps that verify up to ``num_drafts`` drafts per sequence."""
         return cls(name="verify", tokens_per_seq=1 + num_drafts, num_drafts=num_drafts)
 
     @classmethod
     def mixed(cls, num_drafts: int) -> Mode:
-        """The mode of all steps, where there is to be one, those of ``verify`` too."""
+        """Make the mode of steps of any lengths that verify drafts too: it serves all steps."""
         return cls(name="extend", tokens_per_seq=None, num_drafts=num_drafts)
 
     @classmethod
     def draft(cls, num_chained: int) -> Mode:
-        """The mode of so many steps of the model's head, each after the one before it."""
+        """Make the mode of ``num_chained`` steps of the model's head, one after the other."""
         return cls(name=f"draft of {num_chained}", tokens_per_seq=1, num_chained=num_chained)
 
 
@@ -53,9 +52,9 @@ MODES = (Mode.DECODE, Mode.EXTEND)
 
 
 def modes_of(num_drafts: int, *, prefill: bool, is_one_mode: bool) -> tuple[Mode, ...]:
-    """The modes of a model's steps; where there are drafts, the last one verifies them.
+    """List the modes of a model's steps; with drafts, the last one verifies them.
 
-    ``is_one_mode``: all are to be of one, where there are drafts.
+    With ``is_one_mode`` and drafts, ``mixed`` is the only mode.
     """
     if is_one_mode and num_drafts:
         return (Mode.mixed(num_drafts),)
@@ -65,10 +64,10 @@ def modes_of(num_drafts: int, *, prefill: bool, is_one_mode: bool) -> tuple[Mode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForm:
-    """One of the ways in which a kind of layer may run a step: ``name`` is part of the graph.
+    """Form in which a kind of layer runs a step: ``name`` and ``num_chunks`` are part of the graph.
 
-    ``num_chunks`` tables of ``num_rows`` entries each belong to it; ``num_rows`` is a size like
-    those of the batch, and no part of the graph.
+    The form's plan has ``num_chunks`` tables of ``num_rows`` entries. ``num_rows`` is a symbolic
+    size, like those of the batch.
     """
 
     name: str = ""

@@ -1,4 +1,4 @@
-"""Embeddings of n-grams: their ops, and how a layer runs them."""
+"""Embeddings of n-grams: choices of ops, and calls of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def look_up(
     plan: RecurrentPlan,
     cache: LayerCache,
 ) -> Tensor:
-    """The rows of the n-grams that end at tokens [T], side by side; advances the history."""
+    """Look up the rows of the n-grams that end at tokens [T], and advance the history."""
 
     def run(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
         (column,) = advancing

@@ -1,4 +1,4 @@
-"""Full attention over paged keys and values: what a step needs, and how a layer runs it."""
+"""Full attention to paged keys and values: step plans, and calls of the op."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torch_hybrid.specs import SCALES, AttentionSpec, LayerEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedAttentionPlan:
-    """Where the N sequences of a step keep their keys and values; see ``paged_attention``."""
+    """Plan of a step: where its N sequences keep keys and values; see ``paged_attention``."""
 
     cu_seqlens: Tensor  # [N + 1]
     seq_lens: Tensor  # [N]
@@ -49,7 +49,7 @@ register_value(PagedAttentionPlan)
 
 
 class PagedAttentionBackend:
-    """Plans steps for the full-attention layers of one model."""
+    """Planner of steps for the full-attention layers of one model."""
 
     chunk_size = 0
 
@@ -100,15 +100,15 @@ class PagedAttentionBackend:
         return select("paged_attention", IMPLEMENTATIONS, needs, preferred)
 
     def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
-        """Steps of a mode all run in one form."""
+        """List the forms of a mode's steps: the only one."""
         return (ONLY_FORM,)
 
     def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
-        """As ``forms`` says."""
+        """Return the only form."""
         return ONLY_FORM
 
     def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> PagedAttentionPlan:
-        """The plan of one step. Pure: the batch's own tensors, and what is planned with them."""
+        """Plan one step. Pure: the plan has the batch's tensors, and schedules made from them."""
         return PagedAttentionPlan(
             cu_seqlens=batch.cu_seqlens,
             seq_lens=batch.seq_lens,
@@ -120,7 +120,7 @@ class PagedAttentionBackend:
 
 
 def _sizes(spec: AttentionSpec) -> dict[str, int]:
-    """Layers of the same sizes share what is planned: a window says how much there is to do."""
+    """Collect a layer's sizes: layers of equal sizes, window included, share planned tensors."""
     return {
         "num_q_heads": spec.num_q_heads,
         "num_kv_heads": spec.num_kv_heads,
@@ -130,7 +130,7 @@ def _sizes(spec: AttentionSpec) -> dict[str, int]:
 
 
 def _facts(spec: AttentionSpec, sizes: PoolSizes) -> dict[str, Any]:
-    """What a planner is told of layers; those of one shape share a plan, whatever their softcap."""
+    """Collect what a planner is told about layers of one shape; their softcaps may differ."""
     return {
         **_sizes(spec),
         "page_size": sizes.page_size,
@@ -141,7 +141,7 @@ def _facts(spec: AttentionSpec, sizes: PoolSizes) -> dict[str, Any]:
 
 
 def positions_of(plan: PagedAttentionPlan, num_tokens: int) -> Tensor:
-    """[T] positions of a step's tokens in their sequences; those of padding are of no meaning."""
+    """Compute the positions [T] of a step's tokens in their sequences; padding gets any."""
     token = torch.arange(num_tokens, dtype=torch.int32, device=plan.cu_seqlens.device)
     seq = torch.searchsorted(plan.cu_seqlens[:-1], token, right=True) - 1
     return plan.seq_lens[seq] - plan.cu_seqlens[1:][seq] + token
@@ -159,7 +159,7 @@ def attend(
 ) -> Tensor:
     """Write k and v [T, Hkv, D] into the layer's pool, attend with q [T, Hq, D] -> [T, Hq, D].
 
-    ``relative_bias`` [T, Hq, reach] is for a layer that has a reach.
+    ``relative_bias`` [T, Hq, reach] is for a layer with biases by distance (``spec.reach``).
     """
     return paged_attention(
         *_tensors(q, k, v, spec, plan, cache),
@@ -180,7 +180,7 @@ def attend_with_sinks(
     *,
     relative_bias: Tensor | None = None,
 ) -> Tensor:
-    """The same where each query has one more logit in ``sinks`` [T, Hq], of a value of zero.
+    """Attend as ``attend`` does, with a sink for each query: a logit [T, Hq] whose value is zero.
 
     Returns:
         [T, Hq, D] float32.

@@ -1,4 +1,4 @@
-"""What implementations that plan get into a step's plan; see ``ops.planning``."""
+"""Planned tensors: schedules of ops as a part of a step's plan; see ``ops.core.planning``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch_hybrid.pytrees import OnHost, register_value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTensors:
-    """What was planned for layers of one shape, as leaves of the step's plan."""
+    """Schedule for layers of one shape, as leaves of the step's plan."""
 
     tensors: tuple[Tensor, ...]
     values: OnHost
 
     @property
     def given(self) -> tuple[Tensor, ...]:
-        """As the op takes it: the values last, on the host."""
+        """Tensors as the op takes them, the host values last."""
         return (*self.tensors, self.values.value)
 
 
@@ -31,15 +31,17 @@ register_value(PlannedTensors)
 
 
 def shape_name(sizes: Mapping[str, int]) -> str:
-    """Layers of the same name share what is planned."""
+    """Name a shape by its sizes: layers whose shapes have one name share planned tensors."""
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def planned_for(
     planned: Mapping[str, PlannedTensors], sizes: Mapping[str, int]
 ) -> tuple[Tensor, ...]:
-    """What an op of layers of these sizes is given; found by name only where there are several
-    shapes, since a name cannot be made of sizes that are traced as numbers."""
+    """Find the planned tensors for an op of layers of these sizes.
+
+    A single shape needs no name: no name can be made of traced sizes, which may be symbols.
+    """
     if len(planned) < 2:
         return next((each.given for each in planned.values()), ())
     return planned[shape_name(sizes)].given
@@ -48,12 +50,12 @@ def planned_for(
 def plan_layers(
     planner: Planner | None, batch: Batch, layers: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, PlannedTensors]:
-    """What the planner makes of a batch for each shape of layers, by its name.
+    """Plan a batch for each shape of layers: planned tensors by the shape's name.
 
     Args:
-        planner: of the implementation that runs; None plans nothing.
-        batch: on the host, padded to its bucket.
-        layers: what a planner is told of the layers of one shape.
+        planner: planner of the chosen implementation; None plans nothing.
+        batch: batch on the host, padded to its bucket.
+        layers: what the planner is told about layers of one shape, by the shape's name.
     """
     if planner is None:
         return {}

@@ -1,4 +1,4 @@
-"""How prefill reaches the tokens that its sequences hold already, for layers that expand them."""
+"""Prefill of MLA layers after a prefix: the policy, and chunks of prefix rows to expand."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ _MEASURED_COST = {"cpu": 0.72, "cuda": 0.6}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixPolicy:
-    """What an MLA layer may do at prefill; the choice is made once for a step, from its lengths.
+    """Policy of MLA layers at prefill: the form is chosen once for a step, from its lengths.
 
     Args:
-        token_budget: most rows that are expanded to keys and values at once; more come in chunks.
-            None never makes chunks.
-        one_shot: whether prefix and new tokens are attended to in one pass where both fit.
+        token_budget: the most rows to expand to keys and values at once; more come in chunks. None
+            never makes chunks.
+        one_shot: attend to prefix and new tokens in one pass where both fit.
         absorbed: "auto" attends to the latents themselves, as decode does, where that costs less
-            (few new tokens after a prefix); "always" and "never" say so.
-        absorbed_cost: time of a FLOP of the absorbed form over one of the expanded form. None is
-            what was measured on the device (``python -m benchmarks.latent_prefix``): on a CPU 0.72,
-            where absorbing pays up to some 160 new tokens without a prefix and 240 after one. On an
-            H200 0.6, which chose the faster form at 21 of 21 sizes (16, 32 and 128 heads, 32 to
-            1024 new tokens, up to 32768 before them).
+            (few new tokens after a prefix); "always" and "never" fix the choice.
+        absorbed_cost: time of a FLOP of the absorbed form over one of the expanded form. None takes
+            a measured value (``python -m benchmarks.latent_prefix``): 0.72 on a CPU, where
+            absorbing pays up to some 160 new tokens without a prefix and 240 after one; 0.6 on a
+            GPU. On an H200, 0.6 chose the faster form at 21 of 21 sizes: with 16, 32 and 128
+            heads, 32 to 1024 new tokens, and up to 32768 before them.
 
     Raises:
-        UnsupportedError: what is left could not serve a sequence that is prefilled in pieces.
+        ValueError: ``absorbed`` or ``token_budget`` is invalid.
+        UnsupportedError: no form is left for a sequence that is prefilled in pieces.
     """
 
     token_budget: int | None = 8192
@@ -54,7 +55,7 @@ class PrefixPolicy:
             )
 
     def cost_on(self, device: torch.device) -> float:
-        """``absorbed_cost``, or what it is measured to be on a device."""
+        """Return ``absorbed_cost``; by default the value that was measured on such a device."""
         return _MEASURED_COST[device.type] if self.absorbed_cost is None else self.absorbed_cost
 
 
@@ -69,10 +70,10 @@ class PrefixPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixChunks:
-    """Rows of the pool to expand, chunk by chunk: a leaf for each chunk."""
+    """Rows of the pool to expand, with a tensor for each chunk."""
 
-    rows: tuple[Tensor, ...]  # of [num_rows]: page * page_size + offset; 0 is padding
-    cu_seqlens: tuple[Tensor, ...]  # of [N + 1]: each sequence's rows
+    rows: tuple[Tensor, ...]  # [num_rows] each: page * page_size + offset; 0 is padding
+    cu_seqlens: tuple[Tensor, ...]  # [N + 1] each: offsets of the sequences' rows
 
 
 register_value(PrefixChunks)
@@ -110,7 +111,7 @@ def chunk_tables(
     num_chunks: int,
     num_rows: int,
 ) -> PrefixChunks:
-    """The tables of ``num_chunks`` chunks of ``num_rows`` rows; chunks past the last are empty."""
+    """Make tables of ``num_chunks`` chunks of ``num_rows`` rows; those after the last are empty."""
     padded = [*chunks, *([] for _ in range(num_chunks - len(chunks)))]
     return PrefixChunks(
         rows=tuple(_rows(pieces, page_table, page_size, num_rows) for pieces in padded),

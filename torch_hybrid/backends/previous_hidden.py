@@ -1,12 +1,12 @@
-"""The hidden state of the token before each one, which a head that drafts reads.
+"""Hidden states of each token's predecessor, which a head that makes drafts reads.
 
-    decode, verify    every token's hidden state is kept, and the head does not run
-    extend            the head reads the new tokens; those before them it has read, unless the step
-                      verifies drafts: then it reads all of them again
-    draft             it reads the tokens that were kept since, and drafts
+    decode, verify    keep every token's hidden state; the head does not run
+    extend            the head reads the new tokens; in a step that verifies drafts, they count as
+                      unread all the same
+    draft             the head reads the kept tokens that it has not read, and makes drafts
 
-So a head costs a step as little as the copy of a row, and a token is read beside others, when there
-is something to draft. What is kept of drafts that were not accepted is written over.
+A step thus pays no more for the head than the copy of a row. The head reads several tokens at once,
+when drafts are due. Rows of drafts that were not accepted are overwritten.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry
 
 _OP = "previous_rows"
-_READS = "reads"  # the form of steps whose tokens the head reads at once
+_READS = "reads"  # form of steps whose tokens the head reads in the step itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviousHiddenPlan:
-    """Where the N sequences of a step keep hidden states; see ``previous_rows``."""
+    """Plan of a step: where its N sequences keep hidden states; see ``previous_rows``."""
 
     cu_seqlens: Tensor  # [N + 1]
     seq_lens: Tensor  # [N]
@@ -44,7 +44,7 @@ class PreviousHiddenPlan:
 
     @property
     def is_read(self) -> bool:
-        """Whether the head reads the tokens of the step."""
+        """True if the head reads the tokens of the step."""
         return self.statics.form == _READS
 
 
@@ -52,7 +52,7 @@ register_value(PreviousHiddenPlan)
 
 
 class PreviousHiddenBackend:
-    """Plans what a model's head finds beside its tokens."""
+    """Planner of the hidden states that a model's head reads beside tokens."""
 
     chunk_size = 0
 
@@ -78,15 +78,15 @@ class PreviousHiddenBackend:
         }
 
     def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
-        """Steps of a mode all run in one form."""
+        """List the forms of a mode's steps: the only one."""
         return (ONLY_FORM,)
 
     def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
-        """As ``forms`` says."""
+        """Return the only form."""
         return ONLY_FORM
 
     def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> PreviousHiddenPlan:
-        """The plan of one step. Pure: the batch's own tensors."""
+        """Plan one step. Pure: the plan has the batch's tensors."""
         return PreviousHiddenPlan(
             cu_seqlens=batch.cu_seqlens,
             seq_lens=batch.seq_lens,
@@ -99,7 +99,7 @@ class PreviousHiddenBackend:
 def previous_hidden(
     hidden: Tensor, tokens: Tensor, plan: PreviousHiddenPlan, cache: LayerCache
 ) -> Tensor:
-    """The rows before those of ``hidden`` [T, dim]; keeps the last ones for steps to come."""
+    """Find the row before each row of ``hidden`` [T, dim]; keep the last rows for later steps."""
     return op.previous_rows(
         hidden,
         tokens,
@@ -116,15 +116,15 @@ def previous_hidden(
 def kept_hidden(
     tokens: Tensor, plan: PreviousHiddenPlan, cache: LayerCache
 ) -> tuple[Tensor, Tensor]:
-    """What was kept beside tokens that the model ran, or is about to run.
+    """Read kept tokens and hidden states for a step of the model's head.
 
     Args:
-        tokens: [T] int64, the last ones of each sequence; ``KEPT`` for those that were kept.
-        plan: of them.
-        cache: what was kept.
+        tokens: [T] int64, the last tokens of each sequence; ``KEPT`` stands for a kept token.
+        plan: plan of the step.
+        cache: pools of kept tokens and hidden states.
 
     Returns:
-        The tokens, and the rows before them, [T, dim].
+        The tokens [T], and the hidden state before each [T, dim].
     """
     hidden, kept_tokens = cache["hidden"], cache["tokens"]
     cu_seqlens, num_kept = plan.cu_seqlens, hidden.shape[1]

@@ -1,4 +1,5 @@
-"""Mixers with a state of fixed size: what a step needs, whatever the recurrence, or without one."""
+"""Mixers with a state of fixed size, recurrent or convolutional: choices of ops, step plans, and
+calls of the ops."""
 
 from __future__ import annotations
 
@@ -33,18 +34,18 @@ from torch_hybrid.specs import LayerEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentPlan:
-    """Where the N sequences of a step keep their states."""
+    """Plan of a step: where its N sequences keep their states."""
 
     cu_seqlens: Tensor  # [N + 1]
-    initial_indices: Tensor  # [N] slots that they start from; 0: from zeros
-    state_indices: Tensor  # [N] slots that receive their states; 0: none does
+    initial_indices: Tensor  # [N] slot that each sequence starts from; 0: zeros
+    state_indices: Tensor  # [N] slot that receives its state; 0: the state is not stored
     planned: dict[str, PlannedTensors]  # by shape of the layers, where the implementation plans
     statics: Statics
-    accepted: Tensor | None = None  # [N] records that are replayed, in a step that verifies drafts
-    replay: Replay | None = None  # of such a step, where ops that replay nothing themselves run
+    accepted: Tensor | None = None  # [N] records to replay, in a step that verifies drafts
+    replay: Replay | None = None  # in such a step, for ops that do not replay records themselves
 
     def at(self, walk: Segments) -> RecurrentPlan:
-        """Of one of the calls that such a step makes of an op."""
+        """Make the plan of one of the two calls of an op in a step that verifies drafts."""
         return RecurrentPlan(
             cu_seqlens=walk.cu_seqlens,
             initial_indices=walk.initial_indices,
@@ -55,16 +56,16 @@ class RecurrentPlan:
 
 
 register_value(RecurrentPlan)
-At = RecurrentPlan | Segments  # where sequences start and what they leave
+At = RecurrentPlan | Segments  # offsets of sequences, and slots that they read and write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpChoice:
-    """An op that a layer calls, of which an implementation is to be chosen.
+    """Op that a layer calls, and its implementations to choose from.
 
-    ``sizes`` gives, from a layer's facts, the sizes that an implementation may limit, and that its
-    planner is told; ``features`` is what else it must be able to do, ``preferred`` the name that a
-    user gave for such ops.
+    ``sizes`` maps a layer's spec to the sizes that implementations may limit and planners are told.
+    An implementation must have all ``features``. ``preferred`` finds the name that the user gave
+    for ops of this kind.
     """
 
     name: str
@@ -74,7 +75,7 @@ class OpChoice:
     preferred: Callable[[Backends], str] = lambda backends: backends.linear
 
     def choose(self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode) -> Choice:
-        """An implementation that serves all ``specs`` in steps of a mode."""
+        """Choose an implementation that serves all ``specs`` in steps of a mode."""
         needs = [
             Need(
                 device=sizes.device,
@@ -89,11 +90,11 @@ class OpChoice:
         return select(self.name, self.implementations, needs, preferred)
 
     def asked_for(self, backends: Backends, mode: Mode) -> str:
-        """The name that a user gave, "auto" where it was none."""
+        """Return the name that the user gave, or "auto"."""
         return backends.named(self.name, self.preferred(backends), mode)
 
 
-# Named like an implementation of the op that stands in for them: they are chosen like one.
+# Stands for a fused op's parts among the implementations of that op, and is chosen like one.
 PARTS = "parts"
 _PARTS = Implementation(
     capability=Capability(
@@ -113,13 +114,13 @@ CONVOLUTION = OpChoice(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """What the layers of one kind call for one new token of each sequence, for more of them, and
-    the chunks that they prefill in.
+    """Ops that the layers of one kind call, and the chunk size of their prefill.
 
-    ``whole`` is all that lies between a layer's projections for one new token of each sequence, as
-    one op: it stands in for ``decode``, its parts, where it is able to and none of them was asked
-    for by name. ``verify`` is the same of one token and drafts after it; None where ``decode``
-    takes tokens one after the other, and so replays them too (``backends.replay``).
+    The ops of ``decode`` run one new token per sequence, those of ``extend`` any number. ``whole``
+    fuses all between a layer's projections in decode. The fused op runs where it can serve, unless
+    the user named an implementation of one of its parts. ``verify`` is the fused op for a token and
+    drafts after it. None: the ops of ``decode``, which take tokens one by one, replay records too
+    (``backends.replay``).
     """
 
     decode: tuple[OpChoice, ...]  # the recurrence first
@@ -129,16 +130,16 @@ class Recurrence:
     chunk_size: int = 0
 
     def ops(self, mode: Mode) -> tuple[OpChoice, ...]:
-        """What is called in steps of a mode, where it is not ``whole``."""
+        """Return the ops of a mode's steps, if no fused op runs instead."""
         return self.decode if mode.tokens_per_seq == 1 else self.extend
 
     def choose(
         self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode
     ) -> tuple[tuple[OpChoice, Choice], ...]:
-        """The ops of a mode with an implementation of each, the recurrence first.
+        """Choose the ops of a mode and an implementation of each, the recurrence first.
 
         Raises:
-            UnsupportedError: none can serve.
+            UnsupportedError: no implementation of an op can serve.
         """
         if self._has_op_for(mode) and self.verify is not None:
             return ((self.verify, self.verify.choose(specs, sizes, backends, mode)),)
@@ -154,20 +155,22 @@ class Recurrence:
         return (*parts, chosen) if chosen[1].impl == PARTS else (chosen,)
 
     def replays_by_calls(self, mode: Mode) -> bool:
-        """Whether steps of a mode replay drafts by calling ops twice."""
+        """Tell whether steps of a mode verify drafts by two calls of each op."""
         return mode.num_drafts > 0 and not self._has_op_for(mode)
 
     def _has_op_for(self, mode: Mode) -> bool:
-        """Whether ``verify`` runs steps of a mode."""
+        """Tell whether the op ``verify`` runs steps of a mode."""
         is_verified = mode.num_drafts > 0 and mode.tokens_per_seq is not None
         return is_verified and self.verify is not None
 
     def _choose_invariant(
         self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode
     ) -> tuple[tuple[OpChoice, Choice], ...]:
-        """What steps of any lengths call, where a token is to have the same bits in all of them:
-        the same ops, which run one token after the other. One that takes several, if it can serve,
-        or its parts."""
+        """Choose the ops that give a token the same bits in steps of any lengths.
+
+        They run tokens one by one: the fused op that takes several tokens, if an implementation
+        can serve, or else its parts.
+        """
 
         def parts() -> tuple[tuple[OpChoice, Choice], ...]:
             return tuple((op, op.choose(specs, sizes, backends, Mode.DECODE)) for op in self.decode)
@@ -190,7 +193,7 @@ class Recurrence:
                 raise refusal from None
 
 
-# A mixer whose state is what its convolution keeps.
+# Mixers without a recurrence: their only state is that of a convolution.
 SHORT_CONVOLUTION = Recurrence(decode=(CONVOLUTION,), extend=(CONVOLUTION,))
 
 
@@ -203,10 +206,10 @@ def chunked_rule(
     whole: OpChoice | None = None,
     verify: OpChoice | None = None,
 ) -> Recurrence:
-    """A rule of two execution forms: ``recurrent_<name>`` in decode, ``chunk_<name>`` in extend.
+    """Define a rule with two forms: ``recurrent_<name>`` in decode, ``chunk_<name>`` in extend.
 
-    ``also`` are the ops that its layers call beside it, ``whole`` what stands in for all of them,
-    and ``verify`` the same of steps that verify drafts.
+    ``also`` lists the other ops that its layers call. ``whole`` and ``verify`` fuse all of them;
+    see ``Recurrence``.
     """
     decode = OpChoice(name=f"recurrent_{name}", implementations=recurrent, sizes=sizes)
     extend = OpChoice(name=f"chunk_{name}", implementations=chunk, sizes=sizes)
@@ -224,10 +227,10 @@ def or_parts(
     *,
     timed: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Implementation]:
-    """Those of an op that may stand in for its parts, and among them the parts.
+    """Add running the parts of a fused op to the op's implementations, as one of them.
 
-    On a GPU they do at the sizes that they were ``timed`` at, if these are given. Vectorised torch
-    comes after the parts: it fuses less than the compiler does of them.
+    The parts come before "torch", since the compiler fuses more of them than "torch" does. With
+    ``timed``, "triton" serves these sizes alone, at which it was measured.
     """
     first = {name: each for name, each in implementations.items() if name != "torch"}
     if timed is not None:
@@ -238,7 +241,7 @@ def or_parts(
 
 
 class RecurrentBackend:
-    """Plans steps for the layers of one recurrence of one model."""
+    """Planner of steps for the layers of one recurrence in a model."""
 
     def __init__(
         self,
@@ -263,15 +266,15 @@ class RecurrentBackend:
             self._layers[mode] = {shape_name(x): {**x, **common} for x in told}
 
     def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
-        """Steps of a mode all run in one form."""
+        """List the forms of a mode's steps: the only one."""
         return (ONLY_FORM,)
 
     def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
-        """As ``forms`` says."""
+        """Return the only form."""
         return ONLY_FORM
 
     def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> RecurrentPlan:
-        """The plan of one step. Pure: the batch's own tensors, and what is planned with them."""
+        """Plan one step. Pure: the plan has the batch's tensors, and schedules made from them."""
         return RecurrentPlan(
             cu_seqlens=batch.cu_seqlens,
             initial_indices=batch.initial_indices,
@@ -286,14 +289,13 @@ class RecurrentBackend:
 def rule_of(
     plan: RecurrentPlan, forms: Mapping[str, Callable[..., Tensor]]
 ) -> tuple[Callable[..., Tensor], str]:
-    """The one of the ops in ``forms`` that the plan runs, and its implementation."""
+    """Find the op among ``forms`` that the plan runs, and its implementation."""
     name, impl = next(pair for pair in plan.statics.impls if pair[0] in forms)
     return forms[name], impl
 
 
 def whole_impl(plan: RecurrentPlan, *ops: str) -> str | None:
-    """The implementation of the one of some ops that the plan runs instead of its parts; None where
-    those run."""
+    """Find the implementation of the fused op among ``ops`` that the plan runs; None: its parts."""
     impl = next((impl for op, impl in plan.statics.impls if op in ops), PARTS)
     return None if impl == PARTS else impl
 
@@ -305,7 +307,10 @@ def walk_layer(
     plan: RecurrentPlan,
     cache: LayerCache,
 ) -> Tensor:
-    """As ``walk``, of all the ops of a layer, whose records have what the first of them takes."""
+    """Run all ops of a layer over a step's tokens, as ``walk`` runs one.
+
+    ``advancing`` and ``reading`` are the inputs of the layer's ops together.
+    """
 
     def run_at(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
         return run(advancing, reading, plan.at(at) if isinstance(at, Segments) else at)
@@ -325,11 +330,13 @@ def convolve(
     output_gate: Tensor | None = None,
     token_taps: Tensor | None = None,
 ) -> Tensor:
-    """Causal convolution and activation of x [T, C] -> [T, C], with gates of that shape or without,
-    or with taps of each token [T, H, W]; advances the state in ``cache``."""
+    """Convolve x [T, C] causally and activate it -> [T, C]; advance the state in ``cache``.
+
+    Gates are [T, C]. ``token_taps`` [T, H, W] are each token's own addition to the filters.
+    """
 
     if plan.replay is not None and input_gate is not None:
-        x, input_gate = input_gate * x, None  # as it is kept
+        x, input_gate = input_gate * x, None  # records keep gated inputs
     of_outputs = {"output_gate": output_gate, "token_taps": token_taps}
     given = {name: tensor for name, tensor in of_outputs.items() if tensor is not None}
 

@@ -1,11 +1,10 @@
-"""Drafts of mixers whose ops replay nothing themselves: the same op is called twice.
+"""Verification of drafts by ops that do not replay records themselves: the op is called twice.
 
-    certain    the records that were accepted, and the certain new tokens; the state is left
-    further    drafts, from that state; nothing is left but their inputs, as records
+    certain    accepted records, then new tokens that are no drafts; the state is stored
+    further    drafts, from that state; only their inputs are stored, as records
 
-An op that walks tokens one after the other leaves the state of plain decoding, bit by bit.
-``ops.verify`` says what a step of drafts is, and has it in one op for those that have a form of
-their own.
+An op that takes tokens one by one leaves the state of plain decoding, bit by bit. ``ops.verify``
+defines a step that verifies drafts, for ops that run such a step in one call.
 """
 
 from __future__ import annotations
@@ -26,33 +25,33 @@ from torch_hybrid.specs import RECORDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Ragged sequences, and the slots that they start from and leave their states in."""
+    """Ragged sequences of one call of an op, and the slots of their states."""
 
     cu_seqlens: Tensor  # [N + 1]
-    seq_lens: Tensor  # [N] total lengths after it
-    initial_indices: Tensor  # [N] 0: from zeros
-    state_indices: Tensor  # [N] 0: nowhere
+    seq_lens: Tensor  # [N] total lengths after the call
+    initial_indices: Tensor  # [N] slot that each sequence starts from; 0: zeros
+    state_indices: Tensor  # [N] slot that receives its state; 0: the state is not stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What both calls of a step with up to D drafts of N sequences, T tokens in all, take.
+    """Rows of both calls in a step of N sequences and T tokens, of which each has up to D drafts.
 
-    The certain rows, C = N D + N + 1, or N D + T + 1 where any token may be certain, are records
-    where ``is_record``: by slot and place. Padding rows repeat some token; the last of these is
-    one, and no other size of a step equals C.
+    Row i of the first call comes from the records if ``is_record[i]``, else from this step's
+    tokens. The call has C = N D + N + 1 rows, or N D + T + 1 in a step of any lengths. Padding rows
+    repeat some token. The last row is always padding, so that no other size of a step equals C.
     """
 
     certain: Segments
     is_record: Tensor  # [C] bool
-    record_slots: Tensor  # [C] int64
-    record_places: Tensor  # [C] int64
-    certain_tokens: Tensor  # [C] int64 a new token of a row
+    record_slots: Tensor  # [C] int64 slot of a row's record
+    record_places: Tensor  # [C] int64 place of the record in its slot
+    certain_tokens: Tensor  # [C] int64 token of a row that is no record
     further: Segments
-    further_tokens: Tensor  # [N D] int64
-    outputs: Tensor  # [T] int64 rows of the two results, one after the other
-    left_slots: Tensor  # [T] int64 where the record of a token goes; 0: of no draft
-    left_places: Tensor  # [T] int64
+    further_tokens: Tensor  # [N D] int64 token of each row of the second call
+    outputs: Tensor  # [T] int64 row of each token in both results, joined
+    left_slots: Tensor  # [T] int64 slot that receives a token's record; 0: the token is no draft
+    left_places: Tensor  # [T] int64 place of that record in its slot
 
 
 register_value(Segments)
@@ -60,11 +59,11 @@ register_value(Replay)
 
 
 def plan_replay(batch: Batch, mode: Mode) -> Replay:
-    """Of a batch on the host, padded to its bucket."""
+    """Plan both calls for a batch on the host, padded to its bucket."""
     assert batch.accepted is not None
     assert batch.num_drafts is not None
     starts, accepted, num_further = batch.cu_seqlens[:-1], batch.accepted, batch.num_drafts
-    num_new = batch.cu_seqlens.diff() - num_further  # that are certain
+    num_new = batch.cu_seqlens.diff() - num_further  # new tokens that are no drafts
     most_new = batch.num_tokens if mode.tokens_per_seq is None else batch.num_seqs
     num_drafts, all_drafts = mode.num_drafts, batch.num_seqs * mode.num_drafts
     certain, n, place = _rows(accepted + num_new, all_drafts + most_new + 1)
@@ -73,7 +72,7 @@ def plan_replay(batch: Batch, mode: Mode) -> Replay:
     tokens = torch.arange(batch.num_tokens, dtype=torch.int64, device="cpu")
     of, at = _places(batch.cu_seqlens, tokens)
     is_new = tokens < batch.cu_seqlens[-1]
-    after = at - num_new[of]  # those that are certain
+    after = at - num_new[of]  # place among the drafts; negative: no draft
     is_draft = is_new & (after >= 0)
     outputs = torch.where(after >= 0, len(n) + further[of] + after, certain[of] + accepted[of] + at)
     slots, last = batch.state_indices, batch.num_tokens - 1
@@ -102,14 +101,16 @@ def plan_replay(batch: Batch, mode: Mode) -> Replay:
 
 
 def _rows(lengths: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets [N + 1] of sequences of such lengths, and of each row its sequence and its place
-    there; rows after the last are the last sequence's."""
+    """Compute the offsets [N + 1] of sequences, and the sequence and place of each row.
+
+    Rows after the last sequence count as its own.
+    """
     offsets = torch.constant_pad_nd(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return offsets, *_places(offsets, torch.arange(num_rows, dtype=torch.int64, device="cpu"))
 
 
 def _places(offsets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The sequence of each row, and its place in that."""
+    """Compute the sequence of each row, and the row's place in that sequence."""
     n = torch.searchsorted(offsets[1:], rows, right=True).clamp(max=len(offsets) - 2)
     return n, rows - offsets[n]
 
@@ -130,15 +131,16 @@ def walk(
     cache: LayerCache,
     records: str = RECORDS,
 ) -> Tensor:
-    """An op over a step's tokens, which may be drafts.
+    """Run an op over a step's tokens: in one call, or in two if the step verifies drafts.
 
     Args:
-        run: calls the op on rows like the following, and where the plan or a walk says.
-        advancing: [T, ...] each, what states depend on; records have them side by side.
-        reading: [T, ...] each, what outputs alone depend on.
-        plan: of the step.
+        run: calls the op on rows of ``advancing`` and ``reading``, with the sequences and slots of
+            the plan or of one of the two calls.
+        advancing: [T, ...] each, inputs that states depend on; records have them side by side.
+        reading: [T, ...] each, inputs that outputs alone depend on.
+        plan: plan of the step.
         cache: the layer's pools. Mutated at the slots that the plan names.
-        records: the pool of what is kept of drafts.
+        records: name of the pool of draft records.
 
     Returns:
         [T, ...] outputs; rows of padding are what ``run`` makes of padding.

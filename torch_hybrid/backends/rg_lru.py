@@ -25,7 +25,7 @@ RG_LRU = Recurrence(decode=(_RULE, CONVOLUTION), extend=(_RULE, CONVOLUTION))
 def apply_rg_lru(
     x: Tensor, gates: Tensor, log_a: Tensor, plan: RecurrentPlan, cache: LayerCache
 ) -> Tensor:
-    """The recurrence over x [T, C] -> [T, C]; advances the state in ``cache``."""
+    """Apply the gated linear recurrence to x [T, C] -> [T, C]; advance the state in ``cache``."""
 
     def run(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
         x, gates = advancing

@@ -1,4 +1,4 @@
-"""Choosing an implementation: once, at construction, from data; a refusal gives every reason."""
+"""Choice of implementations: once, at construction, from data; a refusal gives every reason."""
 
 from __future__ import annotations
 
@@ -17,19 +17,26 @@ from torch_hybrid.ops.core.registration import REGISTERED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backends:
-    """Which implementations a runner may take, by name; ``"auto"`` is the one that was measured to
-    be the fastest on the device, or the first that can serve where nothing was; some are taken by
-    name alone, and ``explain`` says why.
+    """Names of the implementations that a runner takes.
 
-    ``full`` is for full attention, ``linear`` for linear attention and ``conv`` for its
-    convolution, ``experts`` for the experts of a mixture, and ``products`` for the linear layers of
-    compiled steps: "cpp" and "triton" merge those of one input, "torch" is torch's own. ``ops``
-    names one for an op by the op's own name, before those: "latent_attention", or "decode
-    latent_attention" in decode steps alone, "fp8 linear" where weights have 8 bits. A name that
-    cannot serve is an error, never replaced by another. ``prefix`` says how MLA layers reach what a
-    sequence holds already. ``batch_invariant`` takes none whose rows depend on one another; see
-    ``Runner``, which sets it. ``exact`` takes none that rounds recurrent states to 16 bits within a
-    call, as the kernels of other engines do and, ten times less, ``triton_rounded``.
+    ``"auto"`` takes the fastest implementation measured on the device, or the first that can serve
+    if none was measured. It passes over some implementations; ``explain`` says why. A name that
+    cannot serve is an error, never replaced by another.
+
+    Args:
+        full: name for full attention.
+        linear: name for linear attention.
+        conv: name for the convolutions of linear attention.
+        experts: name for the experts of a mixture.
+        products: name for the linear layers of compiled steps. "cpp" and "triton" merge the layers
+            of one input, "torch" is torch's own GEMM.
+        ops: names by op, which come before those by kind: for "latent_attention", for "decode
+            latent_attention" in decode steps alone, for "fp8 linear" with FP8 weights.
+        prefix: policy by which MLA layers attend to a prefix at prefill.
+        batch_invariant: take implementations alone whose rows do not depend on one another;
+            ``Runner`` sets it.
+        exact: refuse implementations that round recurrent states to half precision within a call,
+            as ``triton_rounded`` does. Its error is a tenth of that of other engines' kernels.
     """
 
     full: str = "auto"
@@ -44,7 +51,7 @@ class Backends:
 
     @property
     def features(self) -> frozenset[str]:
-        """What every implementation must be able to do."""
+        """Features that every implementation must have."""
         return frozenset({BATCH_INVARIANT}) if self.batch_invariant else NO_FEATURES
 
     def __post_init__(self) -> None:
@@ -52,18 +59,17 @@ class Backends:
             raise ValueError(f"ops must be among {sorted(REGISTERED)}, got {sorted(unknown)}")
 
     def named(self, op: str, kind: str, mode: Mode | None = None) -> str:
-        """What is asked for an op, in steps of one mode: by its own name, or else ``kind``, that of
-        all of its kind."""
+        """Find the name given for an op in steps of one mode; ``kind`` is that for all its kind."""
         name = self.ops.get(op, kind)
         return name if mode is None else self.ops.get(f"{mode.name} {op}", name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What was chosen for one op, and why the others were not.
+    """Implementation chosen for one op, and the reasons against the others.
 
-    ``figures`` says which decided, or by which the implementation goes on this machine: these are
-    measured when somebody asks.
+    ``figures`` renders the measurements that decided, or those by which the implementation tunes
+    itself on this machine. The latter are made when ``figures`` is called.
     """
 
     op: str
@@ -73,20 +79,20 @@ class Choice:
 
     @property
     def measured(self) -> str:
-        """The figures; "" where the order of implementations decided."""
+        """Measurements behind the choice, as text; "" if there are none."""
         return self.figures()
 
 
 @runtime_checkable
 class HasImplementation(Protocol):
-    """A module that calls an op whose implementation is chosen for all modules of its kind.
+    """Module that calls an op whose implementation is chosen for all modules of its kind.
 
     Attributes:
-        op: the op's name.
-        kind: of modules that go by one choice, by which it is named: "fp8 linear".
-        implementations: of the op.
-        need: what serves the module, where its weights are now.
-        choice: what is called.
+        op: name of the op.
+        kind: name of the modules that share a choice: "fp8 linear".
+        implementations: implementations of the op.
+        need: what an implementation must serve, given where the module's weights are now.
+        choice: chosen implementation.
     """
 
     op: ClassVar[str]
@@ -101,7 +107,7 @@ class HasImplementation(Protocol):
 
 
 def impls_of(choices: Iterable[Choice]) -> tuple[tuple[str, str], ...]:
-    """Each op with its implementation."""
+    """List each op with its implementation."""
     return tuple((choice.op, choice.impl) for choice in choices)
 
 
@@ -111,8 +117,10 @@ def select(
     needs: Need | Iterable[Need],
     preferred: str = "auto",
 ) -> Choice:
-    """An implementation of ``op`` that can serve all ``needs``: the preferred one, or that which
-    was measured to be the fastest on the device, or else the first.
+    """Choose an implementation of ``op`` that can serve all ``needs``.
+
+    The preferred one if it is named. Otherwise the fastest measured on the device, or the first if
+    none was measured.
 
     Raises:
         ValueError: ``preferred`` names no implementation of the op.

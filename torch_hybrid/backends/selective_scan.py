@@ -42,8 +42,10 @@ def apply_selective_scan(
     plan: RecurrentPlan,
     cache: LayerCache,
 ) -> Tensor:
-    """The scan over x [T, channels], with B and C [T, G, N] of equal parts of the channels;
-    advances the state in ``cache``."""
+    """Scan x [T, channels] -> [T, channels], and advance the state in ``cache``.
+
+    B and C [T, G, N] belong to G equal parts of the channels.
+    """
     rule, impl = rule_of(plan, _FORMS)
 
     def run(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:

@@ -1,5 +1,5 @@
-"""Scalar-decay recurrences, of Mamba2, lightning attention and mLSTM: their op, and how layers run
-it."""
+"""Recurrences with a scalar decay, of Mamba2, lightning attention and mLSTM: choices of ops, and
+calls of them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def apply_ssd(
     *,
     scale: float,
 ) -> Tensor:
-    """The recurrence over q, k [T, G, K] and v [T, H, V] -> [T, H, V]; advances ``state``."""
+    """Apply the scalar-decay recurrence to q, k [T, G, K] and v [T, H, V] -> [T, H, V].
+
+    Mutates the pool ``state`` at the slots that the plan names.
+    """
     rule, impl = rule_of(plan, _FORMS)
     planned = planned_for(plan.planned, {"head_k_dim": q.shape[-1], "head_v_dim": v.shape[-1]})
     options = {"planned": planned} if planned else {}

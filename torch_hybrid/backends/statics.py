@@ -1,4 +1,4 @@
-"""What of a plan is part of the graph."""
+"""Static part of a plan: constants of the graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_hybrid.pytrees import register_constant
 
 @dataclass(frozen=True, slots=True)
 class Statics:
-    """The implementations of the ops that a layer calls, and the form of the step, if it has some.
+    """Implementations of the ops that a layer calls, and the step's form if there are several.
 
     An op whose name says its execution form (``chunk_...``) is found by that name alone.
     """
@@ -18,7 +18,7 @@ class Statics:
     form: str = ""
 
     def impl(self, op: str) -> str:
-        """The implementation of one op."""
+        """Return the implementation of one op."""
         return dict(self.impls)[op]
 
 

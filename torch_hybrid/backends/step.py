@@ -1,4 +1,4 @@
-"""Every kind of layer of a model planned at once, and handed to the layers as one value."""
+"""Step of a model: the plans of all kinds of layers, handed to the layers as one value."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ Plan = PagedAttentionPlan | LatentPlan | IndexedPlan | RecurrentPlan | PreviousH
 
 
 class LayerBackend(Protocol):
-    """All that a runner asks of the backend of one kind of layer."""
+    """Interface of a backend: it plans steps for one kind of layer of a model."""
 
     @property
     def choices(self) -> Mapping[Mode, tuple[Choice, ...]]:
-        """What was chosen in each mode that is served, for each op that a layer calls."""
+        """Choices for the ops that a layer calls, by mode that is served."""
         ...
 
     @property
     def chunk_size(self) -> int:
-        """Tokens of a sequence that a prefill takes at once; 0 where it has no such chunks."""
+        """Tokens per chunk of a prefill; 0 if prefill has no chunks."""
         ...
 
     def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
-        """Every form that steps of a mode may take, each at its largest; a graph for each."""
+        """List the forms that steps of a mode may take, each at its largest; each is a graph."""
         ...
 
     def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
-        """The form for one step, from the lengths of its batches: all run in that one."""
+        """Choose the form of one step from the lengths of its batches, which all run in it."""
         ...
 
     def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> Plan:
-        """The plan of one step in one of its forms."""
+        """Plan one step in one of its forms."""
         ...
 
 
@@ -96,16 +96,16 @@ _BACKENDS: dict[str, MakeBackend] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What the layers of a model need beyond their activations: plans, caches, and the table."""
+    """Plans, caches and layer table: all that a model's layers need beyond their activations."""
 
     plans: dict[str, Plan]  # by kind of layer
     caches: dict[str, tuple[LayerCache, ...]]  # by kind, then dense index
     table: LayerTable
 
     def layer(self, layer_id: int, *kinds: str) -> tuple[LayerEntry, Plan, LayerCache]:
-        """The facts, plan and cache of a layer's mixer; resolved while tracing.
+        """Find the entry, plan and cache of a layer's mixer; resolved while tracing.
 
-        ``kinds`` are needed where a layer has several mixers: that of one of these is meant.
+        ``kinds`` selects the mixer of a layer that has several: its kind is one of these.
 
         Raises:
             ValueError: the layer has no such mixer.
@@ -114,23 +114,23 @@ class Step:
         return entry, self.plans[entry.kind], self.caches[entry.kind][entry.index]
 
     def at(self, layer_id: int) -> LayerStep:
-        """The step as one layer is handed it."""
+        """Bind the step to the layer of that id."""
         return LayerStep(self, layer_id)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """A step, and the id under which a layer is called.
+    """Step of one layer: the step, and the layer's id.
 
-    What stands in the layer needs no id of its own: a module that several layers call finds in
-    each of them that layer's plan and cache.
+    Modules in the layer need no id of their own. A module that several layers call finds the plan
+    and cache of the layer that calls it.
     """
 
     step: Step
     layer_id: int
 
     def mixer(self, *kinds: str) -> tuple[LayerEntry, Plan, LayerCache]:
-        """As ``Step.layer``."""
+        """Find the entry, plan and cache of this layer's mixer; see ``Step.layer``."""
         return self.step.layer(self.layer_id, *kinds)
 
 
@@ -146,12 +146,12 @@ def make_backends(
     """Make a backend for each kind of layer in the table.
 
     Args:
-        table: of the model.
-        sizes: of its cache.
+        table: layer table of the model.
+        sizes: pool sizes of its cache.
         backends: names of the implementations to take. None takes any, and prefills MLA in one
             form, the absorbed one, so that a compiled module needs one graph for all lengths.
-            ``Backends()`` chooses a form for each step, which is faster and a graph for each.
-        modes: of the steps to come: nothing is chosen for others.
+            ``Backends()`` chooses a form for each step: faster, with a graph for each form.
+        modes: modes of the steps to come; nothing is chosen for others.
 
     Raises:
         UnsupportedError: no implementation can serve a kind; the message has every reason.
@@ -161,14 +161,14 @@ def make_backends(
 
 
 def chunk_grid(backends: Mapping[str, LayerBackend]) -> int:
-    """Inside a sequence, a step is cut at multiples of so many tokens, so that no chunk is."""
+    """Compute the tokens at whose multiples a step may cut a sequence without cutting a chunk."""
     return math.lcm(*(backend.chunk_size or 1 for backend in backends.values()))
 
 
 def forms_of(
     backends: Mapping[str, LayerBackend], batches: Sequence[Batch], mode: Mode
 ) -> dict[str, LayerForm]:
-    """The form of each kind of layer for one step: a batch, or the halves of one."""
+    """Choose the form of each kind of layer for one step: a batch, or the halves of one."""
     return {kind: backend.form_of(batches, mode) for kind, backend in backends.items()}
 
 
@@ -178,25 +178,25 @@ def plan_all(
     mode: Mode,
     forms: Mapping[str, LayerForm] | None = None,
 ) -> dict[str, Plan]:
-    """Plan a step for every kind of layer. Pure: equal batches give equal plans that share nothing
-    but the batch's own tensors.
+    """Plan a step for every kind of layer. Pure: equal batches give equal plans, which share
+    nothing but the batch's own tensors.
 
     A module that is compiled with ``fullgraph=True`` gets three graphs for any batches: decode of
     one token, decode of more, and extend, with one for each form of MLA. A loop that pads
-    (``buckets`` of ``HybridCache.make_batch``) never decodes one token, and needs two. For that, no
-    size of a plan is 0 or 1. ``torch.compile`` is told to take each size of batch and plan for
-    itself; other inputs with a row for each token want ``torch._dynamo.maybe_mark_dynamic``. A step
-    of one token for each sequence is planned as one of decode wherever ``backends`` serve that.
+    (``buckets`` of ``HybridCache.make_batch``) never decodes one token, and needs two graphs. For
+    this, no size of a plan is 0 or 1, and each size of batch and plan is marked as dynamic. The
+    caller marks other inputs with a row per token by ``torch._dynamo.maybe_mark_dynamic``. A step
+    of at most one token per sequence is planned as decode if ``backends`` serve that mode.
 
     Args:
-        backends: from ``make_backends``.
-        batch: on the host.
-        mode: of the step.
-        forms: those of ``forms_of``, for a caller who chooses sizes and mode itself: the batch is
-            then planned as it is. By default they follow from the lengths.
+        backends: backends from ``make_backends``.
+        batch: batch on the host.
+        mode: mode of the step.
+        forms: forms from ``forms_of``, for a caller that chooses sizes and mode itself; the batch
+            is then planned as it is. By default the forms follow from the lengths.
 
     Returns:
-        By kind of layer.
+        Plans by kind of layer.
     """
     if forms is not None:
         return {kind: backend.plan(batch, mode, forms[kind]) for kind, backend in backends.items()}

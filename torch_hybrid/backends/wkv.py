@@ -25,7 +25,7 @@ TIME_MIX = Recurrence(decode=(_RULE, CONVOLUTION), extend=(_RULE, CONVOLUTION))
 def apply_wkv(
     k: Tensor, v: Tensor, log_decay: Tensor, bonus: Tensor, plan: RecurrentPlan, cache: LayerCache
 ) -> Tensor:
-    """The recurrence over k and v [T, C] -> [T, C]; advances the state in ``cache``."""
+    """Average past values v [T, C] by keys k and age -> [T, C]; advance the state in ``cache``."""
 
     def run(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
         k, v = advancing

@@ -15,21 +15,20 @@ from torch_hybrid.specs import RECORDS, AttentionSpec
 
 
 class BiasedAttention(nn.Module):
-    """Projections to queries, keys, values and what biases are mixed by; a convolution of keys and
-    values, added to them; norms of queries and keys; attention; projection.
+    """Projection, convolution of keys and values, norms, attention with biases, projection.
 
-    The biases of a query and head are a mix of ``profiles``, each of which has a number for every
-    distance. From position ``log_floor`` on, queries and biases grow: by ``log_alpha`` for each
-    time that the position is e times as far.
+    The convolution is added to keys and values; queries and keys are normed. A query and head has a
+    bias for each distance: the mix of ``profiles`` by its ``mix``. From ``log_floor`` tokens on,
+    queries and biases grow by a factor ``1 + log_alpha * log((position + 1) / log_floor)``.
 
     Args:
         spec: the mixer's facts.
-        in_proj: to ``[q | k | v | mix]``, each by head.
-        o_proj: [dim, heads * head_dim].
-        q_norm, k_norm: of each head.
-        conv_weight: [2 * key heads * head_dim, width], of keys and then of values.
-        profiles: [reach, mixed].
-        log_floor, log_alpha: as above; None: nothing grows.
+        in_proj: projection to ``[q | k | v | mix]``, each by head.
+        o_proj: projection with weight [dim, heads * head_dim].
+        q_norm, k_norm: norms of each head.
+        conv_weight: [2 * key heads * head_dim, width], filters of keys, then of values.
+        profiles: [reach, mixed], profiles of biases by distance.
+        log_floor, log_alpha: growth of queries and biases; None: no growth.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class BiasedAttention(nn.Module):
 
         Args:
             x: [T, dim], the sequences packed as the plans say.
-            plan, conv_plan: of attention, and of the convolutions.
+            plan, conv_plan: plans of attention and of the convolution.
             cache, conv_cache: this layer's pools of both. Mutated at the rows and slots that the
                 plans name.
 
@@ -89,7 +88,7 @@ class BiasedAttention(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> BiasedAttention:
-        """This rank's heads, which keep their own keys alone; the ranks' outputs are summed.
+        """Make this rank's layer: it caches the keys of its heads, and sums outputs over ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.
@@ -111,7 +110,7 @@ class BiasedAttention(nn.Module):
 
 
 def growth_of(plan: PagedAttentionPlan, num_tokens: int, floor: int, alpha: float) -> Tensor:
-    """[T, 1, 1] float32, by what queries and biases of each token of a step grow."""
+    """Compute the factors [T, 1, 1] float32 by which each token's queries and biases grow."""
     times = (positions_of(plan, num_tokens) + 1).float() / floor
     return (1.0 + alpha * times.clamp(min=1.0).log())[:, None, None]
 
@@ -126,8 +125,10 @@ def convolved(
     scale: float = 1.0,
     token_taps: Tensor | None = None,
 ) -> Tensor:
-    """``scale`` times x [T, C] and its convolution, whose pools in a layer's ``cache`` have that
-    name."""
+    """Add to x [T, C] its causal convolution, and multiply the sum by ``scale``.
+
+    The convolution's pool in ``cache`` is called ``name``.
+    """
     pools = {"conv": name, RECORDS: f"{name}_{RECORDS}"}
     own = {pool: cache[found] for pool, found in pools.items() if found in cache}
     added = convolve(x, weight, None, plan, own, activation="none", token_taps=token_taps)
@@ -135,11 +136,11 @@ def convolved(
 
 
 class BranchConvolution(nn.Module):
-    """A causal convolution of what a branch is about to add to the residual, added to it.
+    """Causal convolution of a residual branch's output, added to that output.
 
     Args:
         conv_weight: [dim, width].
-        branch: what its pool is called.
+        branch: name of the convolution's pool.
         scale: factor of the sum.
     """
 
@@ -149,9 +150,9 @@ class BranchConvolution(nn.Module):
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
-        """[T, dim] -> [T, dim]; mutates the branch's pool at the slots that the plan names."""
+        """Convolve x [T, dim] -> [T, dim]; mutates the branch's pool at the plan's slots."""
         return convolved(x, self.conv_weight, plan, cache, self.branch, scale=self.scale)
 
     def shard(self, ranks: Ranks) -> BranchConvolution:
-        """Itself: a branch is whole on every rank by then."""
+        """Return this layer itself: each rank has the whole output of a branch."""
         return self

@@ -1,4 +1,4 @@
-"""Residuals that are picked: what a branch reads is a mix of all that was added up before it."""
+"""Attention over blocks of layers: a branch reads a mix of the sums of all blocks before it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from torch import Tensor, nn
 
 
 class BlockResidual(nn.Module):
-    """Softmax attention of a few queries, the same for every token, to the sums of blocks of layers
-    and to the sum of the present one, each normed by its root mean square.
+    """Softmax attention of a few queries to the sums of blocks of layers.
 
-    Every layer has room for all blocks, and a tensor that says which of them are complete: so
-    layers of a kind differ by tensors alone, and are compiled once.
+    All tokens have the same queries. Keys and values are the sums of complete blocks, and that of
+    the present block, each normed by its root mean square. Every layer has room for all blocks, and
+    a bias that masks incomplete ones. Layers of a kind thus differ by tensors alone, and are
+    compiled once.
 
     Args:
         query: [Q, dim].
-        num_blocks: that the model has.
-        num_known: of those, how many are complete.
-        eps: of the norm.
+        num_blocks: number of blocks of the model.
+        num_known: number of complete blocks.
+        eps: epsilon of the norm.
     """
 
     def __init__(
@@ -31,14 +32,14 @@ class BlockResidual(nn.Module):
         self.bias = nn.Buffer(bias, persistent=False)
 
     def forward(self, blocks: Tensor, present: Tensor) -> tuple[Tensor, ...]:
-        """Mix the streams of each token.
+        """Mix the sums of each token, once for each query.
 
         Args:
-            blocks: [1, T, B, dim] sums of blocks; those that are not known are finite.
-            present: [1, T, dim].
+            blocks: [1, T, B, dim] sums of blocks; those of incomplete blocks must be finite.
+            present: [1, T, dim] sum of the present block.
 
         Returns:
-            For each query [1, T, dim] float32.
+            A mix [1, T, dim] float32 for each query.
         """
         query = self.query.float()
         rows, row = blocks.float(), present.float()[..., None, :]
@@ -56,5 +57,5 @@ class BlockResidual(nn.Module):
         return tuple(mixed)
 
     def _norms(self, rows: Tensor) -> Tensor:
-        """[..., dim] float32 -> [...], the factors that norm the rows."""
+        """Compute the factors [...] that norm rows [..., dim] float32 by root mean square."""
         return torch.rsqrt(rows.square().mean(-1) + self.eps)

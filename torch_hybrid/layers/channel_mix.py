@@ -17,11 +17,11 @@ from torch_hybrid.specs import ChannelMixSpec
 class ChannelMix(nn.Module):
     """Token shift, projection, squared ReLU, projection, gate.
 
-    Units and receptances are each a projection of a mix of their own.
+    Units and receptances (the gate) are projections of one mix each, which the token shift makes.
 
     Args:
         spec: the mixer's facts.
-        dtype, device: of the parameters.
+        dtype, device: dtype and device of the parameters.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class ChannelMix(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> ChannelMix:
-        """This rank's units, and all receptances, which gate the sum over the ranks.
+        """Make this rank's layer: its part of the units, and all receptances.
+
+        The receptances gate the sum over the ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the units.

@@ -18,24 +18,24 @@ from torch_hybrid.specs import ConvolvedProjectionSpec
 
 
 class ConvolvedProjection(nn.Module):
-    """Projection, two causal convolutions of queries and keys, and values half of which are late.
+    """Projection, two causal convolutions of queries and keys, and a delay of half of the values.
 
     One input projection gives ``[q | k | v]``. With heads h, filters w of channels and W of heads,
     and inputs before a sequence zero::
 
-        c[t, h] = b[h] + sum_i w[h, i] * qk[t - i, h]       before a sequence too: b there
+        c[t, h] = b[h] + sum_i w[h, i] * qk[t - i, h]       (b[h] before a sequence)
         y[t, h] = B[h] + sum_j W[h, j] @ c[t - j, h]
         q[t, h] = y[t, h] + (q[t, h] + k[t, its group]) / 2
         k[t, g] = y[t, g] + (mean of q[t] over the group g + k[t, g]) / 2
         v[t]    = [first half of the channels of v[t] | second half of v[t - 1]]
 
-    The c[t - j] and the delay are taps of one ``causal_conv1d``, whose inputs are all that is kept;
-    W is a linear layer for each head of its taps side by side.
+    One ``causal_conv1d`` computes all c[t - j] and the delay, so that its inputs are the only
+    state. W is a linear layer per head, of the head's c[t - j] side by side.
 
     Args:
         dim: width of the model.
         spec: the mixer's facts.
-        dtype, device: of the parameters.
+        dtype, device: dtype and device of the parameters.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ConvolvedProjection(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the convolutions as torch does; the projection is."""
+        """Initialise the convolutions as torch does; the projection has initialised itself."""
         spec, like = self.spec, self.conv_weight
         channels = spec.num_heads * spec.head_dim
         convolution = nn.Conv1d(
@@ -78,7 +78,8 @@ class ConvolvedProjection(nn.Module):
         self.heads.reset_parameters()
 
     def set_channels(self, weight: Tensor, bias: Tensor) -> None:
-        """Take filters [C, channel_width] and biases [C] of the channels, which may be unread."""
+        """Set the channels' filters [C, channel_width] and biases [C], also weights that are not
+        read yet."""
         spec = self.spec
         one = torch.ones_like(weight[: spec.num_kv_heads * spec.head_dim // 2, :1])
 
@@ -132,7 +133,7 @@ class ConvolvedProjection(nn.Module):
         return mixed_q + groups.flatten(1, 2), mixed_k + means, v.unflatten(-1, k.shape[1:])
 
     def shard(self, ranks: Ranks) -> ConvolvedProjection:
-        """This rank's heads: a layer that keeps their inputs alone.
+        """Make this rank's layer: it has some of the heads, and keeps their inputs alone.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.

@@ -11,16 +11,16 @@ from torch_hybrid.ranks import Ranks
 
 
 class ExpertParallel(nn.Module):
-    """Some of the experts of a mixture, for the tokens of all ranks.
+    """Experts of a mixture, divided among ranks, for the tokens of all ranks.
 
-    Every rank comes with tokens of its own, equally many. It sends a token to each rank that has
-    one of its experts, and adds up what comes back. Sizes are static, so that a step is one graph:
-    the buffer to each rank has a row for every token, and no token is ever dropped. A row that is
-    not needed there names no expert, which costs its transfer and no more.
+    Every rank has tokens of its own, equally many. It sends a token to each rank that has one of
+    the token's experts, and adds up what comes back. Sizes are static, so that a step is one graph.
+    The buffer to each rank has a row for every token, so no token is ever dropped. A row that the
+    other rank does not need names no expert, and costs its transfer alone.
 
     Args:
-        experts: all of them, of which this rank keeps its own.
-        ranks: that share them. The last have fewer where they do not come out even.
+        experts: all experts, of which this rank keeps its own.
+        ranks: ranks that share the experts; the last have fewer if the division is uneven.
     """
 
     def __init__(self, experts: FusedExperts, ranks: Ranks) -> None:
@@ -49,7 +49,7 @@ class ExpertParallel(nn.Module):
 
         Args:
             x: [C, dim]; C is the same on every rank.
-            expert_ids: [C, k], from 0 to the number of experts, which means none.
+            expert_ids: [C, k], from 0; the number of experts stands for none.
             expert_weights: [C, k].
 
         Returns:
@@ -66,8 +66,10 @@ class ExpertParallel(nn.Module):
         return returned.sum(0)
 
     def _address(self, x: Tensor, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What goes to the ranks, one after the other: rows [R * C, dim], and the ids [R * C, k]
-        of those of their experts that a row needs."""
+        """Compute what to send to the R ranks: rows [R * C, dim], and expert ids [R * C, k].
+
+        Ids count from the receiver's first expert.
+        """
         ranks = torch.arange(self.ranks.size, dtype=torch.int64, device=x.device)
         starts = self.num_each * ranks[:, None, None]
         local = expert_ids - starts  # [R, C, k]
@@ -78,9 +80,9 @@ class ExpertParallel(nn.Module):
 
 
 class TokensOfRank(nn.Module):
-    """Experts for tokens that all ranks have: each rank brings its part of them.
+    """Experts for tokens that all ranks have: each rank routes a part of the tokens.
 
-    A rank's output is zero for the tokens of the others, and is to be summed over the ranks.
+    A rank's output is zero for the tokens of other ranks; the caller sums outputs over ranks.
     """
 
     def __init__(self, experts: ExpertParallel) -> None:
@@ -88,9 +90,9 @@ class TokensOfRank(nn.Module):
         self.experts = experts
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """x [T, dim], expert_ids and expert_weights [T, k] -> [T, dim]."""
+        """Run x [T, dim] through experts, by ids and weights [T, k] -> [T, dim]."""
         ranks, num_tokens = self.experts.ranks, x.shape[0]
-        # One more than there are, so that it is never 1: that size would be a graph of its own.
+        # One more than needed, so that it is never 1: that size would be a graph of its own.
         part = (num_tokens + ranks.size - 1) // ranks.size + 1
         rest = part * ranks.size - num_tokens
         first = ranks.rank * part

@@ -1,4 +1,4 @@
-"""The experts of a mixture, each token through its own few, in one op."""
+"""Experts of a mixture, in one op: each token runs through a few of them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch_hybrid.ranks import Ranks, divide
 
 
 class FusedExperts(nn.Module):
-    """E MLPs, of which each token takes k.
+    """E MLPs (experts), of which each token takes k.
 
     Args:
-        gate_up_proj: [E, 2 I, dim], gate rows before up rows; [E, I, dim] where there is no gate.
+        gate_up_proj: [E, 2 I, dim], gate rows before up rows; [E, I, dim] without a gate.
         down_proj: [E, dim, I].
-        activation: "silu", of a gate, or "relu2", without one.
+        activation: "silu" with a gate, or "relu2" without one.
         limit, softcaps: bounds of gate and up, as ``fused_experts`` takes them.
-        impl: an implementation of ``fused_experts``, or "auto": the first that can serve the
-            weights as they are now. A runner chooses anew, by its ``Backends``.
+        impl: an implementation of ``fused_experts``, or "auto", which chooses one that can serve
+            the weights as they are now. A runner chooses anew, by its ``Backends``.
 
     Attributes:
-        choice: what is called.
+        choice: chosen implementation.
     """
 
     op = "fused_experts"
@@ -58,11 +58,11 @@ class FusedExperts(nn.Module):
         *,
         dtype: torch.dtype,
     ) -> None:
-        """Take smaller weights with scales in the place of others.
+        """Replace the weights by quantized ones with scales.
 
         Args:
             gate_up_proj, down_proj, gate_up_scales, down_scales: as ``fused_experts`` takes them.
-            dtype: of the tokens.
+            dtype: dtype of the tokens.
         """
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
         self.gate_up_scales, self.down_scales, self._dtype = gate_up_scales, down_scales, dtype
@@ -70,24 +70,24 @@ class FusedExperts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tokens."""
+        """Dtype of the tokens."""
         return self._dtype or self.down_proj.dtype
 
     @property
     def need(self) -> Need:
-        """What serves the weights, where they are now."""
+        """Need of the weights, on the device where they are now."""
         features = features_of(self.down_proj.dtype)
         return Need(device=self.down_proj.device, dtype=self.dtype, features=features)
 
     @property
     def kind(self) -> str:
-        """What a runner chooses an implementation for."""
+        """Name of the modules for which a runner makes one choice."""
         stored = self.down_proj.dtype
         return self.op if self.down_scales is None else f"{name_of(stored)} {self.op}"
 
     @in_own_dtype(1, lambda experts: experts.dtype)
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """x [T, dim], expert_ids and expert_weights [T, k] -> [T, dim]."""
+        """Run x [T, dim] through experts, by ids and weights [T, k] -> [T, dim]."""
         return fused_experts(
             x,
             expert_ids,
@@ -103,7 +103,7 @@ class FusedExperts(nn.Module):
         )
 
     def shard(self, ranks: Ranks) -> FusedExperts:
-        """This rank's part of the width of every expert; the ranks' outputs are to be summed.
+        """Make this rank's layer: a part of each expert's width; callers sum outputs over ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the width.

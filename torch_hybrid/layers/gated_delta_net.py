@@ -24,12 +24,12 @@ class GatedDeltaNet(nn.Module):
     """Projection, causal convolution, gated delta rule, gated RMSNorm, projection.
 
     One input projection gives ``[q | k | v | z | b | a]``, so that the convolution and the rule
-    read slices of it and nothing is shuffled.
+    read slices of it without a copy.
 
     Args:
         dim: width of the model.
         spec: the mixer's facts.
-        dtype, device: of the parameters.
+        dtype, device: dtype and device of the parameters.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class GatedDeltaNet(nn.Module):
         cache: LayerCache,
         impl: str,
     ) -> Tensor:
-        """One token of each sequence, and drafts after it where the plan says so, in one op."""
+        """Run all between the projections as one op, with the step's drafts if it has some."""
         spec = self.spec
         tensors = (
             qkv,
@@ -135,7 +135,7 @@ class GatedDeltaNet(nn.Module):
     def _mix_by_parts(
         self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, plan: RecurrentPlan, cache: LayerCache
     ) -> Tensor:
-        """Any tokens: an op for the convolution, one for the rule, and the compiler's between."""
+        """Run convolution and rule as an op each, with compiled code between and after them."""
         spec, num_tokens = self.spec, qkv.shape[0]
         mixed = convolve(qkv, self.conv_weight, None, plan, cache, activation=spec.activation)
         q, k, v = mixed.split([spec.k_channels, spec.k_channels, spec.v_channels], dim=-1)
@@ -154,7 +154,7 @@ class GatedDeltaNet(nn.Module):
         return self._gated_norm(o, z.view_as(o)).flatten(1)
 
     def shard(self, ranks: Ranks) -> GatedDeltaNet:
-        """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
+        """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.
@@ -173,7 +173,7 @@ class GatedDeltaNet(nn.Module):
         return part
 
     def _gated_norm(self, o: Tensor, z: Tensor) -> Tensor:
-        """RMSNorm over V per head, then the gate; the weight applies after the cast back."""
+        """Normalise each head (RMSNorm), then gate it; the weight applies after the cast back."""
         o32 = o.float()
         normed = o32 * torch.rsqrt(o32.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
         weighted = self.norm_weight * normed.to(o.dtype)

@@ -1,4 +1,4 @@
-"""A linear layer for each head."""
+"""Linear layer with a weight for each head."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class HeadLinear(nn.Module):
         bias: [H, outputs], or None.
 
     Attributes:
-        choice: what is called: torch's batched product, which the compiler sees, unless a runner
-            asks for rows that are computed by themselves.
+        choice: chosen implementation: torch's batched GEMM, which the compiler sees, unless a
+            runner chooses a batch-invariant one.
     """
 
     op = kind = "head_linear"
@@ -34,18 +34,18 @@ class HeadLinear(nn.Module):
         self.choice = Choice(op=self.op, impl="torch")
 
     def reset_parameters(self) -> None:
-        """Initialise as torch does a linear layer."""
+        """Initialise as torch initialises a linear layer."""
         bound = self.weight.shape[1] ** -0.5
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
     @property
     def need(self) -> Need:
-        """What serves the weight, where it is now."""
+        """Need of the weight, on the device where it is now."""
         return Need(device=self.weight.device, dtype=self.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, H, inputs] -> [T, H, outputs]."""
+        """Project x [T, H, inputs] -> [T, H, outputs], head by head."""
         if self.choice.impl == "torch":
             y = torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
         else:
@@ -53,6 +53,6 @@ class HeadLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def shard(self, ranks: Ranks, blocks: list[Block]) -> HeadLinear:
-        """This rank's heads of each block."""
+        """Make a layer of this rank's heads, cut out of each block."""
         bias = None if self.bias is None else ranks.parameter(self.bias, blocks)
         return HeadLinear(ranks.parameter(self.weight, blocks), bias)

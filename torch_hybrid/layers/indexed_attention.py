@@ -19,15 +19,16 @@ from torch_hybrid.specs import IndexedAttentionSpec
 
 
 class IndexedAttention(nn.Module):
-    """Projections to ``[query | gate]`` of each head, keys and values; norms and rotation of
-    queries and keys; attention to the blocks that the indexer picks; the gate; projection.
+    """Projections, norms and rotation, attention to the blocks an indexer picks, gate, projection.
 
     Args:
         spec: the mixer's facts.
-        q_proj, k_proj, v_proj, o_proj: [2 * heads * head_dim, dim] and so on.
-        q_norm, k_norm: of each head.
-        index_proj: to the indexer's queries, and after them to a token's index key.
-        index_q_norm, index_k_norm: of each index head, and of the key of a block.
+        q_proj: projection to ``[query | gate]`` of each head.
+        k_proj, v_proj: projections to keys and values.
+        o_proj: projection from the gated values of all heads.
+        q_norm, k_norm: norms of each head's queries and keys.
+        index_proj: projection to the indexer's queries, then to a token's index key.
+        index_q_norm, index_k_norm: norms of each index head, and of a block's key.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class IndexedAttention(nn.Module):
 
         Args:
             x: [T, dim], the sequences packed as ``plan`` says.
-            rotary: of the tokens' positions, in x's dtype.
+            rotary: cosines and sines of the tokens' positions, in x's dtype.
             plan: from the backend's ``plan``.
             cache: this layer's pools. Mutated at the rows and slots that the plan names.
 
@@ -73,17 +74,17 @@ class IndexedAttention(nn.Module):
         k, v = (proj(x).unflatten(-1, (-1, head_dim)) for proj in (self.k_proj, self.v_proj))
         q = rotate_halves(self.q_norm(q), rotary)
         k = rotate_halves(self.k_norm(k), rotary)
-        # Last, for attention to begin while the choice ends.
+        # Last, so that attention can begin while the choice of blocks ends.
         blocks = self._pick(x, rotary, plan, cache)
         o = attend_to_blocks(q, k, v, blocks, self.spec, plan, cache)
         out: Tensor = self.o_proj((o * gate.sigmoid()).flatten(1))
         return out
 
     def _pick(self, x: Tensor, rotary: Rotary, plan: IndexedPlan, cache: LayerCache) -> Tensor:
-        """The blocks of each token.
+        """Pick the blocks of each token.
 
-        A block's key is the mean of its tokens' and is rotated as at its first token: the mean is a
-        convolution, and another tap of it brings the rotation along, whatever step it came in.
+        A block's key is the mean of its tokens' keys, rotated by the first token's position. A
+        convolution computes the mean, and its first tap carries the rotation across steps.
         """
         spec = self.spec
         q, k = self.index_proj(x).split(
@@ -99,7 +100,9 @@ class IndexedAttention(nn.Module):
         return pick(rotate_halves(q, rotary), keys, spec, plan, cache)
 
     def shard(self, ranks: Ranks) -> IndexedAttention:
-        """This rank's heads, and all of the indexer: every rank picks the same blocks.
+        """Make this rank's layer: some of the heads, and all of the indexer.
+
+        Every rank thus picks the same blocks.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.

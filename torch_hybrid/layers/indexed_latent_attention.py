@@ -14,20 +14,22 @@ from torch_hybrid.specs import IndexedLatentSpec
 
 
 class IndexedLatentAttention(nn.Module):
-    """Projections to queries and latents by way of norms; queries taken to the latents (absorbed);
-    attention to the latents of the blocks that the indexer picks; values, and their projection.
+    """Projections and norms, absorbed attention to the blocks that an indexer picks, projection.
+
+    Absorbed queries attend to latents themselves (MLA).
 
     Args:
         spec: the mixer's facts.
-        q_a_proj, q_a_norm, q_b_proj: to what queries are made of, and the queries of all heads.
-        kv_a_proj, kv_a_norm: to the latents.
-        kv_b_proj: from latents to the keys and values of all heads, weight [num_heads *
+        q_a_proj, q_a_norm: projection to the latent of queries, and its norm.
+        q_b_proj: projection from the latent of queries to the queries of all heads.
+        kv_a_proj, kv_a_norm: projection to the latents of keys and values, and its norm.
+        kv_b_proj: projection from latents to the keys and values of all heads, weight [num_heads *
             (nope_dim + v_dim), latent_rank].
-        o_proj: from the values of all heads.
-        index_q_proj: from what queries are made of to the indexer's.
-        index_k_proj, index_k_norm: to a token's index key.
-        index_gate_proj: to the gates with which a block's tokens are weighed.
-        index_head_proj: to the weights of the indexer's heads.
+        o_proj: projection from the values of all heads.
+        index_q_proj: projection from the latent of queries to the indexer's queries.
+        index_k_proj, index_k_norm: projection to a token's index key, and its norm.
+        index_gate_proj: projection to the gates that weigh a block's tokens.
+        index_head_proj: projection to the weights of the indexer's heads.
         gate_bias: [block_size, index_dim], added to the gates.
     """
 
@@ -78,7 +80,7 @@ class IndexedLatentAttention(nn.Module):
         to_keys, to_values = weight.split([spec.nope_dim, spec.v_dim], dim=1)
         # [T, H, nope] to [T, H, rank] and back, head by head.
         q_latent = by_head(q, to_keys.transpose(1, 2), plan.statics)
-        # Last, for attention to begin while the choice ends.
+        # Last, so that attention can begin while the choice of blocks ends.
         blocks = self._pick(x, q_source, plan, cache)
         o = attend_to_blocks(q_latent, latent, None, blocks, spec, plan, cache)
         values = by_head(o, to_values, plan.statics)
@@ -86,9 +88,9 @@ class IndexedLatentAttention(nn.Module):
         return out
 
     def _pick(self, x: Tensor, q_source: Tensor, plan: IndexedPlan, cache: LayerCache) -> Tensor:
-        """The blocks of each token.
+        """Pick the blocks of each token.
 
-        Positive factors of all scores, with which the model keeps them small, change no choice.
+        The model's positive factor of all scores is left out, since it changes no choice.
         """
         spec = self.spec
         q = self.index_q_proj(q_source).unflatten(-1, (spec.num_index_heads, spec.index_dim))
@@ -99,8 +101,9 @@ class IndexedLatentAttention(nn.Module):
         return pick_pooled(q, keys, gates, self.gate_bias, weights, spec, plan, cache)
 
     def shard(self, ranks: Ranks) -> IndexedLatentAttention:
-        """This rank's heads, over all of the latents, and all of the indexer: every rank picks the
-        same blocks.
+        """Make this rank's layer: some of the heads, all latents, and all of the indexer.
+
+        Every rank thus picks the same blocks.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.

@@ -1,4 +1,4 @@
-"""Embeddings of integers of 8 or 4 bits with scales, and what layers of such weights give."""
+"""INT8 and INT4 embeddings with scales, and the dtype of the outputs of such layers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch_hybrid.ops.formats.integers import dequantized
 
 
 class IntegerEmbedding(nn.Module):
-    """Rows of a table of integers, each row as what it is worth.
+    """Embedding with INT8 or INT4 rows, which are dequantized when they are looked up.
 
     Args:
-        weight, scales: as of a ``ScaledLinear``, a row for each token.
-        dtype: of the outputs.
+        weight, scales: weight and scales as of a ``ScaledLinear``, a row for each token.
+        dtype: dtype of the outputs.
     """
 
     def __init__(self, weight: Tensor, scales: Tensor, *, dtype: torch.dtype) -> None:
@@ -25,12 +25,12 @@ class IntegerEmbedding(nn.Module):
         self.dtype = dtype
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[...] int64 -> [..., width]."""
+        """Look up ids [...] int64 -> [..., width]."""
         return dequantized(self.weight[ids], self.scales[ids], self.dtype)
 
 
 def dtype_of(layer: nn.Module) -> torch.dtype:
-    """What a linear layer, or an embedding, gives."""
+    """Return the dtype of the outputs of a linear layer or an embedding."""
     if isinstance(layer, ScaledLinear | IntegerEmbedding):
         return layer.dtype
     if isinstance(layer, EmbeddingOverRanks | HeadOverRanks):

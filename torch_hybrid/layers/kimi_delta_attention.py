@@ -24,14 +24,14 @@ class KimiDeltaAttention(nn.Module):
     """Projection, causal convolution, Kimi delta attention, gated RMSNorm, projection.
 
     One input projection gives ``[q | k | v | f | g | b]``, so that the convolution and the rule
-    read slices of it and nothing is shuffled. The decay f and the output gate g are of full width
-    (Ling-3), or of a low rank, with a second projection each (Kimi-Linear).
+    read slices of it without a copy. The decay f and the output gate g have full width (Ling-3), or
+    a low rank with a second projection each (Kimi-Linear).
 
     Args:
         dim: width of the model.
         spec: the mixer's facts.
-        gate_rank: of f and g; None for full width.
-        dtype, device: of the parameters.
+        gate_rank: rank of f and g; None for full width.
+        dtype, device: dtype and device of the parameters.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class KimiDeltaAttention(nn.Module):
         cache: LayerCache,
         impl: str,
     ) -> Tensor:
-        """One token of each sequence, and drafts after it where the plan says so, in one op."""
+        """Run all between the projections as one op, with the step's drafts if it has some."""
         spec = self.spec
         tensors = (
             qkv,
@@ -151,7 +151,7 @@ class KimiDeltaAttention(nn.Module):
         plan: RecurrentPlan,
         cache: LayerCache,
     ) -> Tensor:
-        """Any tokens: an op for the convolution, one for the rule, and the compiler's between."""
+        """Run convolution and rule as an op each, with compiled code between and after them."""
         spec, num_tokens = self.spec, qkv.shape[0]
         mixed = convolve(qkv, self.conv_weight, None, plan, cache, activation=spec.activation)
         q, k, v = mixed.split([spec.k_channels, spec.k_channels, spec.v_channels], dim=-1)
@@ -168,7 +168,7 @@ class KimiDeltaAttention(nn.Module):
         return self._gated_norm(o, gate.unflatten(-1, o.shape[1:])).flatten(1)
 
     def shard(self, ranks: Ranks) -> KimiDeltaAttention:
-        """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
+        """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.
@@ -193,7 +193,7 @@ class KimiDeltaAttention(nn.Module):
         return part
 
     def _log_decay(self, f: Tensor) -> Tensor:
-        """[T, H * K] to the float32 log decay [T, H, K] of each channel, bounded or not."""
+        """Compute each channel's float32 log decay [T, H, K] from f [T, H * K], bounded or not."""
         spec = self.spec
         rate = self.A_log.float().exp()[:, None]
         step = f.float().unflatten(-1, (spec.num_heads, spec.head_k_dim)) + self.dt_bias.float()
@@ -202,7 +202,7 @@ class KimiDeltaAttention(nn.Module):
         return spec.gate_lower_bound * torch.sigmoid(rate * step)
 
     def _gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
-        """RMSNorm over V per head, its weight, then the gate, all in float32; one cast back."""
+        """Normalise each head (RMSNorm), weigh and gate it, all in float32; one cast back."""
         o32 = o.float()
         normed = o32 * torch.rsqrt(o32.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
         return (self.norm_weight.float() * normed * gate.float().sigmoid()).to(o.dtype)

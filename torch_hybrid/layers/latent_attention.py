@@ -19,14 +19,14 @@ from torch_hybrid.specs import LatentSpec
 
 
 class LatentAttention(nn.Module):
-    """Writes new latents into the pages, then attends to all that the sequence holds.
+    """Attention that writes new latents into pages, then reads all tokens of each sequence.
 
     Projections to queries and latents, norms and rotary embedding belong to the model.
 
     Args:
         spec: the mixer's facts.
-        kv_b_proj: from latents to the keys (without the shared part) and values of all heads,
-            weight [num_heads * (nope_dim + v_dim), latent_rank].
+        kv_b_proj: projection from latents to the keys (without the shared part) and values of all
+            heads, weight [num_heads * (nope_dim + v_dim), latent_rank].
 
     Raises:
         ValueError: the weight has another shape than the spec says.
@@ -70,7 +70,7 @@ class LatentAttention(nn.Module):
         return by_head(out, w_uv, plan.statics)
 
     def shard(self, ranks: Ranks) -> LatentAttention:
-        """This rank's heads, over all of the latents.
+        """Make this rank's layer: some of the heads, and all latents.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.
@@ -80,13 +80,14 @@ class LatentAttention(nn.Module):
         return LatentAttention(spec.divided(ranks.size), ranks.rows(self.kv_b_proj, heads))
 
     def _weights(self) -> tuple[Tensor, Tensor]:
-        """To keys [H, nope, rank] and to values [H, v, rank]."""
+        """Split the projection from latents into those to keys [H, nope, rank] and values
+        [H, v, rank]."""
         weight = self.kv_b_proj.weight.view(self.spec.num_heads, -1, self.spec.latent_rank)
         w_uk, w_uv = weight.split([self.spec.nope_dim, self.spec.v_dim], dim=1)
         return w_uk, w_uv
 
     def _expand(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [n, rank] and [n, rope] to keys [n, H, nope + rope] and values [n, H, v]."""
+        """Expand rows [n, rank] and [n, rope] to keys [n, H, nope + rope] and values [n, H, v]."""
         spec = self.spec
         heads = F.linear(latent, self.kv_b_proj.weight).unflatten(-1, (spec.num_heads, -1))
         k_nope, v = heads.split([spec.nope_dim, spec.v_dim], dim=-1)

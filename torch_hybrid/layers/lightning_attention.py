@@ -24,16 +24,16 @@ from torch_hybrid.specs import RECORDS, LightningSpec
 
 
 def geometric_slopes(num_heads: int) -> Tensor:
-    """[H] float32 decay rates ``2^(-8 (h + 1) / H)``, whatever H is (MiniMax-01)."""
+    """Compute decay rates [H] float32 ``2^(-8 (h + 1) / H)``, for any H (MiniMax-01)."""
     heads = torch.arange(1, num_heads + 1, dtype=torch.float64, device="cpu")
     return torch.exp2(-8 * heads / num_heads).float()
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """[H] float32 decay rates as of ALiBi (Ring-2.5).
+    """Compute decay rates [H] float32 as in ALiBi (Ring-2.5).
 
-    Where H is no power of two: those of the largest power P below it, then every other one of
-    those for 2 P, from the first.
+    If H is no power of two, the rates for the largest power P below it come first. Every other rate
+    for 2 P follows, from the first on.
     """
     power = 1 << math.floor(math.log2(num_heads))
     between = geometric_slopes(2 * power)[::2][: num_heads - power]
@@ -49,7 +49,7 @@ class LightningAttention(nn.Module):
         dim: width of the model.
         spec: the mixer's facts.
         slopes: [H] float32, minus the log decay of a token in each head.
-        dtype, device: of the parameters.
+        dtype, device: dtype and device of the parameters.
     """
 
     slopes: Tensor
@@ -70,7 +70,7 @@ class LightningAttention(nn.Module):
             raise ValueError(f"slopes must have shape [{spec.num_heads}], got {[*slopes.shape]}")
         self.spec = spec
         self._group_means: Callable[[Tensor], Tensor] = own_means
-        self._shares_groups = False  # of its norm, with other ranks
+        self._shares_groups = False  # True if several ranks share a group of the norm
         channels = spec.channels
         self.in_proj = nn.Linear(dim, 4 * channels, bias=False, dtype=dtype, device=device)
         self.out_proj = nn.Linear(channels, dim, bias=False, dtype=dtype, device=device)
@@ -124,8 +124,10 @@ class LightningAttention(nn.Module):
         rotary: Rotary | None,
         impl: str,
     ) -> Tensor:
-        """One token of each sequence, and drafts after it where the plan says so, in one op;
-        without its norm and gate where a group's mean is that of several ranks."""
+        """Run all between the projections as one op, with the step's drafts if it has some.
+
+        If several ranks share a group of the norm, norm and gate run after the op.
+        """
         spec, gated = self.spec, not self._shares_groups
         cos, sin = rotary or (None, None)
         tensors = (
@@ -163,7 +165,7 @@ class LightningAttention(nn.Module):
         cache: LayerCache,
         rotary: Rotary | None,
     ) -> Tensor:
-        """Any tokens: an op for the recurrence, and the compiler's before and after it."""
+        """Run the recurrence as an op, with compiled code before and after it."""
         spec = self.spec
         if spec.activation == "silu":
             qkv = F.silu(qkv)
@@ -185,7 +187,7 @@ class LightningAttention(nn.Module):
         return self._gated_norm(o.flatten(1), gate)
 
     def shard(self, ranks: Ranks) -> LightningAttention:
-        """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
+        """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.
@@ -206,13 +208,13 @@ class LightningAttention(nn.Module):
     def _norm(
         self, x: Tensor, weight: Tensor, of_all: Callable[[Tensor], Tensor] = own_means
     ) -> Tensor:
-        """RMSNorm over the last axis, in float32; ``of_all`` makes its means those of all ranks."""
+        """Normalise the last axis (RMSNorm) in float32; ``of_all`` averages means over ranks."""
         x32 = x.float()
         means = of_all(x32.pow(2).mean(-1, keepdim=True))
         return weight.float() * (x32 * torch.rsqrt(means + self.spec.norm_eps))
 
     def _gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
-        """RMSNorm over each group of channels, then the gate, in float32; one cast back."""
+        """Normalise each group of channels (RMSNorm), then gate it, in float32; one cast back."""
         weight = self.norm_weight.unflatten(0, (self.spec.norm_groups, -1))
         groups = o.unflatten(-1, (self.spec.norm_groups, -1))
         normed = self._norm(groups, weight, self._group_means).flatten(1)

@@ -17,18 +17,18 @@ from torch_hybrid.specs import MambaSpec
 
 
 class Mamba(nn.Module):
-    """Projection, causal convolution, projections to what selects, scan and gate, projection.
+    """Projection, causal convolution, projections to dt, B and C, scan and gate, projection.
 
-    One input projection gives ``[x | z]``; of x after its convolution, another gives
-    ``[dt | B | C]``, and of that dt a third the step sizes of all channels. Each of several
-    heads has its own of both, of its channels.
+    One input projection gives ``[x | z]``. A second gives ``[dt | B | C]`` from x after its
+    convolution, a third the step sizes of all channels from dt. With several heads, each has a
+    second and a third projection of its own, for its channels.
 
     Args:
         dim: width of the model.
         spec: the mixer's facts.
         bias: whether the input and output projections have a bias.
         conv_bias: whether the convolution has one.
-        dtype, device: of the parameters.
+        dtype, device: dtype and device of the parameters.
     """
 
     conv_bias: nn.Parameter | None
@@ -127,7 +127,7 @@ class Mamba(nn.Module):
         return out
 
     def _selected(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step sizes [T, channels], and B and C [T, heads, N]."""
+        """Project convolved x to step sizes [T, channels], and B and C [T, heads, N]."""
         if not isinstance(self.x_proj, HeadLinear):
             dt, B, C = columns(self.x_proj, mixed, self._widths)
             return self.dt_proj(self.dt_norm(dt)), self.B_norm(B)[:, None], self.C_norm(C)[:, None]
@@ -137,9 +137,10 @@ class Mamba(nn.Module):
         return steps, self.B_norm(B).contiguous(), self.C_norm(C).contiguous()
 
     def shard(self, ranks: Ranks) -> Mamba:
-        """This rank's channels: a layer that keeps their states alone, and sums over the ranks what
-        it returns; where there is one head, before that what selects, in which all channels have a
-        part. Of several heads, it has some.
+        """Make this rank's layer: it keeps the states of its channels, and sums outputs over ranks.
+
+        With one head, it also sums ``[dt | B | C]`` over ranks, since all channels contribute.
+        Several heads are divided among ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the channels, or several heads.

@@ -31,7 +31,7 @@ class Mamba2(nn.Module):
         spec: the mixer's facts.
         bias: whether the projections have a bias.
         conv_bias: whether the convolution has one.
-        dtype, device: of the parameters.
+        dtype, device: dtype and device of the parameters.
     """
 
     norm_weight: nn.Parameter | None
@@ -50,7 +50,7 @@ class Mamba2(nn.Module):
         super().__init__()
         self.spec = spec
         self._group_means: Callable[[Tensor], Tensor] = own_means
-        self._shares_groups = False  # of its norm, with other ranks
+        self._shares_groups = False  # True if several ranks share a group of the norm
         self._widths = [spec.inner_dim, spec.conv_channels, spec.num_heads]
         self.in_proj = nn.Linear(dim, sum(self._widths), bias=bias, dtype=dtype, device=device)
         self.out_proj = nn.Linear(spec.inner_dim, dim, bias=bias, dtype=dtype, device=device)
@@ -114,8 +114,10 @@ class Mamba2(nn.Module):
         cache: LayerCache,
         impl: str,
     ) -> Tensor:
-        """One token of each sequence, and drafts after it where the plan says so, in one op;
-        without its gate and norm where a group's mean is that of several ranks."""
+        """Run all between the projections as one op, with the step's drafts if it has some.
+
+        If several ranks share a group of the norm, gate and norm run after the op.
+        """
         spec, gated = self.spec, not self._shares_groups
         tensors = (
             mixed,
@@ -151,8 +153,7 @@ class Mamba2(nn.Module):
     def _mix_by_parts(
         self, z: Tensor, mixed: Tensor, dt: Tensor, plan: RecurrentPlan, cache: LayerCache
     ) -> Tensor:
-        """Any tokens: an op for the convolution, one for the recurrence, and the compiler's
-        between."""
+        """Run convolution and recurrence as an op each, with compiled code between and after."""
         spec, num_tokens = self.spec, z.shape[0]
         mixed = convolve(
             mixed, self.conv_weight, self.conv_bias, plan, cache, activation=spec.activation
@@ -174,7 +175,7 @@ class Mamba2(nn.Module):
         return self._gate(o.flatten(1), z)
 
     def shard(self, ranks: Ranks) -> Mamba2:
-        """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
+        """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.
@@ -199,7 +200,7 @@ class Mamba2(nn.Module):
         return part
 
     def _gate(self, o: Tensor, z: Tensor) -> Tensor:
-        """The gate before the norm, after it, or alone; all in float32, rounded once at the end."""
+        """Gate o by z before the norm, after it, or without one, in float32; round once."""
         gate, gated = F.silu(z.float()), o.float()
         if self.spec.gate == "after_norm":
             gated = self._norm(gated) * gate
@@ -210,7 +211,7 @@ class Mamba2(nn.Module):
         return gated.to(o.dtype)
 
     def _norm(self, y: Tensor) -> Tensor:
-        """RMSNorm of each group of the inner width, with its weight."""
+        """Normalise each group of channels (RMSNorm) and weigh it."""
         assert self.norm_weight is not None
         groups: Tensor = y.unflatten(-1, (self.spec.norm_groups, -1))
         means = self._group_means(groups.pow(2).mean(-1, keepdim=True))

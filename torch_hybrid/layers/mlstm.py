@@ -21,21 +21,21 @@ from torch_hybrid.specs import MlstmSpec
 class Mlstm(nn.Module):
     """Projection, matrix memory with exponential gates, LayerNorm per head, gate, projection.
 
-    One input projection gives ``[q | k | v | gate | i | f]``. Per head, of soft-capped i and f:
+    One input projection gives ``[q | k | v | gate | i | f]``. Per head, with soft-capped i and f:
 
         C = sigmoid(f) C + e^i v k^T
         n = sigmoid(f) n + e^i k
         h = C q / max(|n q|, 1),    q scaled by K^-1/2
 
-    n is what the memory makes of values that are 1. Published code divides C and n by e^m, m being
-    the largest exponent so far, and so has ``max(|n q|, e^-m) + eps`` below: the same but for eps,
-    of which the norm leaves less than rounding does (see ``ops/ssd/README.md``). Soft caps bound
-    exponents, so that float32 holds C as it is.
+    n is the memory of values that are 1. Published code divides C and n by e^m, where m is the
+    largest exponent so far. Its denominator is ``max(|n q|, e^-m) + eps``: the same but for eps,
+    whose effect after the norm is below rounding (see ``ops/ssd/README.md``). Soft caps bound the
+    exponents, so that float32 holds C undivided.
 
     Args:
         dim: width of the model.
         spec: the mixer's facts.
-        dtype, device: of the parameters.
+        dtype, device: dtype and device of the parameters.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Mlstm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise as the published models do: tokens hardly written, and hardly forgotten."""
+        """Initialise as the published models do: tokens are hardly written, hardly forgotten."""
         with torch.no_grad():
             i, f = self.gate_bias.chunk(2)
             i.fill_(-10.0)
@@ -97,7 +97,10 @@ class Mlstm(nn.Module):
         plan: RecurrentPlan,
         cache: LayerCache,
     ) -> Tensor:
-        """[T, H, memory_dim] what queries read of the memory, that of ones after that of values."""
+        """Update the memory and read it by queries -> [T, H, memory_dim].
+
+        What queries read of values comes first, then what they read of ones.
+        """
         spec = self.spec
         heads = (spec.num_heads, -1)
         q, k, v = (part.unflatten(-1, heads) for part in (q, k, v))
@@ -110,18 +113,18 @@ class Mlstm(nn.Module):
         return apply_ssd(q, k, v, F.logsigmoid(f), i.exp(), None, plan, state, scale=scale)
 
     def _normalized(self, read: Tensor) -> Tensor:
-        """[T, H, memory_dim] -> [T, H, V]: what was read of values by what was read of ones."""
+        """Divide what queries read of values by what they read of ones -> [T, H, V]."""
         values, ones = read.tensor_split([self.spec.head_v_dim], dim=-1)
         h: Tensor = values / ones[..., :1].abs().clamp(min=1.0)
         return h
 
     def _norm(self, h: Tensor) -> Tensor:
-        """LayerNorm of each head, without a bias, in float32: [T, H, V] -> [T, channels]."""
+        """Normalise each head (LayerNorm, no bias) in float32: [T, H, V] -> [T, channels]."""
         normed = F.layer_norm(h, h.shape[-1:], eps=self.spec.norm_eps)
         return normed.flatten(1) * self.norm_weight.float()
 
     def shard(self, ranks: Ranks) -> Mlstm:
-        """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
+        """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.

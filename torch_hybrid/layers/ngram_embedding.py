@@ -15,16 +15,19 @@ from torch_hybrid.specs import NgramSpec
 
 
 class NgramEmbedding(nn.Module):
-    """Rows of a table by hashes of n-grams, projected to a value, and to a key for each residual
-    stream whose product with the stream says how much of the value enters; then a convolution.
+    """Embedding of each token's n-grams, gated for each residual stream, then convolved.
+
+    Hashes of n-grams select rows of a table. The rows are projected to a value, and to a key for
+    each residual stream. The product of key and stream gates the value for that stream. A causal
+    convolution of the gated values is added to them.
 
     Args:
         spec: the mixer's facts.
-        table: [rows, dim], of all heads.
-        multipliers, head_sizes, head_offsets: of the hashes, as ``ngram_embedding`` takes them.
+        table: [rows, dim], rows of all heads.
+        multipliers, head_sizes, head_offsets: hashes, as ``ngram_embedding`` takes them.
         eos: the token that ends a text; no n-gram reaches across it.
-        key_proj, value_proj: of the rows of all heads, side by side.
-        key_norm, stream_norm, conv_norm: of each stream by itself, in [..., channels].
+        key_proj, value_proj: projections of the rows of all heads, side by side.
+        key_norm, stream_norm, conv_norm: norms of each stream by itself, in [..., channels].
         conv_weight: [channels, conv_width].
     """
 
@@ -56,7 +59,7 @@ class NgramEmbedding(nn.Module):
     def forward(
         self, streams: Tensor, tokens: Tensor, plan: RecurrentPlan, cache: LayerCache
     ) -> Tensor:
-        """What enters the streams.
+        """Compute what to add to the residual streams.
 
         Args:
             streams: [T, channels], the sequences packed as ``plan`` says.
@@ -87,5 +90,5 @@ class NgramEmbedding(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> NgramEmbedding:
-        """All of it, on every rank: the streams are."""
+        """Return this layer itself: every rank has whole residual streams."""
         return self

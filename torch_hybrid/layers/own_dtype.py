@@ -15,11 +15,11 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 def in_own_dtype(
     num_inputs: int, dtype_of: Callable[[Any], torch.dtype] | None = None
 ) -> Callable[[Forward], Forward]:
-    """Have a mixer's ``forward`` take no part in autocast, which knows nothing of its caches.
+    """Exclude a mixer's ``forward`` from autocast, which knows nothing of its caches.
 
-    Where autocast is on, the first ``num_inputs`` arguments are cast to the dtype of the mixer's
-    weights, or of its pools (the last argument) where it has none; or to what ``dtype_of`` says of
-    the mixer. The output has that dtype too.
+    If autocast is on, the first ``num_inputs`` arguments are cast to ``dtype_of(mixer)``. By
+    default this is the dtype of the mixer's weights, or of its pools (the last argument) if it has
+    no weights. The output has that dtype too.
     """
 
     def decorate(forward: Forward) -> Forward:

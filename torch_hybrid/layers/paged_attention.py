@@ -11,7 +11,7 @@ from torch_hybrid.specs import AttentionSpec
 
 
 class PagedAttention(nn.Module):
-    """Writes new keys and values into the pages, then attends to all that the sequence holds.
+    """Attention that writes new keys and values into pages, then reads all tokens of each sequence.
 
     It has no parameters: projections, norms and rotary embedding belong to the model.
     """
@@ -24,7 +24,7 @@ class PagedAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, plan: PagedAttentionPlan, cache: LayerCache
     ) -> Tensor:
-        """Attend.
+        """Attend with the tokens of a step.
 
         Args:
             q: [T, num_q_heads, head_dim], the sequences packed as ``plan`` says.

@@ -1,4 +1,4 @@
-"""Linear layers whose weights other layers read, in the place of calling them."""
+"""Linear layers whose weights other layers read, instead of calling the layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_hybrid.layers.latent_attention import LatentAttention
 
 
 def read_by_weight(model: nn.Module) -> set[nn.Module]:
-    """Find the layers that must keep their weights as floats: attention over latents takes those of
-    ``kv_b_proj`` apart by heads."""
+    """Find the layers that must keep float weights: latent attention splits ``kv_b_proj`` by
+    heads."""
     latent = (LatentAttention, IndexedLatentAttention)
     return {module.kv_b_proj for module in model.modules() if isinstance(module, latent)}

@@ -28,7 +28,7 @@ class RgLru(nn.Module):
     Args:
         dim: width of the model.
         spec: the mixer's facts.
-        dtype, device: of the parameters.
+        dtype, device: dtype and device of the parameters.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RgLru(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> RgLru:
-        """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
+        """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines [T, R / 2] float32, of which a head's first R dims are rotated."""
+    """Cosines and sines [T, R / 2] float32, by which a head's first R dims are rotated."""
 
     cos: Tensor
     sin: Tensor
@@ -23,9 +23,10 @@ def rotate_halves(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate x [T, H, R]: dim 2 i with dim 2 i + 1 (GPT-J). First members come out first.
+    """Rotate x [T, H, R]: dim 2 i with dim 2 i + 1 (GPT-J).
 
-    The order of the result does not matter as long as queries and keys share it.
+    The result has all even dims first. Its order does not matter as long as queries and keys share
+    it.
     """
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.cat(_rotate(a, b, rotary), dim=-1)

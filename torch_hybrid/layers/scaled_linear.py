@@ -1,4 +1,4 @@
-"""Linear layers whose weights are numbers of 8 or 4 bits with scales."""
+"""Linear layers with quantized weights: FP8, INT8 or INT4 with scales."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch_hybrid.ops.linear.op import IMPLEMENTATIONS, linear
 
 
 class ScaledLinear(nn.Module):
-    """``x @ worth.T + bias``, of a weight whose numbers are worth themselves times scales.
+    """Linear layer with a quantized weight: ``x @ (weight * scales).T + bias``.
 
     Args:
-        weight: [outputs, inputs] float8_e4m3fn or int8, or [outputs, inputs / 2] uint8 of two
-            numbers each.
-        scales: float32; of each 128 x 128 numbers, which checkpoints call weight_scale_inv,
-            [ceil(outputs / 128), ceil(inputs / 128)]; of int8 [outputs]; of uint8
-            [outputs, inputs / group].
+        weight: [outputs, inputs] float8_e4m3fn (FP8) or int8, or [outputs, inputs / 2] uint8 with
+            two INT4 numbers each.
+        scales: float32 dequantization scales. FP8: one per block of 128 x 128 (weight_scale_inv in
+            checkpoints), [ceil(outputs / 128), ceil(inputs / 128)]. INT8: one per output,
+            [outputs]. INT4: one per group of a row, [outputs, inputs / group].
         bias: [outputs], or None.
-        dtype: of inputs and outputs.
-        impl: an implementation of ``linear``, or "auto": the first that can serve the weight as it
-            is now. A runner chooses anew, by its ``Backends``.
+        dtype: dtype of inputs and outputs.
+        impl: an implementation of ``linear``, or "auto", which chooses one that can serve the
+            weight as it is now. A runner chooses anew, by its ``Backends``.
 
     Attributes:
-        choice: what is called.
+        choice: chosen implementation.
     """
 
     op = "linear"
@@ -51,17 +51,17 @@ class ScaledLinear(nn.Module):
 
     @property
     def need(self) -> Need:
-        """What serves the weight, where it is now."""
+        """Need of the weight, on the device where it is now."""
         features = features_of(self.weight.dtype)
         return Need(device=self.weight.device, dtype=self.dtype, features=features)
 
     @property
     def kind(self) -> str:
-        """What a runner chooses an implementation for."""
+        """Name of the modules for which a runner makes one choice."""
         return f"{name_of(self.weight.dtype)} {self.op}"
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs]."""
+        """Project x [..., inputs] -> [..., outputs]."""
         rows = x.reshape(-1, self.in_features)
         if rows.dtype != self.dtype:  # under autocast
             rows = rows.to(self.dtype)
@@ -69,5 +69,5 @@ class ScaledLinear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """As ``nn.Linear`` has it."""
+        """Describe the layer by its sizes, as ``nn.Linear`` does."""
         return f"in_features={self.in_features}, out_features={self.out_features}"

@@ -23,7 +23,7 @@ class ShortConvolution(nn.Module):
         dim: width of the model.
         spec: the mixer's facts.
         bias: whether the projections and the convolution have a bias.
-        dtype, device: of the parameters.
+        dtype, device: dtype and device of the parameters.
     """
 
     conv_bias: nn.Parameter | None
@@ -51,7 +51,7 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the convolution as torch does; the projections are."""
+        """Initialise the convolution as torch does; the projections have initialised themselves."""
         bound = self.spec.conv_width**-0.5
         nn.init.uniform_(self.conv_weight, -bound, bound)
         if self.conv_bias is not None:
@@ -84,7 +84,7 @@ class ShortConvolution(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> ShortConvolution:
-        """This rank's channels: a layer that keeps their inputs alone, and sums over the ranks.
+        """Make this rank's layer: it keeps the inputs of its channels, and sums outputs over ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the channels.

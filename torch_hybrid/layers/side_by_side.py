@@ -1,4 +1,4 @@
-"""Projections that are several linear layers of one input."""
+"""Projections that consist of several linear layers of one input."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch_hybrid.layers.scaled_linear import ScaledLinear
 
 
 class SideBySide(nn.Module):
-    """Linear layers of one input, the outputs of one after those of the other.
+    """Linear layers of one input, whose outputs are concatenated.
 
-    What a merged projection is where some of its rows have 8 bits and others do not, or where
-    their blocks do not follow on one another.
+    A merged projection becomes this if only some of its rows are quantized, or if the blocks of
+    their scales do not align.
     """
 
     def __init__(self, parts: Sequence[nn.Linear | ScaledLinear]) -> None:
@@ -24,11 +24,11 @@ class SideBySide(nn.Module):
         self.out_features = sum(part.out_features for part in parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs of all parts]."""
+        """Project x [..., inputs] -> [..., outputs of all parts]."""
         return torch.cat([part(x) for part in self.parts], dim=-1)
 
     def columns(self, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
-        """The outputs in stretches of some widths; those of one part are not copied."""
+        """Project x, and split the outputs by widths; a stretch within one part is not copied."""
         outputs = [part(x) for part in self.parts]
         found = []
         for width in widths:
@@ -45,7 +45,7 @@ class SideBySide(nn.Module):
 
 
 def columns(projection: nn.Module, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-    """The outputs of a projection of x in stretches of some widths, which are all of them."""
+    """Project x, and split the outputs by widths, which add up to all outputs."""
     if isinstance(projection, SideBySide):
         return projection.columns(x, widths)
     split: Sequence[Tensor] = projection(x).split(list(widths), dim=-1)

@@ -19,25 +19,23 @@ from torch_hybrid.specs import AttentionSpec
 
 
 class SinkAttention(nn.Module):
-    """Projections to queries, what biases are mixed by, gates, sinks, keys and values; a
-    convolution of keys and values; clips of queries, keys and mixes, a norm of values; attention;
-    the gates; projection.
+    """Projection, convolution of keys and values, clips, attention with sinks, gate, projection.
 
-    The biases of a query and head are a mix of ``profiles``, each of which has a number for every
-    distance. A sink is one more logit of a query and head, of a value of zero. From position
-    ``log_floor`` on, queries and biases grow: by ``log_alpha`` for each time that the position is e
-    times as far.
+    The convolution is added to keys and values. Queries, keys and mixes are clipped, values normed.
+    A query and head has a bias for each distance: the mix of ``profiles`` by its ``mix``. It also
+    has a sink: one more logit, whose value is zero. From ``log_floor`` tokens on, queries and
+    biases grow by a factor ``1 + log_alpha * log((position + 1) / log_floor)``.
 
     Args:
         spec: the mixer's facts.
-        in_proj: to ``[q | mix | gate | sink | k | v]``, each by head.
-        o_proj: [dim, heads * head_dim].
-        q_scale, mix_scale: [heads, head_dim] and [heads, mixed], factors of what is clipped.
+        in_proj: projection to ``[q | mix | gate | sink | k | v]``, each by head.
+        o_proj: projection with weight [dim, heads * head_dim].
+        q_scale, mix_scale: [heads, head_dim] and [heads, mixed], factors of q and mix before clips.
         qk_clip, mix_clip: the largest norms of a head of queries or keys, and of mixes.
-        norm_eps: of the norm of values.
-        conv_weight: [2 * key heads * head_dim, width], of keys and then of values.
-        profiles: [reach, mixed].
-        log_floor, log_alpha: as above; None: nothing grows.
+        norm_eps: epsilon of the norm of values.
+        conv_weight: [2 * key heads * head_dim, width], filters of keys, then of values.
+        profiles: [reach, mixed], profiles of biases by distance.
+        log_floor, log_alpha: growth of queries and biases; None: no growth.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class SinkAttention(nn.Module):
 
         Args:
             x: [T, dim], the sequences packed as the plans say.
-            plan, conv_plan: of attention, and of the convolution.
+            plan, conv_plan: plans of attention and of the convolution.
             cache, conv_cache: this layer's pools of both. Mutated at the rows and slots that the
                 plans name.
 
@@ -87,7 +85,7 @@ class SinkAttention(nn.Module):
         widths = [heads * width for heads, width in self._query_blocks]
         keys_and_values = 2 * self.spec.num_kv_heads * self.spec.head_dim
         q, mix, gate, sink, kv = columns(self.in_proj, x, [*widths, keys_and_values])
-        scale = (self.conv_weight.shape[1] + 1) ** -0.5  # of as many terms
+        scale = (self.conv_weight.shape[1] + 1) ** -0.5  # of a sum of width + 1 terms
         kv = convolved(kv, self.conv_weight, conv_plan, conv_cache, "kv", scale=scale)
         return self._attend(q, mix, gate, sink, kv, plan, cache)
 
@@ -107,7 +105,7 @@ class SinkAttention(nn.Module):
         plan: PagedAttentionPlan,
         cache: LayerCache,
     ) -> Tensor:
-        """Each [T, heads * width], keys and values convolved, to [T, dim]."""
+        """Attend with projected inputs [T, heads * width], of which kv is convolved -> [T, dim]."""
         spec = self.spec
         q = q.unflatten(1, (spec.num_q_heads, -1)).float() * self.q_scale.float()
         mix = mix.unflatten(1, (spec.num_q_heads, -1)).float() * self.mix_scale.float()
@@ -126,7 +124,7 @@ class SinkAttention(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> SinkAttention:
-        """This rank's heads, which keep their own keys alone; the ranks' outputs are summed.
+        """Make this rank's layer: it caches the keys of its heads, and sums outputs over ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.
@@ -136,7 +134,7 @@ class SinkAttention(nn.Module):
         return SinkAttention(in_proj=in_proj, **self._shared(ranks))
 
     def _shared(self, ranks: Ranks) -> dict[str, Any]:
-        """This rank's part of all but the projections of the inputs."""
+        """Collect this rank's arguments of the constructor, except the input projections."""
         spec = self.spec
         key = (spec.num_kv_heads, spec.head_dim)
         return {
@@ -155,14 +153,15 @@ class SinkAttention(nn.Module):
 
 
 class DynamicSinkAttention(SinkAttention):
-    """The same of an input for queries, one for keys and one for values; to the taps of the
-    convolution each key head of each token adds its own.
+    """Sink attention with separate inputs for queries, keys and values, and dynamic filters.
+
+    Each token adds taps of its own to the convolution's filters, for each head of keys and values.
 
     Args:
-        in_proj: to ``[q | mix | gate | sink]``, each by head.
-        k_proj: to ``[k | taps]`` by head, the taps oldest first.
-        v_proj: to ``[v | taps]``.
-        options: of ``SinkAttention``.
+        in_proj: projection to ``[q | mix | gate | sink]``, each by head.
+        k_proj: projection to ``[k | taps]`` by head, the taps oldest first.
+        v_proj: projection to ``[v | taps]`` by head.
+        options: other arguments of ``SinkAttention``.
     """
 
     def __init__(
@@ -188,7 +187,10 @@ class DynamicSinkAttention(SinkAttention):
         conv_plan: RecurrentPlan,
         conv_cache: LayerCache,
     ) -> Tensor:
-        """As ``SinkAttention``, of three inputs [T, dim]."""
+        """Mix the tokens of a step; see ``SinkAttention.forward``.
+
+        The inputs of queries, keys and values are [T, dim] each.
+        """
         widths = [heads * width for heads, width in self._query_blocks]
         q, mix, gate, sink = columns(self.in_proj, x, widths)
         widths = [heads * width for heads, width in self._key_blocks]
@@ -201,7 +203,7 @@ class DynamicSinkAttention(SinkAttention):
             conv_plan,
             conv_cache,
             "kv",
-            scale=(2 * width + 1) ** -0.5,  # of as many terms
+            scale=(2 * width + 1) ** -0.5,  # of a sum of 2 * width + 1 terms
             token_taps=torch.cat([k_taps, v_taps], 1).unflatten(1, (-1, width)),
         )
         return self._attend(q, mix, gate, sink, kv, plan, cache)
@@ -213,7 +215,7 @@ class DynamicSinkAttention(SinkAttention):
         return [(spec.num_kv_heads, width) for width in (spec.head_dim, self.conv_weight.shape[1])]
 
     def shard(self, ranks: Ranks) -> DynamicSinkAttention:
-        """As ``SinkAttention``."""
+        """Make this rank's layer; see ``SinkAttention.shard``."""
         return DynamicSinkAttention(
             in_proj=ranks.rows(self.in_proj, self._query_blocks),
             k_proj=ranks.rows(self.k_proj, self._key_blocks),
@@ -223,7 +225,7 @@ class DynamicSinkAttention(SinkAttention):
 
 
 def _clipped(x: Tensor, longest: float) -> Tensor:
-    """x [..., width] float32, heads that are longer made as long as that."""
+    """Scale down the heads of x [..., width] float32 whose norm exceeds ``longest``."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     clipped: Tensor = x * (longest / (norm + 1e-6)).clamp(max=1.0)
     return clipped

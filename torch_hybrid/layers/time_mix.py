@@ -18,11 +18,12 @@ from torch_hybrid.specs import TimeMixSpec
 class TimeMix(nn.Module):
     """Token shift, projections, weighted average of past values, gate, projection.
 
-    Keys, values and receptances are each a projection of a mix of their own.
+    Keys, values and receptances (the gate) are projections of one mix each, which the token shift
+    makes.
 
     Args:
         spec: the mixer's facts.
-        dtype, device: of the parameters.
+        dtype, device: dtype and device of the parameters.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class TimeMix(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> TimeMix:
-        """This rank's channels: a layer that keeps their states alone, and sums over the ranks.
+        """Make this rank's layer: it keeps the states of its channels, and sums outputs over ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the channels.

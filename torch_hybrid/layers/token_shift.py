@@ -12,14 +12,14 @@ from torch_hybrid.specs.pools import TOKEN_SHIFT
 
 
 class TokenShift(nn.Module):
-    """``mix x[t] + (1 - mix) x[t - 1]`` of each channel, for several mixes.
+    """Token shift: ``mix x[t] + (1 - mix) x[t - 1]`` of each channel, for several mixes.
 
-    The token before comes from a convolution with one tap, which keeps the last input.
+    A convolution with one tap finds the token before, and keeps the last input.
 
     Args:
         dim: number of channels.
-        num_mixes: of the inputs.
-        dtype, device: of the parameters.
+        num_mixes: number of mixes.
+        dtype, device: dtype and device of the parameters.
     """
 
     taps: Tensor
@@ -40,7 +40,7 @@ class TokenShift(nn.Module):
 
     @classmethod
     def of(cls, mixes: Tensor) -> TokenShift:
-        """With mixes [n, dim], which may be unread."""
+        """Make a token shift with mixes [n, dim], which may be weights that are not read yet."""
         with on_meta():
             shift = cls(mixes.shape[1], mixes.shape[0])
         shift.mixes = nn.Parameter(mixes, requires_grad=False)
@@ -48,12 +48,12 @@ class TokenShift(nn.Module):
         return shift
 
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> list[Tensor]:
-        """[T, dim] for each mix, of x [T, dim]; advances the last input in ``cache``."""
+        """Mix x [T, dim] -> [T, dim] for each mix; advance the last input in ``cache``."""
         before = convolve(x, self.taps, None, plan, cache, activation="none")
         return [x * mix + before * (1 - mix) for mix in self.mixes.unbind()]
 
 
 def _taps_before(mixes: Tensor) -> Tensor:
-    """Taps [dim, 2] that have the token before and not the own one."""
+    """Make taps [dim, 2] that select the token before, and not the token itself."""
     taps = torch.eye(TOKEN_SHIFT, dtype=mixes.dtype, device=mixes.device)[:1]
     return taps.repeat(mixes.shape[1], 1)

@@ -1,7 +1,7 @@
-"""A vocabulary that ranks share: each has a stretch of the embeddings, and of the head's outputs.
+"""Vocabulary divided among ranks: each has a stretch of the embedding, and of the head's outputs.
 
-A head of 150,000 tokens is the largest product of a decode step, and with its embedding the largest
-weight that would otherwise be whole on every rank.
+A head of 150,000 tokens is the largest GEMM of a decode step. Its weight and the embedding are the
+largest that would otherwise be whole on every rank.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch_hybrid.ranks import Ranks
 
 
 class EmbeddingOverRanks(nn.Module):
-    """Rows of a table of which each rank has a stretch.
+    """Embedding of which each rank has a stretch of rows.
 
     Args:
-        part: looks up this rank's rows, by their numbers among them.
-        num_rows: of this rank.
-        ranks: that hold the table, each equally many rows.
+        part: embedding of this rank's rows, numbered from 0.
+        num_rows: number of this rank's rows.
+        ranks: ranks that share the embedding, each with equally many rows.
     """
 
     def __init__(self, part: nn.Module, num_rows: int, ranks: Ranks) -> None:
@@ -25,7 +25,7 @@ class EmbeddingOverRanks(nn.Module):
         self.part, self.num_rows, self.ranks = part, num_rows, ranks
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[...] int64 -> [..., width], the same bits on every rank as of the whole table."""
+        """Look up ids [...] int64 -> [..., width], bit-identical to the whole embedding's rows."""
         own = ids - self.ranks.rank * self.num_rows
         is_elsewhere = (own < 0) | (own >= self.num_rows)
         rows: Tensor = self.part(own.clamp(0, self.num_rows - 1))
@@ -33,11 +33,11 @@ class EmbeddingOverRanks(nn.Module):
 
 
 class HeadOverRanks(nn.Module):
-    """A projection to the vocabulary, of which each rank computes a stretch.
+    """Projection to the vocabulary, of which each rank computes a stretch.
 
     Args:
-        part: projects to this rank's stretch.
-        ranks: that hold the head, each equally many outputs.
+        part: projection to this rank's stretch.
+        ranks: ranks that share the head, each with equally many outputs.
     """
 
     def __init__(self, part: nn.Module, ranks: Ranks) -> None:
@@ -45,5 +45,5 @@ class HeadOverRanks(nn.Module):
         self.part, self.ranks = part, ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[R, dim] -> [R, vocab_size], the same on every rank."""
+        """Project hidden [R, dim] -> [R, vocab_size], the same on every rank."""
         return self.ranks.gather(self.part(hidden))
