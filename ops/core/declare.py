@@ -26,9 +26,9 @@ from __future__ import annotations
 import linecache
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from torch_hybrid.ops.core.registration import (
     check_shapes,
     define_op,
 )
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native.call import kernel
 
 P = ParamSpec("P")
@@ -62,6 +63,30 @@ class Op:
 
     def check_indices(self) -> None:
         """Raise ValueError for an index out of range; tensors are on the host."""
+
+
+class StatefulOp(Op):
+    """Op that reads and writes states of sequences in slots of the pool ``state``."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        state: Tensor
+        cu_seqlens: Tensor
+        initial_indices: Tensor
+        state_indices: Tensor
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless sequences are among the rows of the first field, their slots are
+        in the pool, and none starts from a slot that another one writes."""
+        _, first, *_ = fields(self)
+        check_state_indices(
+            self.cu_seqlens,
+            self.initial_indices,
+            self.state_indices,
+            num_tokens=getattr(self, first.name).shape[0],
+            num_slots=self.state.shape[0],
+        )
 
 
 class _Kind:
@@ -112,18 +137,49 @@ class Index(_Kind):
 
 @dataclass(frozen=True, slots=True)
 class Returns(Generic[R]):
-    """What an op returns: tensors of shape and dtype of these fields; none is None."""
+    """Tensors that an op returns.
 
-    like: tuple[str, ...]
+    Attributes:
+        like: fields whose shapes and dtypes the tensors have; empty where ``fake`` makes them.
+        fake: makes empty tensors of the right shapes and dtypes from an instance of the op.
+        num_tensors: how many there are; 0 is None.
+    """
+
+    like: tuple[str, ...] = ()
+    fake: Callable[[Any], Tensor | tuple[Tensor, ...]] | None = None
+    num_tensors: int = 1
 
 
 def like(name: str) -> Returns[Tensor]:
     """Return one tensor with shape and dtype of a field."""
-    return Returns((name,))
+    return Returns(like=(name,))
 
 
-_NOTHING: Returns[None] = Returns(())
-_SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str"}
+def pair_like(first: str, second: str) -> Returns[tuple[Tensor, Tensor]]:
+    """Return two tensors with shapes and dtypes of fields."""
+    return Returns(like=(first, second), num_tensors=2)
+
+
+def made(fake: Callable[[Any], Tensor]) -> Returns[Tensor]:
+    """Return one tensor whose shape and dtype ``fake`` knows."""
+    return Returns(fake=fake)
+
+
+def pair_made(fake: Callable[[Any], tuple[Tensor, Tensor]]) -> Returns[tuple[Tensor, Tensor]]:
+    """Return two tensors whose shapes and dtypes ``fake`` knows."""
+    return Returns(fake=fake, num_tensors=2)
+
+
+NOTHING: Returns[None] = Returns(num_tensors=0)
+
+_SCHEMA_TYPES = {
+    float: "float",
+    int: "int",
+    bool: "bool",
+    str: "str",
+    float | None: "float?",
+    torch.dtype: "ScalarType",
+}
 
 
 def define(
@@ -142,6 +198,7 @@ def define(
         limited: letters of the sizes that a ``Capability`` may limit, by its names of them.
     """
     declaration = Declaration(cast(type[Op], op))
+    make_fake = returns.fake
 
     def pack(*args: Any, impl: str, **options: Any) -> Op:
         given = declaration.cls(*args, impl=impl, **options)
@@ -149,49 +206,75 @@ def define(
             given.check_indices()
         return given
 
+    def fake(*args: Any, **options: Any) -> Any:
+        assert make_fake is not None
+        return make_fake(declaration.cls(*args, **options))
+
     overload = define_op(
-        declaration.schema(returns), implementations=implementations, like=returns.like, pack=pack
+        declaration.schema(returns),
+        implementations=implementations,
+        like=returns.like,
+        fake=None if make_fake is None else fake,
+        pack=pack,
     )
     return cast(Callable[P, R], declaration.public(overload, implementations, limited or {}))
 
 
 class Declaration:
-    """All that follows from the fields of an op's class."""
+    """Facts that follow from the fields of an op's class.
+
+    Attributes:
+        name: of the op: the class's name in lower case.
+        kinds: of the tensors, by field.
+        bound: the field and axis that bind each letter.
+    """
 
     def __init__(self, cls: type[Op]) -> None:
         self.cls = cls
         self.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         self._hints = get_type_hints(cls, include_extras=True)
-        given = [each for each in fields(cls) if each.name != "impl"]
+        self._fields = [each for each in fields(cls) if each.name != "impl"]
         self.kinds: dict[str, _Kind] = {
             each.name: kind
-            for each in given
+            for each in self._fields
             for kind in _metadata(self._hints[each.name])
             if isinstance(kind, _Kind)
         }
-        self.options = [each for each in given if each.name not in self.kinds]
         self.first = next(iter(self.kinds))
         self._optional = {
             name for name in self.kinds if type(None) in get_args(_bare(self._hints[name]))
         }
-        self.bound: dict[str, tuple[str, int]] = {}  # letters, the fields and axes that bind them
+        self.bound: dict[str, tuple[str, int]] = {}
         for name, kind in self.kinds.items():
             for axis, letter in enumerate(kind.dims if kind.counts else ()):
                 if letter.isidentifier():
                     self.bound.setdefault(letter, (name, axis))
 
     def schema(self, returns: Returns[Any]) -> str:
-        """Write the schema: pools are marked as mutated, options are by keyword."""
+        """Write the schema, in which pools are marked as mutated."""
         letters = iter("abcdefghijklmnop")
-        tensors = []
-        for name, kind in self.kinds.items():
+
+        def declared(each: Field[Any]) -> str:
+            if (kind := self.kinds.get(each.name)) is None:
+                default = "" if each.default is MISSING else f"={each.default!r}".replace("'", '"')
+                return f"{_SCHEMA_TYPES[_bare(self._hints[each.name])]} {each.name}{default}"
             mark = f"({next(letters)}!)" if isinstance(kind, Pool) else ""
-            tensors.append(f"Tensor{mark}{'?' * (name in self._optional)} {name}")
-        options = [f"{_SCHEMA_TYPES[_bare(self._hints[o.name])]} {o.name}" for o in self.options]
-        result = {0: "()", 1: "Tensor"}.get(len(returns.like), "")
-        result = result or f"({', '.join(['Tensor'] * len(returns.like))})"
-        arguments = ", ".join([*tensors, "*", *options, "str impl"])
+            default = "" if each.default is MISSING else "=None"
+            return f"Tensor{mark}{'?' * (each.name in self._optional)} {each.name}{default}"
+
+        positional, before, after = (map(declared, part) for part in self._ordered())
+        result = ["()", "Tensor", "(Tensor, Tensor)"][returns.num_tensors]
+        arguments = ", ".join([*positional, "*", *before, "str impl", *after])
         return f"{self.name}({arguments}) -> {result}"
+
+    def _ordered(self) -> tuple[list[Field[Any]], list[Field[Any]], list[Field[Any]]]:
+        """Order the fields as a call has them: by position, and by name around ``impl``."""
+        by_name = [each for each in self._fields if each.kw_only]
+        return (
+            [each for each in self._fields if not each.kw_only],
+            [each for each in by_name if each.name not in self.kinds],
+            [each for each in by_name if each.name in self.kinds],
+        )
 
     def public(
         self,
@@ -200,34 +283,30 @@ class Declaration:
         limited: Mapping[str, str],
     ) -> Callable[..., Any]:
         """Make the function that users call: straight-line checks, then the op."""
-        scope = {
-            "cls": self.cls,
-            "op": overload,
-            "implementations": implementations,
-            **_SCOPE,
-        }
-        names = [*self.kinds, *(o.name for o in self.options)]
-        defaults = {o.name: o.default for o in self.options if o.default is not MISSING}
-        scope |= {f"default_{name}": value for name, value in defaults.items()}
-        positional = ", ".join(self.kinds)
-        by_name = ", ".join(
-            [f"{o.name}=default_{o.name}" if o.name in defaults else o.name for o in self.options]
-            + ["impl"]
+        defaults = {o.name: o.default for o in self._fields if o.default is not MISSING}
+        scope = _SCOPE | {f"default_{name}": value for name, value in defaults.items()}
+        scope |= {"cls": self.cls, "op": overload, "implementations": implementations}
+
+        def parameter(each: Field[Any]) -> str:
+            return f"{each.name}=default_{each.name}" if each.name in defaults else each.name
+
+        positional, before, after = (map(parameter, part) for part in self._ordered())
+        parameters = ", ".join([*positional, "*", *before, "impl", *after])
+        passed = ", ".join(
+            f"{each.name}={each.name}" if each.kw_only else each.name for each in self._fields
         )
-        passed = ", ".join([*self.kinds, *(f"{o.name}={o.name}" for o in self.options)])
-        lines = [f"def {self.name}({positional}, *, {by_name}):", *self._checks()]
+        lines = [f"def {self.name}({parameters}):", *self._checks()]
         if self.cls.check is not Op.check:
-            lines += [f"    cls({', '.join(f'{n}={n}' for n in names)}, impl=impl).check()"]
+            lines += [f"    cls({passed}, impl=impl).check()"]
         sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
-        sizes = f"{{{sizes}}}" if sizes else "None"
         lines += [
-            f"    check_impl(impl, implementations, {self.first}.device, {sizes},"
-            f" dtype={self.first}.dtype)",
+            f"    check_impl(impl, implementations, {self.first}.device, {{{sizes}}}, "
+            f"dtype={self.first}.dtype)",
             f"    return op({passed}, impl=impl)",
         ]
         function: Callable[..., Any] = compile_function("\n".join(lines), self.name, scope)
         function.__doc__, function.__module__ = self.cls.__doc__, self.cls.__module__
-        function.__annotations__ = {n: _bare(self._hints[n]) for n in (*names, "impl")}
+        function.__annotations__ = {name: _bare(hint) for name, hint in self._hints.items()}
         return function
 
     def _checks(self) -> Iterator[str]:

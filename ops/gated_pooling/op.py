@@ -14,8 +14,7 @@ from torch_hybrid.ops.core.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, Rows, define, like
-from torch_hybrid.ops.core.state_bounds import check_state_indices
+from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -50,7 +49,7 @@ IMPLEMENTATIONS = {
 
 
 @dataclass(slots=True)
-class GatedPooling(Op):
+class GatedPooling(StatefulOp):
     """Mean of the keys of each block of tokens that is now complete, channel by channel, with the
     softmax of their gates for weights.
 
@@ -98,13 +97,7 @@ class GatedPooling(Op):
     def check_indices(self) -> None:
         """Raise ValueError unless all sequences are among the tokens, as long as these at least,
         and their slots in the pool."""
-        check_state_indices(
-            self.cu_seqlens,
-            self.initial_indices,
-            self.state_indices,
-            num_tokens=self.keys.shape[0],
-            num_slots=self.state.shape[0],
-        )
+        StatefulOp.check_indices(self)
         num_new = self.cu_seqlens.diff().tolist()
         for n, (new, length) in enumerate(zip(num_new, self.seq_lens.tolist(), strict=True)):
             if length < new:

@@ -1,0 +1,191 @@
+"""Declared ops: what follows from the fields, and errors that say what came."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from torch_hybrid.ops.core.capability import Capability, Implementation
+from torch_hybrid.ops.core.declare import (
+    Declaration,
+    Dense,
+    Index,
+    Op,
+    Pool,
+    Rows,
+    StatefulOp,
+    define,
+    like,
+    made,
+)
+from torch_hybrid.ops.core.registration import REGISTERED
+
+
+@dataclass(slots=True)
+class DeclaredSum(StatefulOp):
+    """Sum rows into slots of their sequences, and return each row times a factor."""
+
+    x: Annotated[Tensor, Rows("D")]
+    weight: Annotated[Tensor, Dense("2 * D", dtype=torch.float32)]
+    bias: Annotated[Tensor | None, Dense("D")]
+    state: Annotated[Tensor, Pool("D")]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+    factor: float = field(kw_only=True)
+    sign: str = field(default="plus", kw_only=True)
+    gate: Annotated[Tensor | None, Rows("D")] = field(default=None, kw_only=True)
+
+    def check(self) -> None:
+        """Raise ValueError for an unknown sign."""
+        if self.sign not in ("plus", "minus"):
+            raise ValueError(f"sign must be 'plus' or 'minus', got {self.sign!r}")
+
+
+def add(x: DeclaredSum) -> Tensor:
+    """Compute the op in torch."""
+    for n, slot in enumerate(x.state_indices.tolist()):
+        x.state[slot] += x.x[x.cu_seqlens[n] : x.cu_seqlens[n + 1]].sum(0)
+    out = x.x * (x.factor if x.sign == "plus" else -x.factor)
+    return out if x.bias is None else out + x.bias
+
+
+ON_A_CPU = Capability(devices=frozenset({"cpu"}), limits={"width": 16})
+IMPLEMENTATIONS = {"torch": Implementation(capability=ON_A_CPU, launcher=add)}
+declared_sum = define(DeclaredSum, IMPLEMENTATIONS, returns=like("x"), limited={"width": "D"})
+REGISTERED.pop("declared_sum")  # which other tests take for the package's
+
+
+def given(**changes: object) -> dict[str, object]:
+    values = {
+        "x": torch.ones(3, 10)[:, :5],
+        "weight": torch.ones(10),
+        "bias": None,
+        "state": torch.zeros(4, 5),
+        "cu_seqlens": torch.tensor([0, 1, 3], dtype=torch.int32),
+        "initial_indices": torch.zeros(2, dtype=torch.int32),
+        "state_indices": torch.tensor([2, 3], dtype=torch.int32),
+        "factor": 2.0,
+        "impl": "torch",
+    }
+    return values | changes
+
+
+def call(**changes: object) -> Tensor:
+    return declared_sum(**given(**changes))  # type: ignore[arg-type]
+
+
+def test_the_schema_follows():
+    assert_expected_inline(
+        str(torch.ops.torch_hybrid.declared_sum.default._schema).replace(", ", ",\n"),
+        """\
+torch_hybrid::declared_sum(Tensor x,
+Tensor weight,
+Tensor? bias,
+Tensor(a!) state,
+Tensor cu_seqlens,
+Tensor initial_indices,
+Tensor state_indices,
+*,
+float factor,
+str sign="plus",
+str impl,
+Tensor? gate=None) -> Tensor""",
+    )
+
+
+def test_the_public_function_is_that_of_the_fields():
+    signature = inspect.signature(declared_sum)
+    positional = [*Declaration(DeclaredSum).kinds][:-1]
+    assert [*signature.parameters] == [*positional, "factor", "sign", "impl", "gate"]
+    assert signature.parameters["sign"].default == "plus"
+    assert signature.parameters["x"].annotation is Tensor
+    assert declared_sum.__doc__ == DeclaredSum.__doc__
+
+
+def test_values_and_mutation():
+    state = torch.zeros(4, 5)
+    out = call(state=state, bias=torch.ones(5))
+    assert torch.equal(out, torch.full((3, 5), 3.0))
+    assert state[2].unique().tolist() == [1.0]
+    assert state[3].unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize("option", [{}, {"sign": "minus"}, {"gate": torch.ones(3, 5)}])
+def test_opcheck(option: dict[str, object]):
+    values = given(x=torch.ones(3, 5), **option)
+    args = [values.pop(name) for name in [*Declaration(DeclaredSum).kinds][:-1]]
+    torch.library.opcheck(torch.ops.torch_hybrid.declared_sum.default, args, values)
+
+
+def test_it_compiles_whole():
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(sign="minus"), call(sign="minus"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"x": torch.ones(3)}, "x must have 2 dimensions, got [3]"),
+        ({"x": torch.ones(3, 5).int()}, "x must be a floating point tensor, got torch.int32"),
+        ({"x": torch.ones(5, 3).T}, "x must have contiguous rows, got strides [1, 3]"),
+        ({"weight": torch.ones(5)}, "weight must have shape [10], got [5]"),
+        (
+            {"weight": torch.ones(10).double()},
+            "weight must have dtype torch.float32, got torch.float64",
+        ),
+        ({"bias": torch.ones(4)}, "bias must have shape [5], got [4]"),
+        ({"bias": torch.ones(10)[::2]}, "bias must be contiguous, got strides [2]"),
+        ({"gate": torch.ones(2, 5)}, "gate must have shape [3, 5], got [2, 5]"),
+        ({"state": torch.zeros(4, 6)}, "state must have shape [4, 5], got [4, 6]"),
+        ({"sign": "times"}, "sign must be 'plus' or 'minus', got 'times'"),
+        ({"impl": "tpu"}, "impl must be one of ['torch'], got 'tpu'"),
+        (
+            {"state_indices": torch.tensor([2, 9], dtype=torch.int32)},
+            "state_indices must be in [0, 4), got 9",
+        ),
+    ],
+)
+def test_errors_say_what_came(changes: dict[str, object], text: str):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
+        call(**changes)
+    assert str(error.value) == text
+
+
+def test_sizes_that_no_implementation_takes():
+    wide = {"x": torch.ones(3, 17), "weight": torch.ones(34), "state": torch.zeros(4, 17)}
+    with pytest.raises(ValueError, match="width 17 is over the limit 16"):
+        call(**wide)
+
+
+def test_a_traceback_shows_the_generated_line():
+    with pytest.raises(ValueError, match="contiguous rows") as error:
+        call(x=torch.ones(5, 3).T)
+    assert "fail_rows('x', x)" in "".join(traceback.format_tb(error.tb))
+
+
+def test_a_result_of_another_shape():
+    @dataclass(slots=True)
+    class DeclaredCount(Op):
+        """Count the columns of each row."""
+
+        x: Annotated[Tensor, Rows("D")]
+
+    def count(x: DeclaredCount) -> Tensor:
+        return torch.full((len(x.x),), x.x.shape[1])
+
+    counted = define(
+        DeclaredCount,
+        {"torch": Implementation(capability=ON_A_CPU, launcher=count)},
+        returns=made(lambda x: x.x.new_empty(len(x.x), dtype=torch.int64)),
+    )
+    REGISTERED.pop("declared_count")
+    compiled = torch.compile(lambda x: counted(x, impl="torch") + 1, fullgraph=True, dynamic=True)
+    assert compiled(torch.ones(3, 5)).tolist() == [6, 6, 6]
