@@ -357,7 +357,7 @@ def main() -> None:
     parser.add_argument("--fresh", type=int, default=1024, help="prompts of the final check")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # the order of every sum is part of what is reproduced
+    torch.set_num_threads(1)  # a second run must sum in the same order
     if args.model is None:
         model = train(args.steps, args.tokens, args.lr, args.seed)
     else:

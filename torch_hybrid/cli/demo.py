@@ -60,7 +60,7 @@ def show(num_prompts: int, seed: int | None, model: Path | None) -> None:
 
 
 def _served_alone(runner: Runner, path: Path, prompts: list[RecallPrompt]) -> serve.Drafted:
-    """Serve the first prompts again, one by one, without drafts and with the MTP head's."""
+    """Serve the first prompts again, one by one, without drafts and with those of the MTP head."""
     model = load_model(str(path), mtp=True)
     drafting = serve.make_drafting_runner(model, compile=bool(runner.compile))
     drafting.warm_up()

@@ -53,7 +53,7 @@ def print_error(message: str) -> None:
 
 
 def print_fact(name: str, text: str, *, good: bool) -> None:
-    """Print a fact with a mark: a good one, or one that should not be so."""
+    """Print a fact with a mark that tells whether it is good."""
     mark = ("✓" if good else "✗") if is_unicode(out) else ("+" if good else "!")
     out.print(f"[{'green' if good else 'red'}]{mark}[/] [bold]{name:<16}[/]{text}")
 

@@ -30,7 +30,7 @@ class Section:
 def explain(runner: Runner) -> list[Section]:
     """List all tables that are known before serving.
 
-    The table of graphs has those that are compiled by now: call ``runner.warm_up()`` first.
+    The table of graphs has those compiled so far: call ``runner.warm_up()`` first.
     """
     model = runner.model
     sections = [layers(runner), weights(model), implementations(runner)]

@@ -12,7 +12,7 @@ class Shown:
     __slots__ = ()
 
     def facts(self) -> Mapping[str, str]:
-        """Tell what is worth a look, by name."""
+        """Collect the facts to show, by name."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

@@ -73,7 +73,7 @@ def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, U
 
     Args:
         weight: an unread weight that is stored in FP8 as a whole.
-        num_parts: parts of rows, each with blocks of its own.
+        num_parts: number of equal parts of rows; blocks begin anew in each part.
 
     Raises:
         UnsupportedError: the weight is cut, or joined, within blocks.
@@ -172,10 +172,10 @@ def place_of(part: Slice) -> tuple[int, int]:
 
 
 def blocks_of(part: Slice, place: Tensor) -> list[tuple[Slice, Content, Tensor]]:
-    """Divide an FP8 slice into slices whose blocks are their own.
+    """Cut an FP8 slice into pieces that begin at a block boundary, or lie within one block.
 
     Returns:
-        Each slice, its scales, and its part of ``place``, a tensor of the whole slice's shape.
+        Each piece, its scales, and its part of ``place``, a tensor of the whole slice's shape.
     """
     found = []
     row, column = place_of(part)

@@ -232,8 +232,8 @@ def _less_128(stored: Tensor) -> Tensor:
 def _transposed_blocks(words: Tensor) -> Tensor:
     """Transpose blocks of AWQ words [..., N / 8, 8, K / 8]: from eight rows to eight columns each.
 
-    In three rounds, halves of 4, of 2 and of 1 of the eight words change places with those of the
-    numbers in them.
+    It is the recursive transposition of an 8 x 8 matrix: it swaps off-diagonal blocks of 4 x 4
+    numbers, then of 2 x 2, then of 1 x 1.
     """
     assert words.shape[-2] == IN_WORD
     words = words.clone(memory_format=torch.contiguous_format)

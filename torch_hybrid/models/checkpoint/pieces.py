@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torch_hybrid.models.checkpoint.content import Content, Slice, leaves, slices
 
-PIECE_BYTES = 4 << 20  # of a file, read by a thread at once
+PIECE_BYTES = 4 << 20  # bytes of a file that a thread reads at once
 LONG_RUN_BYTES = 64 << 10  # sparse rows this far apart are read one by one
 _MOST_AT_ONCE = 256  # pieces of one preadv call; Linux takes 1024
 _NAN = 0x7F  # NaN of float8_e4m3fn, without its sign

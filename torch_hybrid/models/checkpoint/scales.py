@@ -43,7 +43,7 @@ def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, U
 
     Args:
         weight: an unread weight, all of it with scales of one kind.
-        num_parts: parts of rows, each with FP8 blocks of its own.
+        num_parts: number of equal parts of rows; FP8 blocks begin anew in each part.
 
     Raises:
         UnsupportedError: the weight is cut, or joined, within numbers that share a scale.
