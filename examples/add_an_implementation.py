@@ -1,7 +1,7 @@
-"""How do I add an implementation of an op?
+"""An op implementation of your own: register it, select it, and compare it with the others.
 
-Here in one file; in the repository the function goes into ``ops/causal_conv1d/_einsum.py`` and the
-entry into ``ops/causal_conv1d/op.py``, where the contract suite picks it up.
+Here it is one file. In the repository the function goes into ``ops/causal_conv1d/_einsum.py`` and
+the entry into ``ops/causal_conv1d/op.py``, where the contract suite picks it up.
 """
 
 import torch
@@ -23,7 +23,7 @@ def einsum_conv1d(
     *,
     activation: str,
 ) -> Tensor:
-    """The op's arguments in the order of its schema, without ``impl``."""
+    """Compute the convolution; the arguments are those of the op's schema, without ``impl``."""
     out = torch.zeros_like(x)
     width = weight.shape[1]
     for n, (initial, slot) in enumerate(zip(initial_indices, state_indices, strict=True)):
@@ -42,7 +42,7 @@ def einsum_conv1d(
 
 
 def main() -> None:
-    """Register it, let selection find it, and compare it with the others."""
+    """Register the implementation, select it by name, and compare it with the torch one."""
     IMPLEMENTATIONS["einsum"] = Implementation(
         capability=Capability(devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32})),
         launcher=f"{__name__}:einsum_conv1d",

@@ -1,8 +1,8 @@
-"""How do I capture steps under a loop of my own? Three lines around what you already run.
+"""Captured steps in a loop of your own: three lines around the step that you already run.
 
-Your loop owns its inputs at fixed addresses (StaticInputs). Each bucket is captured once, on inputs
-that change nothing; then every step refreshes the inputs and replays. On a GPU that is one CUDA
-graph for each bucket; on a CPU the same lines call the step, so that all of it can be tried here.
+Your loop owns its inputs at fixed addresses (StaticInputs). It captures each bucket once, on null
+inputs, which change no state. Then every step refreshes the inputs and replays. On a GPU that is
+one CUDA graph per bucket. On a CPU the same lines call the step, so you can try all of it there.
 """
 
 import torch

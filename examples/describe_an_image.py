@@ -1,8 +1,8 @@
-"""How do I ask a model about an image?
+"""Questions about images: prompts with images, served beside prompts without.
 
-The checkpoint is a random Qwen3.5 of two layers with a tower of one, so that its answer says
-nothing; what it says is what transformers' own generate says of the same image. A real one comes
-with its processor: ``transformers.AutoProcessor.from_pretrained(path)``, which wants Pillow and
+The checkpoint is a random Qwen3.5 of two layers with a tower of one, so its answer means nothing.
+But it is the answer of transformers' own generate to the same image. A real checkpoint comes with
+its processor: ``transformers.AutoProcessor.from_pretrained(path)``, which wants Pillow and
 torchvision (``pip install torch-hybrid[vision]``).
 """
 
@@ -23,7 +23,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import torch_hybrid as th
 
-PATCH, MERGE = 8, 2  # pixels along a patch, patches along what comes to one row
+PATCH, MERGE = 8, 2  # pixels along a patch; patches along a merged row of the tower's output
 MARKS = ["<|end|>", "<|user|>", "<|assistant|>"]
 VISION_MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 CHAT_TEMPLATE = """
@@ -45,7 +45,7 @@ class ImageProcessor(Qwen3VLProcessor):
 
 
 def make_processor() -> ImageProcessor:
-    """Bytes are tokens; an image is cut into patches as the model's own tower wants them."""
+    """Make a processor: each byte is a token, and images are cut into patches for the tower."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: at for at, token in enumerate([*MARKS, *VISION_MARKS, *alphabet])}
     bytes_alone = Tokenizer(models.BPE(vocab, []))
@@ -62,7 +62,7 @@ def make_processor() -> ImageProcessor:
 
 
 def make_model(processor: ImageProcessor) -> Qwen3_5ForConditionalGeneration:
-    """A random model of transformers, whose tower sees the images of this processor."""
+    """Make a random model of transformers whose tower takes this processor's patches."""
     torch.manual_seed(0)
     ids = processor.tokenizer.convert_tokens_to_ids
     config = Qwen3_5Config(
@@ -107,19 +107,19 @@ def make_model(processor: ImageProcessor) -> Qwen3_5ForConditionalGeneration:
 
 
 def make_image(seed: int) -> Image.Image:
-    """Random colours, 40 pixels wide."""
+    """Draw an image of random colours, 40 pixels wide."""
     colours = np.random.default_rng(seed).integers(0, 256, (5, 5, 3), dtype=np.uint8)
     return Image.fromarray(colours).resize((40, 56))
 
 
 def question(text: str, *images: Image.Image) -> list[dict]:
-    """What a user asks about images."""
+    """Make a user's message about images."""
     parts = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
 def as_transformers(hf_model, processor: ImageProcessor, conversation: list[dict]) -> list[int]:
-    """The tokens of transformers' own greedy generate."""
+    """Generate the tokens of transformers' own greedy generate."""
     inputs = processor.apply_chat_template(
         conversation,
         add_generation_prompt=True,
@@ -132,7 +132,7 @@ def as_transformers(hf_model, processor: ImageProcessor, conversation: list[dict
 
 
 def main() -> None:
-    """Ask about one image, about two, and about none, together."""
+    """Ask about one image, about two, and about none, in one batch."""
     processor = make_processor()
     hf_model = make_model(processor)
     questions = [
@@ -144,7 +144,7 @@ def main() -> None:
         hf_model.save_pretrained(folder)
         model = th.from_pretrained(Path(folder), vision=True)
     # compile=True is the default; an eager runner takes the same path and starts at once.
-    # Steps of 32 tokens: images are cut by them.
+    # Steps of 32 tokens cut the images' rows into several steps.
     runner = th.Runner(model, max_seqs=4, max_tokens=32, kv_tokens=1024, compile=False)
     engine = th.Engine(runner, processor=processor)
     outputs = sorted(

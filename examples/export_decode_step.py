@@ -1,9 +1,9 @@
-"""How do I package a whole decode step, and run it in a process that compiles nothing?
+"""A whole decode step as an AOTInductor package, run by a process that compiles nothing.
 
-A hybrid of two layers is exported with every size free, packaged by AOTInductor with its weights,
-and run by a second process that finds no compiler. It imports torch_hybrid, since the package calls
-the ops by name, and plans its steps as usual, with the implementations that the package was made
-with. Here they are those in torch: the ones in C++ look for the compiler that built them.
+A hybrid of two layers is exported with every size free and packaged with its weights. A second
+process, which finds no compiler, runs it. That process imports torch_hybrid, since the package
+calls the ops by name. It plans its steps as usual, with the implementations of the package: the
+torch ones here, since those in C++ look for the compiler that built them.
 """
 
 import os
@@ -31,7 +31,7 @@ TEXTS = torch.randint(VOCAB_SIZE, (3, 20), generator=torch.Generator().manual_se
 
 
 class LanguageModel(nn.Module):
-    """Embedding, a layer of each kind, and logits."""
+    """A model of an embedding, one layer of each kind, and logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class LanguageModel(nn.Module):
         self.qkv = nn.Linear(DIM, (4 + 2 + 2) * WIDTH)
 
     def forward(self, tokens: Tensor, step: th.Step) -> Tensor:
-        """tokens [T] -> logits [T, VOCAB_SIZE]."""
+        """Compute logits [T, VOCAB_SIZE] of tokens [T]."""
         x = self.embed(tokens)
         _, plan, cache = step.layer(0)
         x = x + self.linear(x, plan, cache)
@@ -51,20 +51,20 @@ class LanguageModel(nn.Module):
 
 
 class Server:
-    """Sequences, and a step of one token for each."""
+    """Sequences, and decode steps of one token for each."""
 
     def __init__(self, max_seqs: int) -> None:
         self.cache = th.HybridCache(TABLE, max_seqs=max_seqs, kv_tokens=256, page_size=16)
         self.backends = th.make_backends(TABLE, self.cache.sizes, BACKENDS, [th.Mode.DECODE])
 
     def step(self, seqs: list[th.Sequence], tokens: list[int]) -> tuple[Tensor, th.Step]:
-        """The arguments of the model."""
+        """Make the arguments of the model for one step."""
         batch = self.cache.make_batch(seqs, [[token] for token in tokens])
         plans = th.plan_all(self.backends, batch, th.Mode.DECODE)
         return batch.tokens, th.Step(plans=plans, caches=self.cache.pools, table=TABLE)
 
     def serve(self, model: nn.Module, texts: list[list[int]]) -> Tensor:
-        """The logits after each token of texts of one length."""
+        """Decode texts of one length; return the logits after each token."""
         seqs, logits = self.cache.allocate(len(texts)), []
         for tokens in zip(*texts, strict=True):
             with torch.inference_mode():
@@ -86,7 +86,7 @@ def package(model: nn.Module, path: Path) -> None:
 
 
 def load_and_serve(folder: Path) -> None:
-    """What the second process does."""
+    """Run the package in the second process, and save its logits."""
     model = torch._inductor.aoti_load_package(str(folder / "step.pt2"))
     torch.save(Server(max_seqs=3).serve(model, TEXTS), folder / "logits.pt")
 

@@ -1,8 +1,8 @@
-"""What does two-batch overlap hide when two processes share a model?
+"""Two-batch overlap, and the part of the communication that it hides from two processes.
 
-Each process holds half of the heads and of every MLP, and sums with the other twice in a layer,
-over a link that is as slow as the model. One compiled step runs as two halves: while the sums of
-one are under way, the other computes. The trace shows it.
+The processes share a model: each holds half of the heads and of every MLP. They sum their parts
+twice in a layer, over a link that takes as long as the model. One compiled step runs as two halves:
+while the all-reduce of one is in flight, the other computes. The trace shows it.
 """
 
 import tempfile
@@ -21,7 +21,7 @@ SIZES = {"max_seqs": 2, "max_tokens": 256, "kv_tokens": 256}
 
 
 def make_model() -> th.HybridModel:
-    """The same random Qwen3-Next in each process: a linear layer and a full one."""
+    """Make a random Qwen3-Next of a linear layer and a full one, the same in each process."""
     torch.manual_seed(0)
     config = Qwen3NextConfig(
         vocab_size=256,
@@ -42,7 +42,7 @@ def make_model() -> th.HybridModel:
 
 
 def prefill(runner: th.Runner) -> torch.Tensor:
-    """The logits after the prompts."""
+    """Prefill the prompts; return the logits after them."""
     seqs = runner.new_sequences(len(PROMPTS))
     logits = runner.extend(seqs, PROMPTS).clone()
     runner.free(seqs)
@@ -50,7 +50,7 @@ def prefill(runner: th.Runner) -> torch.Tensor:
 
 
 def slow_down(group: LinkedGroup, runner: th.Runner) -> None:
-    """Let the link take as long for all messages of a step as the step takes without it."""
+    """Let all messages of a step take as long as the step takes over a link without delay."""
     times = []
     for _ in range(3):
         group.messages.clear()
@@ -64,7 +64,7 @@ def slow_down(group: LinkedGroup, runner: th.Runner) -> None:
 
 
 def draw(messages: list[Message]) -> None:
-    """A line for each message, 60 columns to a step."""
+    """Print a line for each message, 60 columns to a step."""
     first, last = messages[0].start, messages[-1].wait_end
     for message in messages:
         times = (message.start, message.wait_start, message.wait_end)
@@ -73,7 +73,7 @@ def draw(messages: list[Message]) -> None:
 
 
 def run(rank: int, store: str) -> None:
-    """What each of the two processes does."""
+    """Run one of the two processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     alone = prefill(th.Runner(make_model(), **SIZES, compile=False))
@@ -100,9 +100,9 @@ def run(rank: int, store: str) -> None:
 
 
 def main() -> None:
-    """Start the processes."""
+    """Start the two processes."""
     with tempfile.TemporaryDirectory() as folder:
-        # Forked before any thread is started, they need not import all of it again.
+        # A fork before any thread starts is safe, and spares each process the imports.
         torch.multiprocessing.start_processes(
             run, args=(f"file://{folder}/store",), nprocs=2, start_method="fork"
         )

@@ -1,8 +1,8 @@
-"""How do I use these layers in a module of my own, under torch.compile?
+"""The layers in a module of your own, under torch.compile.
 
-A hybrid of two layers is compiled as full graphs and generates text for one, two and five prompts
+A hybrid of two layers is compiled as full graphs, and generates text for one, two and five prompts
 in a loop of its own: caches and plans are arguments. Batches of all sizes and lengths share three
-graphs. A loop that pads its steps, by ``buckets``, needs two.
+graphs. A loop that pads its steps to ``buckets`` needs two.
 """
 
 import torch
@@ -23,7 +23,7 @@ BUCKETS = (2, 4, 8, 16, 32, 64, 128)
 
 
 class LanguageModel(nn.Module):
-    """Embedding, a layer of each kind, and logits."""
+    """A model of an embedding, one layer of each kind, and logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class LanguageModel(nn.Module):
         self.qkv, self.out = nn.Linear(DIM, (4 + 2 + 2) * WIDTH), nn.Linear(4 * WIDTH, DIM)
 
     def forward(self, tokens: Tensor, step: th.Step) -> Tensor:
-        """tokens [T], of all sequences one after the other -> logits [T, VOCAB_SIZE]."""
+        """Compute logits [T, VOCAB_SIZE] of tokens [T], the sequences one after the other."""
         x = self.embed(tokens)
         _, plan, cache = step.layer(0)
         x = x + self.linear(x, plan, cache)
@@ -44,7 +44,7 @@ class LanguageModel(nn.Module):
 def generate(
     model: nn.Module, prompts: list[list[int]], buckets: tuple[int, ...] | None = None
 ) -> list[list[int]]:
-    """Generate the most likely eight tokens after each prompt."""
+    """Generate eight greedy tokens after each prompt."""
     cache = th.HybridCache(TABLE, max_seqs=8, kv_tokens=512, page_size=16)
     backends = th.make_backends(TABLE, cache.sizes)
     seqs, tokens, texts = cache.allocate(len(prompts)), prompts, [[] for _ in prompts]
@@ -62,12 +62,12 @@ def generate(
 
 
 def main() -> None:
-    """Compare with the module that is not compiled, and count graphs."""
+    """Compare with the module that is not compiled, and count the graphs."""
     torch.manual_seed(0)
     model = LanguageModel().eval().requires_grad_(False)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     before = counters["stats"]["unique_graphs"]
-    for buckets, most in ((BUCKETS, 2), (None, 3)):  # the third: to decode one token alone
+    for buckets, most in ((BUCKETS, 2), (None, 3)):  # the third graph decodes one sequence
         for num_seqs in (1, 2, 5):
             prompts = PROMPTS[:num_seqs]
             assert generate(compiled, prompts, buckets) == generate(model, prompts)

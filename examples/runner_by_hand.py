@@ -1,7 +1,7 @@
-"""How do I drive the runner under my own scheduler?
+"""The runner under a scheduler of your own.
 
-A prompt is prefilled in chunks while another sequence decodes in the same steps; the logits are
-those of the whole prompt in one piece.
+A prompt is prefilled in chunks while another sequence decodes in the same steps. The logits are
+those of the whole prompt in one step.
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch_hybrid as th
 
 
 def tiny_model() -> th.HybridModel:
-    """A random Qwen3-Next of four layers: three linear, one full."""
+    """Make a random Qwen3-Next of four layers: three linear, one full."""
     torch.manual_seed(0)
     config = Qwen3NextConfig(
         vocab_size=256,
@@ -31,7 +31,7 @@ def tiny_model() -> th.HybridModel:
 
 
 def main() -> None:
-    """Chunked prefill beside a decoding sequence, against one piece."""
+    """Compare chunked prefill beside a decoding sequence with prefill in one step."""
     # compile=True is the default; an eager runner takes the same path and starts at once.
     runner = th.Runner(tiny_model(), max_seqs=4, max_tokens=128, kv_tokens=512, compile=False)
     prompt = torch.randint(0, 256, (100,)).tolist()

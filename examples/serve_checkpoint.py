@@ -1,4 +1,4 @@
-"""How do I serve a checkpoint, and read its tokens as they come?
+"""A checkpoint behind the engine, with its tokens as they come.
 
 The checkpoint is the demo's; any folder that ``save_pretrained`` wrote, or hub id, loads the same
 way. With a tokenizer (``th.Engine(runner, tokenizer)``) prompts and outputs can be texts.
@@ -9,7 +9,7 @@ from torch_hybrid.demo.task import checkpoint_path, make_prompts
 
 
 def main() -> None:
-    """Stream four greedy answers, and draw one of another length beside them."""
+    """Stream four greedy answers, and sample a longer one beside them."""
     model = th.from_pretrained(checkpoint_path())
     # compile=True is the default; an eager runner takes the same path and starts at once.
     runner = th.Runner(model, max_seqs=8, max_tokens=256, kv_tokens=4096, compile=False)

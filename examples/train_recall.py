@@ -1,23 +1,23 @@
-"""How was the demo's checkpoint made? Train the recall model from scratch on one CPU thread, and
-then go on with it beside a head that predicts further tokens (MTP).
+"""Training of the demo's checkpoint: the recall model from scratch, then with an MTP head.
 
     python examples/train_recall.py --out build/recall
     python examples/train_recall.py --out build/recall --model PATH    the second part alone
 
-The defaults are those of the checkpoint that ships with the package; its two parts took 16 and 18
-minutes of a shared core. Fixed seeds and a single thread make a second run on the same kind of
-processor print the same losses. ``torch_hybrid/demo/task.py`` describes the task.
+It runs on one CPU thread. The defaults are those of the checkpoint in the package; its two parts
+took 16 and 18 minutes of a shared core. Fixed seeds and a single thread make a second run on the
+same kind of processor print the same losses. ``torch_hybrid/demo/task.py`` describes the task.
 
-The number of writes grows with what the model can do: over short prompts it finds the circuit that
-matches a query with a key, over long ones it only has to make the match sharper. Trained on long
-prompts from the start, it stays at guessing one of the values it has seen.
+The number of writes grows with the model's accuracy. Over short prompts the model finds the circuit
+that matches a query with a key; over long ones it only has to make the match sharper. Trained on
+long prompts from the start, it keeps guessing one of the values that it has seen.
 
-The head begins as the model's last layer, which matches queries with keys already, behind the
-linear map that comes nearest to what the layers before it give. From there it is trained as it
-drafts: its first step reads the model's hidden states, each further one those of the step before
-it, and all of them the keys of the first. The model is trained with it, since a head has no state:
-what a key was bound to last it can only tell from hidden states, and those of a model that was
-trained alone need not say it. A head for such a model was wrong in up to a tenth of its drafts.
+The head begins as the model's last layer, which matches queries with keys already. Before it stands
+a linear map, fitted to give that layer its usual inputs. Then the head is trained as it drafts. Its
+first step reads the model's hidden states, each further step those of the step before it. All steps
+read the keys of the first one. The model is trained with the head, since a head has no recurrent
+state. The head can tell only from hidden states what a key was bound to last. Hidden states of a
+model that was trained alone need not say it: a head for such a model missed up to a tenth of its
+drafts.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from torch_hybrid.demo.task import RECALL, make_bindings, make_prompts
 
 LAYER_TYPES = ["linear_attention", "linear_attention", "full_attention"]
 IGNORED = -100  # the label that cross_entropy leaves out
-CHAINS = 8  # queries with their answers after the writes of a training row
+CHAINS = 8  # queries after the writes of a training row, each with its answers
 CHAIN_LEN = 8
-CHAIN_LENS = (8, 16, 32, 64)  # beside a head: answers that go round, as many in all
-CHUNK_SIZE = 16  # of the delta rule: the least work for rows of this length
+CHAIN_LENS = (8, 16, 32, 64)  # with a head: longer answers, with as many tokens in all
+CHUNK_SIZE = 16  # chunk of the delta rule: the least work for rows of this length
 WARMUP_STEPS = 50
-DRAFTS = 3  # that the head is trained to make, one from another; further ones are alike
+DRAFTS = 3  # depth to which the head is trained; deeper drafts behave alike
 
 
 def make_config() -> Qwen3NextConfig:
-    """A hybrid small enough for the repository: 150,064 parameters."""
+    """Make the config of a hybrid small enough for the repository: 150,064 parameters."""
     num_layers = len(LAYER_TYPES)
     return Qwen3NextConfig(
         vocab_size=RECALL.vocab_size,
@@ -85,10 +85,10 @@ def make_config() -> Qwen3NextConfig:
 
 
 def make_model() -> Qwen3NextForCausalLM:
-    """A fresh model whose states remember from 10 to 1000 tokens.
+    """Make a new model whose states remember from 10 to 1000 tokens.
 
-    transformers' own values forget within a few tokens, and start the convolution so near to zero
-    that the delta rule has nothing to store.
+    With transformers' own initial values, states forget within a few tokens. The convolution then
+    starts so near to zero that the delta rule has nothing to store.
     """
     model = Qwen3NextForCausalLM(make_config())
     for module in model.modules():
@@ -104,7 +104,7 @@ def make_model() -> Qwen3NextForCausalLM:
 def make_rows(
     rng: np.random.Generator, num_writes: int, tokens: int, chain_len: int = CHAIN_LEN
 ) -> tuple[Tensor, Tensor]:
-    """About ``tokens`` tokens of training rows, and the labels of their recalled symbols."""
+    """Make about ``tokens`` tokens of training rows, and the labels of their recalled symbols."""
     num_chains = CHAINS * CHAIN_LEN // chain_len
     row_len = RECALL.prompt_len(num_writes) - 2 + num_chains * (chain_len + 2)
     batch = max(1, tokens // row_len)
@@ -122,7 +122,7 @@ def make_rows(
 def loss_and_accuracy(
     model: Qwen3NextForCausalLM, rows: Tensor, labels: Tensor
 ) -> tuple[Tensor, float]:
-    """Cross entropy of the labelled tokens, and the part of them that is predicted right."""
+    """Compute the cross entropy of the labelled tokens, and the share predicted right."""
     hidden = model.model(rows[:, :-1], use_cache=False, chunk_size=CHUNK_SIZE).last_hidden_state
     labelled = labels[:, 1:] != IGNORED
     logits, targets = model.lm_head(hidden[labelled]), labels[:, 1:][labelled]
@@ -131,7 +131,7 @@ def loss_and_accuracy(
 
 
 def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
-    """AdamW with decay on the matrices alone: not on norms, decays or the convolution."""
+    """Make an AdamW that decays matrices alone: no norms, decay rates or convolutions."""
     parameters = dict(model.named_parameters())
     matrices = [p for name, p in parameters.items() if p.ndim == 2]
     others = [p for name, p in parameters.items() if p.ndim != 2]
@@ -143,19 +143,21 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
 
 
 def lr_scale(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to nothing."""
+    """Compute the scale of the learning rate: linear warm-up, then a cosine to 0."""
     return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def draw_num_writes(rng: np.random.Generator, most: int) -> int:
-    """Few writes more often than many: where writes of one key are near each other, which was the
-    last is the hardest to tell."""
+    """Draw a number of writes, few more often than many.
+
+    With few writes, the writes of one key are near each other, and the last one is hardest to tell.
+    """
     span = most + 1 - RECALL.min_writes
     return RECALL.min_writes + int(span * rng.random() ** 2)
 
 
 class Curriculum:
-    """How many writes a row may have: a quarter more each time the model has caught up."""
+    """A growing limit of writes in a row: a quarter more each time the model has caught up."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
@@ -173,7 +175,7 @@ class Curriculum:
 
 
 def train(steps: int, tokens: int, lr: float, seed: int) -> Qwen3NextForCausalLM:
-    """Train from scratch and print how it goes."""
+    """Train from scratch and print the progress."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     model = make_model()
@@ -202,10 +204,10 @@ def train(steps: int, tokens: int, lr: float, seed: int) -> Qwen3NextForCausalLM
 
 
 class Head(nn.Module):
-    """A head that predicts further tokens, its weights by the names that checkpoints have.
+    """An MTP head, its weights under the names that checkpoints have.
 
-    It begins with the last layer and the last norm of a model, and with the linear map that comes
-    nearest to what that layer is given for some ``tokens``.
+    It begins with the last layer and the last norm of a model. Its linear map is fitted by least
+    squares to the inputs of that layer for some ``tokens``.
     """
 
     def __init__(self, model: Qwen3NextForCausalLM, tokens: Tensor) -> None:
@@ -230,24 +232,23 @@ class Head(nn.Module):
         self.requires_grad_()
 
     def both(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """[B, T, 2 * dim] of each token, and of the hidden state of the token before it."""
+        """Concatenate each token's embedding and the hidden state before it: [B, T, 2 * dim]."""
         before = F.pad(hidden[:, :-1], (0, 0, 1, 0))
         return torch.cat(
             [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(before)], -1
         )
 
     def forward(self, embedded: Tensor, hidden: Tensor, **options: Any) -> Tensor:
-        """[B, T, dim]: what follows each token."""
+        """Predict what follows each token: [B, T, dim]."""
         out = self.layers[0](self.fc(self.both(embedded, hidden)), **options)
         return self.norm(out)
 
 
 def hidden_states(model: Qwen3NextForCausalLM, head: Head, tokens: Tensor) -> list[Tensor]:
-    """[B, T, dim] of the model, and of each step of the head, which has made as many drafts before
-    each token.
+    """Compute hidden states [B, T, dim] of the model, then of each draft step of the head.
 
-    Step d at token t sees the first step's keys of the tokens that were certain then, up to t - d,
-    and those of the steps that led to it.
+    Step d at token t sees keys of the first step, of tokens up to t - d: those committed by then.
+    It also sees the keys of the steps that led to it.
     """
     hidden = model.model(tokens, use_cache=False, chunk_size=CHUNK_SIZE).last_hidden_state
     embedded = model.model.embed_tokens(tokens)
@@ -259,7 +260,7 @@ def hidden_states(model: Qwen3NextForCausalLM, head: Head, tokens: Tensor) -> li
         seen = [behind >= ahead, *(behind == ahead - back for back in range(1, ahead + 1))]
         mask = torch.zeros(1, 1, len(place), len(place) * len(seen))
         mask.masked_fill_(~torch.cat(seen, 1), -math.inf)
-        mask[..., :ahead, :] = 0.0  # nothing leads to these: they are not looked at
+        mask[..., :ahead, :] = 0.0  # no draft path leads to these rows: any mask will do
         hidden = head(
             embedded,
             hidden,
@@ -274,8 +275,10 @@ def hidden_states(model: Qwen3NextForCausalLM, head: Head, tokens: Tensor) -> li
 def train_with_head(
     model: Qwen3NextForCausalLM, steps: int, tokens: int, lr: float, head_lr: float, seed: int
 ) -> Head:
-    """Train a model further, beside a new head of its own, and print how many tokens are right: the
-    model's, and the head's drafts by their depth."""
+    """Train a model further beside a new head; print the accuracy of both.
+
+    The head's is printed by the depth of its drafts.
+    """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     model.requires_grad_(False)
@@ -316,7 +319,7 @@ def train_with_head(
 
 
 def save(model: Qwen3NextForCausalLM, head: Head, path: Path) -> None:
-    """Write a checkpoint whose head stands beside the model, where transformers leaves it alone."""
+    """Write a checkpoint with the head beside the model, where transformers ignores it."""
     model.save_pretrained(path)
     file = path / "model.safetensors"
     weights = load_file(file) | {f"mtp.{name}": w for name, w in head.state_dict().items()}
@@ -325,7 +328,7 @@ def save(model: Qwen3NextForCausalLM, head: Head, path: Path) -> None:
 
 @torch.no_grad()
 def exact_answers(model: Qwen3NextForCausalLM, num: int, seed: int) -> float:
-    """The part of ``num`` fresh prompts that greedy generation answers without an error."""
+    """Measure the share of ``num`` new prompts that greedy generation answers without an error."""
     right = 0
     for prompt in make_prompts(num, seed):
         tokens = torch.tensor([prompt.tokens])
@@ -342,19 +345,19 @@ def exact_answers(model: Qwen3NextForCausalLM, num: int, seed: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo's recall model from scratch.")
     parser.add_argument("--out", type=Path, default=Path("build/recall"), help="checkpoint folder")
-    parser.add_argument("--model", type=Path, help="a checkpoint to go on with, and a new head")
+    parser.add_argument("--model", type=Path, help="a checkpoint to train further, with a new head")
     parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--head-steps", type=int, default=3000, help="of the model with its head")
+    parser.add_argument("--head-steps", type=int, default=3000, help="steps of model and head")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a step")
-    parser.add_argument("--head-tokens", type=int, default=1024, help="of a step with the head")
+    parser.add_argument("--head-tokens", type=int, default=1024, help="tokens, with the head")
     parser.add_argument("--lr", type=float, default=6e-3)
-    parser.add_argument("--further-lr", type=float, default=2e-3, help="of the model with its head")
+    parser.add_argument("--further-lr", type=float, default=2e-3, help="model's, with the head")
     parser.add_argument("--head-lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fresh", type=int, default=1024, help="prompts of the final check")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # the order of every sum is part of what is reproduced
+    torch.set_num_threads(1)  # a second run must sum in the same order
     if args.model is None:
         model = train(args.steps, args.tokens, args.lr, args.seed)
     else:

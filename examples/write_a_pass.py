@@ -1,8 +1,7 @@
-"""How do I write a graph pass of my own, and see what it did?
+"""A graph pass of your own, and a look at what it did.
 
 A pass is a function of one torch.fx graph: the step as Dynamo traced it, before Inductor. This one
-drops casts that change nothing, of which a model written for bfloat16 has many when it runs in
-float32.
+drops casts that change nothing. A model written for bfloat16 has many of them in float32.
 """
 
 import torch
@@ -16,7 +15,7 @@ CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float
 
 
 def drop_casts(graph: Graph) -> None:
-    """Contract: removes casts to the dtype that a tensor has; every value stays the same.
+    """Drop casts to the dtype that a tensor already has; every value stays the same.
 
     for each node that is a method call x.float(), x.bfloat16() or x.half():
         if x has that dtype already: let its users take x, and erase it
@@ -32,7 +31,7 @@ def drop_casts(graph: Graph) -> None:
 
 
 def main() -> None:
-    """Compile a step with the pass and without, and compare."""
+    """Compile a step with the pass and without it, and compare the logits."""
     model = th.from_pretrained(checkpoint_path())
     prompt = [[1, 2, 3, 4, 5, 6, 7]]
     logits = []

@@ -36,28 +36,28 @@ from torch_hybrid.sampling import Draw
 
 @with_option_texts
 class Runner(Shown):
-    """Serves ragged batches of sequences with one compiled graph per kind of step.
+    """A server of ragged batches of sequences, with one compiled graph per kind of step.
 
     Several threads may use one runner: each call waits for ``lock``, which is free to be held over
     several calls that belong together (an engine holds it for a whole step). Runners run beside
-    each other, also on one model. What surrounds a call (default dtype and device, autocast,
-    inference mode) does not change what it does.
+    each other, also on one model. A caller's default dtype and device, autocast and inference mode
+    do not change a call's result.
 
-    A call inside another one of its thread, by a hook of the model for example, is refused
-    (RuntimeError), but for ``free`` and ``release``: they are done when that other call ends.
+    A call within another call of the same thread, by a hook of the model for example, is refused
+    (RuntimeError). ``free`` and ``release`` are allowed: they are done when the outer call ends.
 
-    The logits of a sequence depend on its own tokens alone, but for rounding: products and splits
-    are chosen by the size of the batch, and chunks begin where a prompt was cut, so that the last
+    The logits of a sequence depend on its own tokens alone, but for rounding. The size of the batch
+    decides which GEMM kernels and splits run, and a cut of the prompt moves its chunks. So the last
     bits may differ with the company, unless the runner is ``batch_invariant``. Greedy tokens then
-    differ only where two logits are as close.
+    differ only where two logits are that close.
 
     Args:
-        model: from ``from_pretrained`` or ``adapt``. Weights that were made in inference mode are
-            replaced by plain copies.
+        model: a model of ``from_pretrained`` or ``adapt``. Its weights that were made in inference
+            mode are replaced by plain copies.
         {options}
 
     Raises:
-        TypeError: ``model`` or ``backends`` is of another kind.
+        TypeError: ``model`` or ``backends`` is of another type.
         UnsupportedError: no implementation can serve a layer of the model.
         CapacityError: the pools do not fit, or kv_tokens="auto" finds no room.
         ValueError: a size is too small to hold anything, an option is none of its values, or the
@@ -93,7 +93,7 @@ class Runner(Shown):
         self._stepper, self._drafting = parts.stepper, parts.drafting
 
     def within(self) -> Runner:
-        """Return the same runner for calls that are part of one in progress: an engine's step."""
+        """Copy the runner for calls within one that holds the lock: an engine's step."""
         inner = copy(self)
         inner.turn = Within()
         return inner
@@ -116,38 +116,40 @@ class Runner(Shown):
 
     @property
     def free_slots(self) -> int:
-        """How many more sequences can be made."""
+        """Number of further sequences that can be made."""
         return self._cache.slots.num_free
 
     @property
     def free_pages(self) -> int:
-        """How many pages of the KV pool a sequence can have: nobody owns them, or a prefix cache
-        does, which gives them back when they are needed."""
+        """Number of KV pages that a sequence can get.
+
+        It includes pages of a prefix cache, which gives them back when they are needed.
+        """
         return self._cache.pages.num_free + self._cache.pages.num_spare
 
     @property
     def free_snapshots(self) -> int:
-        """How many more states can be kept, before a prefix cache gives up some of its own."""
+        """Number of further states that fit before a prefix cache gives up some of its own."""
         return self._cache.num_free_snapshots
 
     @property
     def captures(self) -> bool:
-        """Whether steps are replayed as CUDA graphs, where their ops allow it."""
+        """True if steps are replayed as CUDA graphs, where their ops allow it."""
         return self._capture is not None and self._device.type == "cuda"
 
     @property
     def cache(self) -> HybridCache:
-        """The pools, and who owns what in them."""
+        """The pools, and the owners of their slots and pages."""
         return self._cache
 
     @property
     def takes_embeds(self) -> bool:
-        """Whether steps take rows in the place of tokens' own embeddings."""
+        """True if steps take rows in the place of tokens' own embeddings."""
         return self._given is not None
 
     @property
     def kv_room(self) -> KvRoom | None:
-        """What kv_tokens="auto" went by; None where a number was given."""
+        """Memory that kv_tokens="auto" measured; None where a number was given."""
         return self._kv_room
 
     @property
@@ -157,8 +159,11 @@ class Runner(Shown):
 
     @property
     def num_buckets(self) -> int:
-        """How many sizes steps had so far. The first step of each takes longer: what it is called
-        on is looked up, it may be captured, or compiled."""
+        """Number of step sizes so far.
+
+        The first step of a size takes longer: its kernels are looked up, and it may be compiled or
+        captured.
+        """
         return self._execution.num_buckets
 
     @in_turn
@@ -168,15 +173,16 @@ class Runner(Shown):
         """Take a state slot for each of ``count`` new sequences: empty ones, or forks.
 
         Args:
-            count: how many.
-            start: a snapshot, whose tokens they hold from the start. Nothing is copied but its
-                last page, if that is partly filled, when a sequence gets its first tokens.
-            length: only so many of its tokens, at least 1; for models without states.
+            count: number of sequences.
+            start: a snapshot whose tokens the sequences hold from the start. Only its last page is
+                copied, if that is partly filled, when a sequence gets its first tokens.
+            length: number of the snapshot's tokens to start with, at least 1; for models without
+                states. None takes all.
 
         Raises:
             CapacityError: fewer slots are free.
             ValueError: ``count`` is negative, ``start`` was released or belongs to another runner,
-                or ``length`` is not one that it can be started at.
+                or no sequence can start at ``length``.
         """
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
@@ -186,10 +192,10 @@ class Runner(Shown):
 
     @in_turn
     def snapshot(self, seq: Sequence) -> Snapshot:
-        """Keep what a sequence holds now, states and keys, for others to start from.
+        """Keep the states and keys of a sequence as they are now, for others to start from.
 
         Nothing is copied: the sequence leaves its states to the snapshot, and stores those of its
-        next step elsewhere. It may go on, or be freed. What was launched counts as done.
+        next step elsewhere. It may go on, or be freed. Launched steps count as done.
 
         Returns:
             A handle for ``new_sequences`` and ``release``; it has ``num_tokens``.
@@ -203,7 +209,7 @@ class Runner(Shown):
         return self._cache.snapshot(seq)
 
     def release(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot no longer; what started from it stays as it is.
+        """Release a snapshot; sequences that started from it stay as they are.
 
         Raises:
             ValueError: it was released before, or belongs to another runner.
@@ -234,11 +240,11 @@ class Runner(Shown):
         self._last.forget(live)
 
     def length(self, seq: Sequence) -> int:
-        """How many tokens a sequence holds."""
+        """Count the tokens that a sequence holds."""
         return self._cache.length(seq)
 
     def pages_needed(self, seq: Sequence, num_new_tokens: int) -> int:
-        """How many more pages ``extend`` would take for that many new tokens."""
+        """Count the further pages that ``extend`` would take for that many new tokens."""
         return self._cache.pages_needed(seq, num_new_tokens)
 
     @in_turn
@@ -253,20 +259,20 @@ class Runner(Shown):
     ) -> Tensor:
         """Append new tokens to sequences, in one step, and return logits.
 
-        Any mix of lengths; one token each is a decode step. Several calls on one sequence are
-        chunked prefill. Nothing changes if an error is raised before the step runs; if the step
-        itself is cut off (Ctrl-C), its sequences can only be freed.
+        Sequences may get different numbers of tokens; one token each is a decode step. Several
+        calls on one sequence are chunked prefill. Nothing changes if an error is raised before the
+        step runs; if the step itself is cut off (Ctrl-C), its sequences can only be freed.
 
         Args:
             seqs: N distinct live sequences. With none, the step runs on padding alone: a rank
                 that has no work still takes part in the collectives of the others.
             tokens: the new tokens of each (lists, or integer tensors), at least one, ``max_tokens``
                 in all at most.
-            logits: "last" for those after each sequence's last token, "all" for every token.
+            logits: "last" for the logits after each sequence's last token, "all" for every token's.
             positions: [3, T] int64 rotary positions of the packed tokens, for models with 3-D
                 positions; by default all three axes count each sequence on.
-            embeds: rows in the place of some tokens' own embeddings, those of an image for example;
-                what their ids are is then no matter but to embeddings of n-grams.
+            embeds: rows in the place of some tokens' own embeddings, of an image for example. Only
+                n-gram embeddings still read the ids of such tokens.
 
         Returns:
             [N, vocab_size] in the order of ``seqs``, or [T, vocab_size] for "all".
@@ -304,15 +310,15 @@ class Runner(Shown):
     ) -> Launched:
         """Start a step that also samples, and do not wait for it.
 
-        For engines: tokens stay on the device, so that the next step can be launched with those
-        that the host has not seen. The sequences hold the new tokens at once.
+        Engines use it: sampled tokens stay on the device, so the next step can be launched before
+        the host has seen them. The sequences hold the new tokens at once.
 
         Args:
             seqs: N distinct live sequences, at least one.
-            tokens: the new tokens of each, as for ``extend``; None is one token, that which the
+            tokens: the new tokens of each, as for ``extend``; None is one token: the one that the
                 last launch sampled for the sequence.
-            draws: how each sequence's next token is drawn; None draws none.
-            positions, embeds: as of ``extend``.
+            draws: the sampling of each sequence's next token; None samples none.
+            positions, embeds: as for ``extend``.
 
         Raises:
             TypeError, ValueError, UnsupportedError, CapacityError: as ``extend``; ValueError also
@@ -347,17 +353,17 @@ class Runner(Shown):
         *,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Append one token to each sequence, try drafts after it, and return logits of all of them.
+        """Append one token to each sequence, verify drafts after it, and return all their logits.
 
-        A sequence holds its first new token from now on; its drafts only as far as ``accept`` says
-        before its next step, and none of them otherwise. States are those of plain decoding,
-        whatever was tried. Nothing changes if an error is raised before the step runs.
+        A sequence holds its first new token from now on. It holds only the drafts that ``accept``
+        counts before its next step, else none. States are those of plain decoding, whatever was
+        tried. Nothing changes if an error is raised before the step runs.
 
         Args:
             seqs: N distinct live sequences, at least one.
-            tokens: the new tokens of each, of which the first is certain: one and up to
-                ``max_drafts`` drafts, ``max_tokens`` in all at most.
-            positions: as of ``extend``.
+            tokens: the new tokens of each: one committed token, then up to ``max_drafts`` drafts;
+                ``max_tokens`` in all at most.
+            positions: as for ``extend``.
 
         Returns:
             [T, vocab_size]: after each token, the sequences one after the other.
@@ -380,17 +386,17 @@ class Runner(Shown):
 
     @in_turn
     def draft(self, seqs: Many[Sequence], tokens: Many[int], counts: Many[int]) -> list[list[int]]:
-        """What the head of a model expects to follow, for ``verify`` to try.
+        """Draft the next tokens of sequences with the model's draft head, for ``verify``.
 
-        No sequence holds anything else afterwards.
+        The tokens that sequences hold do not change.
 
         Args:
             seqs: N distinct live sequences, at least one.
-            tokens: of each, the one after those that it holds.
-            counts: how many tokens after that one are wanted, 1 to ``max_drafts``.
+            tokens: the token of each that follows those that it holds.
+            counts: the number of drafts after that token, 1 to ``max_drafts``.
 
         Returns:
-            So many tokens for each sequence.
+            That many drafts for each sequence.
 
         Raises:
             TypeError: tokens are no integers.
@@ -416,7 +422,7 @@ class Runner(Shown):
 
     @in_turn
     def accept(self, seqs: Many[Sequence], counts: Many[int]) -> None:
-        """Count the first drafts of sequences as held, each by its own count; once after a verify.
+        """Commit the first drafts of sequences, each by its own count; call it once after a verify.
 
         Raises:
             ValueError: a sequence has fewer drafts, was freed, is another runner's or comes twice;
@@ -428,15 +434,15 @@ class Runner(Shown):
 
     @in_turn
     def flush(self, seqs: Many[Sequence]) -> None:
-        """Bring the states of sequences up to their last certain token, and what a head has read.
+        """Bring the states of sequences, and their draft head's, up to the last committed token.
 
-        For those who copy or move states: all other steps do so where they need it.
+        Code that copies or moves states needs it; all steps of the runner flush by themselves.
         """
         self._cache.check_usable(seqs)
         self._drafting.flush(seqs)
 
     def wait(self) -> None:
-        """Wait until the device has done all that was launched."""
+        """Wait until the device has done all launched steps."""
         self._execution.wait()
 
     def _check_extend(
@@ -476,12 +482,12 @@ class Runner(Shown):
         positions: Tensor | None = None,
         embeds: Embeds | None = None,
     ) -> tuple[Variant, Inputs]:
-        """A step's variant, compiled by now, and its inputs; the pages of its tokens are taken.
+        """Plan a step: compile its variant if needed, pad its inputs, and take its tokens' pages.
 
-        Where it raises, no state has changed.
+        If it raises, no state has changed.
         """
         lengths = [len(new) for new in tokens]
-        is_decode = max(lengths) == 1 and embeds is None  # whose graph looks no rows up
+        is_decode = max(lengths) == 1 and embeds is None  # the decode graph takes no given rows
         mode = Mode.DECODE if is_decode and self._decodes else self._extend_mode
         if mode is None:
             raise UnsupportedError(
@@ -489,7 +495,7 @@ class Runner(Shown):
             )
         if mode is self._extend_mode:
             (self._drafting.read if mode.num_drafts else self._drafting.flush)(seqs)
-        elif not self._cache.are_replayed(seqs):  # a step that replays as it decodes
+        elif not self._cache.are_replayed(seqs):  # a verify step replays as it decodes
             mode = self._drafting.verify_mode
         if mode is not Mode.EXTEND:
             self._drafting.keep_room(seqs, lengths)
@@ -498,14 +504,13 @@ class Runner(Shown):
         )
 
     def warm_up(self, on_variant: Callable[[str], None] | None = None) -> None:
-        """Compile every variant of decode and extend ahead of time, unless it is already, and wait
-        for the C++ kernels.
+        """Compile every variant that is not compiled yet, and wait for the C++ kernels.
 
         ``on_variant`` is called with the name of each variant before it is compiled. With
-        compile="background" it waits, and others may run steps meanwhile.
+        compile="background" the call waits, and other threads may run steps meanwhile.
 
         Raises:
-            UnsupportedError: what was compiled in the background failed.
+            UnsupportedError: background compilation failed.
         """
         num_before = len(self._steps.graphs)
         self.turn.check("Runner.warm_up")
@@ -531,21 +536,21 @@ class Runner(Shown):
     ) -> None:
         """Write new weights in the place of the model's, by the names of its checkpoint.
 
-        Nothing is compiled or captured anew. Shapes and dtypes are the checkpoint's, and what
-        became of a tensor when it was read becomes of the new one: it is merged, sorted or cut for
-        this rank (each rank is given all of it). What prefix caches keep is dropped.
+        Nothing is compiled or captured anew. Shapes and dtypes are the checkpoint's. A new tensor
+        is merged, sorted or cut for this rank as the old one was when it was read. So each rank is
+        given all of it. Prefix caches drop their snapshots.
 
         Of a mapping or a list everything is checked before the first weight is written. Of an
-        iterator each weight is checked when it comes, and written at once: an error then leaves
-        those before it new and the others old, and says how many; call it again with all of them.
+        iterator each weight is checked when it comes, and written at once. An error then leaves the
+        weights before it new and the others old, and says how many. Call it again with all of them.
 
         Args:
-            weights: names and values, on any device; all that the model was made of.
-            partial: leave those that do not come as they are.
+            weights: names and values, on any device; all weights of the model.
+            partial: keep the old values of weights that do not come.
 
         Raises:
             UnsupportedError: the model was not read from a checkpoint as it is, or is quantized.
-            ValueError: sequences or snapshots are held, whose states are of the old weights; a
+            ValueError: sequences or snapshots are held, whose states come from the old weights; a
                 name is unknown or comes twice, a shape or dtype is another, values are not finite,
                 or some are missing.
         """
@@ -565,7 +570,7 @@ class Runner(Shown):
         Steps that are not compiled yet are compiled first.
 
         Raises:
-            UnsupportedError: the runner compiles nothing, or a step has something that does not
+            UnsupportedError: the runner does not compile, or a step has a part that does not
                 outlive this process.
             OSError: the file cannot be written.
         """
@@ -582,7 +587,7 @@ class Runner(Shown):
         self._steps.save(path)
 
     def report(self) -> Report:
-        """What was compiled so far, and what is in it."""
+        """Report the compiled and captured steps so far, and their contents."""
         steps, capture = self._steps, self._capture
         return Report(
             graphs=steps.graphs,
@@ -599,7 +604,9 @@ class Runner(Shown):
         )
 
     def close(self) -> None:
-        """Stop what compiles in the background; steps stay as they are. So does the end of the
-        runner, and of the program."""
+        """Stop background compilation; steps stay as they are.
+
+        The end of the runner, or of the program, does so too.
+        """
         if self._beside is not None:
             self._beside.close()

@@ -1,10 +1,10 @@
 """Hybrid attention language models as one compiled graph.
 
-Full and linear attention are ``torch.library`` ops with declared mutations, so that a whole step of
-a hybrid model is traced by ``torch.compile`` into one graph.
+Full and linear attention are ``torch.library`` ops with declared mutations. So ``torch.compile``
+traces a whole step of a hybrid model into one graph.
 
-Where torch is not loaded yet, names and ops are loaded when a name is first asked for: the command
-line shows its help without torch.
+If torch is not loaded yet, names and ops are loaded when a name is first used: the command line
+shows its help without torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING or "torch" in sys.modules:
 else:
 
     def __getattr__(name: str) -> object:
-        """Load the module of this name, or all names at the first that is asked for."""
+        """Load the module of this name; at the first other name, load all public names."""
         missing = f"module {__name__!r} has no attribute {name!r}"
         if name.startswith("__") and name != "__all__":
             raise AttributeError(missing)

@@ -23,7 +23,7 @@ from torch_hybrid.pytrees import register_value
 
 
 class Axis(Enum):
-    """How a field follows the batch when it is cut at a token."""
+    """Rules by which a field follows the batch when it is cut at a token."""
 
     TOKEN = "one entry per token, on the last dimension"
     SEQUENCE = "one row per sequence; a sequence that is cut is in both halves"
@@ -54,21 +54,21 @@ class Batch:
     page_table: Tensor = _declared(Axis.SEQUENCE)  # [N, max_pages]
     initial_indices: Tensor = _declared(Axis.STARTS)  # [N] slot of the state before; 0: none
     state_indices: Tensor = _declared(Axis.SEQUENCE)  # [N] slot of the state after
-    # [N] records that are replayed first, of drafts that were accepted; None: of none
+    # [N] draft records to replay first: accepted drafts of the step before; None: no replay
     accepted: Tensor | None = _declared(Axis.SEQUENCE, may_miss=True)
-    # [N] the last of its new tokens that are not certain; None: none is in any
+    # [N] drafts, the last of its new tokens; None: no sequence has any
     num_drafts: Tensor | None = _declared(Axis.SEQUENCE, may_miss=True)
-    # [T] which given row stands for the token's embedding, from 1; 0: none. None: of no token
+    # [T] given row in the place of the token's embedding, from 1; 0: its own. None: no given rows
     embed_rows: Tensor | None = _declared(Axis.TOKEN, may_miss=True)
 
     @property
     def num_tokens(self) -> int:
-        """T, padding included."""
+        """Number T of tokens, padding included."""
         return self.tokens.shape[-1]
 
     @property
     def num_seqs(self) -> int:
-        """N, padding included."""
+        """Number N of sequences, padding included."""
         return self.seq_lens.shape[0]
 
 
@@ -82,8 +82,8 @@ def _axes() -> dict[str, tuple[Axis, int]]:
 AXES = _axes()
 register_value(Batch)
 
-_FEW_TOKENS = 32  # up to so many, each is placed by itself
-KEPT = -1  # in the place of a token that the model has run: its head finds what was kept of it
+_FEW_TOKENS = 32  # up to this count, Python places each token by itself
+KEPT = -1  # the token id, for the draft head, of a token that the model has run
 
 
 def pad_to(batch: Batch, *, num_seqs: int, num_tokens: int) -> Batch:
@@ -120,15 +120,15 @@ def pad_to(batch: Batch, *, num_seqs: int, num_tokens: int) -> Batch:
 
 
 def bucket_of(query_lens: Sequence[int], buckets: Sequence[int]) -> tuple[int, int]:
-    """Choose the sequences and tokens that a batch is padded to, where sizes are to be few.
+    """Choose the bucket of a batch: the sequences and tokens that it is padded to.
 
     Args:
-        query_lens: new tokens of each sequence; where all have one, there are as many tokens as
-            sequences after padding too.
+        query_lens: new tokens of each sequence. In a decode step (one token each), the padded batch
+            has as many tokens as sequences.
         buckets: ascending sizes, the first at least 2.
 
     Raises:
-        ValueError: no bucket is large enough, or they are not as above.
+        ValueError: no bucket is large enough, or ``buckets`` are not as above.
     """
     if list(buckets) != sorted(set(buckets)) or min(buckets, default=0) < 2:
         raise ValueError(f"buckets must be ascending sizes from 2 on, got {list(buckets)}")
@@ -146,8 +146,10 @@ def bucket_of(query_lens: Sequence[int], buckets: Sequence[int]) -> tuple[int, i
 
 
 def at_least_two(batch: Batch) -> Batch:
-    """Append null sequences and pages up to two of each: a graph that is traced on one of something
-    serves no other number."""
+    """Append null sequences and pages up to two of each.
+
+    The compiler takes a size of 1 as a constant: a graph that is traced on it serves no other size.
+    """
     padded = pad_to(batch, num_seqs=max(2, batch.num_seqs), num_tokens=batch.num_tokens)
     if padded.page_table.shape[1] > 1:
         return padded
@@ -158,11 +160,11 @@ def at_least_two(batch: Batch) -> Batch:
 def split(batch: Batch, token: int) -> tuple[Batch, Batch]:
     """Cut a batch on the host at ``token``: tokens before it, and the rest.
 
-    The cut may fall inside a sequence: its row is then in both halves, ends at the cut in the
+    The cut may fall inside a sequence. Both halves then have its row: it ends at the cut in the
     first, and carries on from there in the second.
 
     Args:
-        batch: CPU tensors (its offsets are read here).
+        batch: a batch of CPU tensors: the cut reads its offsets.
         token: 0 to T.
 
     Raises:
@@ -220,21 +222,22 @@ def make_batch(
 
     Args:
         tokens: the new tokens of each sequence; 1 token is a decode step.
-        prefix_lens: how many tokens each sequence holds already.
+        prefix_lens: the number of tokens that each sequence holds already.
         page_table: [N, max_pages] int32, each row long enough for prefix and new tokens.
         state_indices: each sequence's recurrent slot.
         page_size: tokens in a page.
-        initial_indices: the slot that each starts from, 0 for zeros; by default its own where it
-            has a prefix.
+        initial_indices: the slot of each sequence's initial state, 0 for zeros. By default a
+            sequence with a prefix starts from its own slot, others from zeros.
         positions: [T] or [num_position_axes, T] int64; by default each sequence counts on from
             its prefix, alike on every axis.
         num_position_axes: 1, or 3 for models with 3-D rotary positions.
-        accepted: how many records of each sequence are replayed, in a step that may verify drafts.
-        num_drafts: how many of its new tokens are drafts, in such a step.
-        embed_places: which of the packed tokens have a given row for an embedding, the first of
-            them the first row; None in a step that is given none.
-        pages: of each sequence, with which its row of the page table begins: few tokens are placed
-            by them, without work on tensors.
+        accepted: the number of draft records of each sequence that a verify step replays; None in
+            other steps.
+        num_drafts: the number of drafts among each sequence's new tokens in a verify step.
+        embed_places: the indices of packed tokens whose embeddings are given rows, in the order of
+            the rows; None in a step without given rows.
+        pages: pages of each sequence, the first ones of its row of the page table. With them, the
+            slots of few tokens are computed without work on tensors.
     """
     query_lens = [len(new) for new in tokens]
     cu_seqlens = int_tensor(accumulate(query_lens, initial=0), torch.int32)
@@ -269,7 +272,7 @@ def _few_places(
     pages: Sequence[Sequence[int]],
     page_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """The position of each token, [T] int64, and where its keys go, [T] int32."""
+    """Compute the positions, [T] int64, and the KV slots, [T] int32, of few tokens."""
     positions, slots = array("q"), array("i")
     for length, first, own in zip(query_lens, prefix_lens, pages, strict=True):
         for position in range(first, first + length):
@@ -285,10 +288,10 @@ def _places(
     page_table: Tensor,
     page_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """As ``_few_places``, of any number of tokens."""
+    """Compute the positions, [T] int64, and the KV slots, [T] int32, of any number of tokens."""
     num_seqs, num_tokens = len(query_lens), sum(query_lens)
     prefix = int_tensor(prefix_lens, torch.int32)
-    # Of each sequence's row in the flat page table.
+    # The first entry of each sequence's row in the flat page table.
     first_entry = torch.arange(num_seqs, dtype=torch.int64, device="cpu") * page_table.shape[1]
     if query_lens.count(1) == num_seqs:  # a decode step: token i belongs to sequence i
         position = prefix
@@ -312,16 +315,16 @@ def chained(
     slots: Sequence[Sequence[int]],
     seq_lens: Sequence[Sequence[int]],
 ) -> list[Batch]:
-    """Steps of one token of each sequence that follow a batch, whose tokens are filled in later.
+    """Make decode steps that follow a batch; their tokens are filled in later.
 
-    What the steps have alike is one tensor. All else is given for each step, of the first M
-    sequences; those after them are padding.
+    The steps share tensors where they are alike. ``positions``, ``slots`` and ``seq_lens`` have a
+    row for each step, of the first M sequences; later sequences are padding.
 
     Args:
-        batch: of N sequences, padding included.
-        positions: of the tokens.
-        slots: where their keys go.
-        seq_lens: with each token.
+        batch: a batch of N sequences, padding included.
+        positions: positions of the tokens.
+        slots: KV slots of the tokens.
+        seq_lens: lengths of the sequences, the token included.
     """
     num_seqs, num_going = batch.num_seqs, max(map(len, slots), default=0)
     padding, axes = [0] * (num_seqs - num_going), batch.positions.shape[:-1]
@@ -346,7 +349,7 @@ def chained(
 
 
 def _numbered(places: Sequence[int], num_tokens: int) -> Tensor:
-    """[num_tokens] int32: 1, 2 and so on at these places, and 0 elsewhere."""
+    """Number these places 1, 2 and so on: [num_tokens] int32, 0 elsewhere."""
     rows = torch.zeros(num_tokens, dtype=torch.int32, device="cpu")
     if places:
         count = torch.arange(1, 1 + len(places), dtype=torch.int32, device="cpu")
@@ -355,16 +358,16 @@ def _numbered(places: Sequence[int], num_tokens: int) -> Tensor:
 
 
 def _divided(positions: Tensor, page_size: int) -> Tensor:
-    """``positions // page_size``; a shift takes a quarter of the time of a division."""
+    """Divide positions by the page size; a shift takes a quarter of the time of a division."""
     bits = page_size.bit_length() - 1
     return positions >> bits if page_size == 1 << bits else positions // page_size
 
 
 def _row_of_token(query_lens: Sequence[int]) -> Tensor:
-    """[T] int64: which sequence each token belongs to.
+    """Find the sequence of each token: [T] int64.
 
-    ``repeat_interleave`` wakes all threads for it, however few the tokens are: milliseconds now and
-    then, and tens of them where several processes share the cores.
+    ``repeat_interleave`` would wake all threads, however few the tokens are. That takes
+    milliseconds now and then, and tens of them where several processes share the cores.
     """
     rows = array("q")
     for row, length in enumerate(query_lens):

@@ -5,7 +5,7 @@ A caller's own mistake (a wrong shape, an unknown token) is a plain ``ValueError
 
 
 class UnsupportedError(NotImplementedError):
-    """Nothing here can serve a request; the message lists every reason of every candidate."""
+    """A request that no implementation can serve; the message lists each candidate's reasons."""
 
 
 class CapacityError(RuntimeError):

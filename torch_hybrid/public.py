@@ -1,4 +1,4 @@
-"""All names of ``import torch_hybrid``; the ops are registered with torch when this is loaded."""
+"""All names of ``import torch_hybrid``; loading them registers the ops with torch."""
 
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.prefix import PrefixPolicy

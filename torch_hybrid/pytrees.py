@@ -1,4 +1,4 @@
-"""Values as pytrees, with names by which ``torch.export`` and AOTInductor packages find them again.
+"""Dataclasses as pytrees, under names that ``torch.export`` and AOTInductor packages can look up.
 
 A package keeps the structure of its inputs as text. Tensors are inputs of the graph; constants are
 part of it, so they are in that text, as JSON.
@@ -16,30 +16,30 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_CLASSES: dict[str, type] = {}  # that may be within a constant
-_FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {}  # of values, the last first
+_CLASSES: dict[str, type] = {}  # dataclasses that a constant may contain
+_FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {}  # get the fields, last first
 
 
 def register_value(cls: type) -> None:
-    """Make a dataclass a pytree: its fields are its children, by name."""
+    """Register a dataclass as a pytree: its fields are its children, by name."""
     pytree.register_dataclass(cls, serialized_type_name=_name(cls))
     names = [field.name for field in reversed(fields(cls))]
-    get = attrgetter(*names)  # of one field it gives no tuple
+    get = attrgetter(*names)  # with one name it returns no tuple
     _FIELDS[cls] = get if len(names) > 1 else lambda value: (get(value),)
     torch.serialization.add_safe_globals([cls])  # an exported program has example inputs
 
 
 def register_constant(cls: type, *parts: type) -> None:
-    """Make a frozen dataclass a pytree without leaves, which a graph holds as it is.
+    """Register a frozen dataclass as a pytree without leaves, which a graph holds as it is.
 
-    ``parts`` are the other dataclasses that are found within it. Their fields are strings,
-    numbers, None, and tuples of those and of ``parts``.
+    ``parts`` are the other dataclasses within it. Their fields are strings, numbers, None, and
+    tuples of those and of ``parts``.
     """
     pytree.register_constant(cls)
     for part in (cls, *parts):
         _CLASSES[_name(part)] = part
     torch.serialization.add_safe_globals([cls, *parts])
-    # What register_constant has no argument for.
+    # register_constant has no argument for serialization.
     pytree.SUPPORTED_SERIALIZED_TYPES[cls] = pytree._SerializeNodeDef(
         cls,
         _name(cls),
@@ -57,7 +57,7 @@ def _name(cls: type) -> str:
 class OnHost:
     """A tensor of a step's input that stays on the host.
 
-    It is read when an op is launched: a captured graph holds the values that it had then.
+    A kernel launch reads it: a captured graph keeps the values that it had at the capture.
     """
 
     value: Tensor
@@ -67,7 +67,7 @@ register_value(OnHost)
 
 
 def _encoded(value: Any) -> Any:
-    """Tuples become lists, and a dataclass its name with its fields."""
+    """Encode a constant for JSON: tuples become lists, a dataclass its name and fields."""
     if isinstance(value, tuple):
         return [_encoded(item) for item in value]
     if is_dataclass(value):
@@ -86,10 +86,10 @@ def _decoded(value: Any) -> Any:
 
 
 def tensors_of(value: Any) -> tuple[list[Tensor], list[object]]:
-    """The tensors within a value, in the order of ``pytree.tree_flatten``, and what holds them.
+    """Find the tensors within a value, in the order of ``pytree.tree_flatten``, and its structure.
 
-    Registered values, tuples, lists, dicts and None may lie between; all else counts as constant.
-    It takes a quarter of the time.
+    Registered values, tuples, lists, dicts and None may nest; all else counts as constant. This
+    takes a quarter of the time of ``tree_flatten``.
     """
     tensors: list[Tensor] = []
     structure: list[object] = []

@@ -1,4 +1,4 @@
-"""The processes that run one model together: what each holds, and what they exchange."""
+"""Tensor parallelism: the processes that run one model together, their shards and collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Block = tuple[int, int]  # heads and the width of each
 
 
 def divide(name: str, count: int, num_ranks: int) -> int:
-    """How many of ``count`` things, of which none may be held twice, each rank holds.
+    """Divide ``count`` things among the ranks, none held twice; return each rank's number.
 
     Raises:
         UnsupportedError: the ranks do not divide them.
@@ -29,7 +29,7 @@ def divide(name: str, count: int, num_ranks: int) -> int:
 
 
 def divide_or_repeat(name: str, count: int, num_ranks: int) -> int:
-    """The same for things that several ranks may hold, where there are fewer than ranks.
+    """Divide ``count`` things among the ranks; if they are fewer, several ranks hold the same one.
 
     Raises:
         UnsupportedError: neither number divides the other.
@@ -44,10 +44,9 @@ def divide_or_repeat(name: str, count: int, num_ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process among those that share a model.
+    """A process among those that share a model.
 
-    ``group_name`` is that of a ``torch.distributed`` process group, which the compiler takes as a
-    constant.
+    ``group_name`` names a ``torch.distributed`` process group: the compiler takes it as a constant.
     """
 
     rank: int
@@ -55,10 +54,10 @@ class Ranks:
     group_name: str
 
     def cut(self, weight: Tensor, blocks: Sequence[Block], dim: int = 0) -> Tensor:
-        """This rank's heads of a weight, of each block along ``dim`` on its own.
+        """Cut this rank's heads out of a weight, out of each block along ``dim`` on its own.
 
-        A projection to ``[q | k | v]`` has three blocks: its rows cut as one would give a rank
-        heads of q alone. A block of one head is whole on every rank.
+        A projection to ``[q | k | v]`` has three blocks. If its rows were cut as one, a rank could
+        get heads of q alone. A block of one head is whole on every rank.
         """
         sizes = [heads * width for heads, width in blocks]
         parts: tuple[Tensor, ...] = weight.detach().split(sizes, dim)
@@ -74,17 +73,17 @@ class Ranks:
         return heads.narrow(dim, first, held).flatten(dim, dim + 1)
 
     def parameter(self, weight: Tensor, blocks: Sequence[Block], dim: int = 0) -> nn.Parameter:
-        """The same as a parameter."""
+        """Make a parameter of this rank's heads of a weight (``cut``)."""
         return nn.Parameter(self.cut(weight, blocks, dim), requires_grad=False)
 
     def rows(self, linear: nn.Linear, blocks: Sequence[Block]) -> nn.Linear:
-        """A layer that computes this rank's heads of each block of outputs."""
+        """Make a linear layer that computes this rank's heads of each block of outputs."""
         _check_plain(linear)
         bias = None if linear.bias is None else self.cut(linear.bias, blocks)
         return _linear(self.parameter(linear.weight, blocks), bias)
 
     def columns(self, linear: nn.Linear, num_heads: int) -> nn.Linear:
-        """A layer that takes this rank's heads, and computes its part of a sum over the ranks.
+        """Make a linear layer of this rank's heads of inputs; the ranks' outputs are to be summed.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.
@@ -97,7 +96,7 @@ class Ranks:
         return self.count_bias_once(part)
 
     def summed_columns(self, linear: nn.Linear, num_heads: int) -> nn.Linear:
-        """The same, and the sum at the end of it.
+        """Make a linear layer of this rank's heads of inputs; it sums its outputs over the ranks.
 
         Raises:
             UnsupportedError: the ranks do not divide the heads.
@@ -106,31 +105,33 @@ class Ranks:
         return SummedLinear(part.weight, part.bias, self)  # type: ignore[arg-type]
 
     def count_bias_once(self, linear: nn.Linear) -> nn.Linear:
-        """A layer whose outputs are to be summed over the ranks: one of them adds the bias."""
+        """Keep the bias on rank 0 alone, for a layer whose outputs are summed over the ranks."""
         if linear.bias is None or self.rank == 0:
             return linear
         return _linear(linear.weight, torch.zeros_like(linear.bias))
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum over all ranks, on each.
+        """Sum over all ranks; each gets the result.
 
-        Start and wait are two calls, so that a schedule can put work of its own between them.
+        Start and wait are two calls, so that a schedule can put other work between them.
         """
         started = torch.ops._c10d_functional.all_reduce(part, "sum", self.group_name)
         total: Tensor = torch.ops._c10d_functional.wait_tensor(started)
         return total
 
     def least(self, count: int, device: torch.device) -> int:
-        """The least of the ranks' counts, on each; ``device`` is one that they exchange tensors of.
+        """Find the least of the ranks' counts; each gets it. It is not for use within a step.
 
-        Not within a step.
+        Args:
+            count: this rank's count.
+            device: a device whose tensors the process group exchanges.
         """
         counts = torch.tensor([count], dtype=torch.int64, device=device)
         started = torch.ops._c10d_functional.all_reduce(counts, "min", self.group_name)
         return int(torch.ops._c10d_functional.wait_tensor(started))
 
     def exchange(self, rows: Tensor) -> Tensor:
-        """Part i of the rows goes to rank i; part i of the result came from there.
+        """Exchange parts (all-to-all): send part i of the rows to rank i, receive part i from it.
 
         Args:
             rows: [R * n, ...] for R ranks; n is the same on each.
@@ -143,7 +144,7 @@ class Ranks:
         return received
 
     def gather(self, part: Tensor) -> Tensor:
-        """The ranks' parts side by side, on each: [N, n] to [N, R * n] for R ranks."""
+        """Gather the ranks' parts side by side on each: [N, n] to [N, R * n] for R ranks."""
         started = torch.ops._c10d_functional.all_gather_into_tensor(
             part.contiguous(), self.size, self.group_name
         )
@@ -152,23 +153,24 @@ class Ranks:
         return side_by_side
 
     def mean_of_groups(self, means: Tensor, num_groups: int) -> Tensor:
-        """The mean over each group of channels, of which this rank has a part.
+        """Average over each group of channels, of which this rank holds a part.
 
         Args:
-            means: [..., G, 1] over the channels that this rank has of each of its G groups.
-            num_groups: of the whole. The ranks of a group hold equally many of its channels.
+            means: [..., G, 1], means over this rank's channels of each of its G groups.
+            num_groups: groups of the whole layer. The ranks of a group hold equally many of its
+                channels.
         """
         if num_groups % self.size == 0:
             return means
         ranks_of_group = self.size // num_groups
         group = self.rank // ranks_of_group
-        # Every group has a row, in which the ranks that have none of it put zero.
+        # Every group has a row; ranks without its channels put zero there.
         spread = F.pad(means, (0, 0, group, num_groups - 1 - group))
         return self.sum(spread).narrow(-2, group, 1) / ranks_of_group
 
 
 def add_up(parts: Tensor) -> Tensor:
-    """The sum of the ranks' parts [R, ...], the first rank's first, rounded once."""
+    """Sum the ranks' parts [R, ...] in the order of the ranks; round once."""
     wide = torch.promote_types(parts.dtype, torch.float32)
     total, *others = (part.to(wide) for part in parts.unbind())
     for other in others:
@@ -177,7 +179,7 @@ def add_up(parts: Tensor) -> Tensor:
 
 
 def _check_plain(linear: nn.Module) -> None:
-    # Whatever a subclass or a wrapper adds to its weights would be lost.
+    # The cut copies weights alone: what a subclass or a wrapper adds would be lost.
     if type(linear) is not nn.Linear:
         raise UnsupportedError(
             f"cannot shard a {type(linear).__module__}.{type(linear).__qualname__}: only plain "
@@ -199,8 +201,8 @@ class SummedLinear(nn.Linear):
 
     Args:
         weight: [outputs, inputs of this rank].
-        bias: [outputs], which counts on every rank, or None.
-        ranks: that hold the inputs.
+        bias: [outputs], which each rank adds to its part before the sum, or None.
+        ranks: the ranks that hold the inputs.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ranks: Ranks) -> None:
@@ -214,24 +216,24 @@ class SummedLinear(nn.Linear):
         self.weight, self.bias, self.ranks = weight, bias, ranks  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs of this rank] -> [..., outputs], the same bits on every rank."""
+        """Map [..., inputs of this rank] to [..., outputs], the same bits on every rank."""
         return self.ranks.sum(super().forward(x))
 
 
 def own_means(means: Tensor) -> Tensor:
-    """Means over groups of channels of which this rank has all: as they are."""
+    """Return the means of groups of channels unchanged: this rank holds whole groups."""
     return means
 
 
 class SumOverRanks(nn.Module):
-    """What a module computes on each rank, summed over the ranks; of several outputs the first."""
+    """A module whose output is summed over the ranks; of several outputs, the first."""
 
     def __init__(self, part: nn.Module, ranks: Ranks) -> None:
         super().__init__()
         self.part, self.ranks = part, ranks
 
     def forward(self, x: Tensor, *others: object) -> Any:
-        """[..., dim] -> [..., dim], the same bits on every rank."""
+        """Map [..., dim] to [..., dim], the same bits on every rank."""
         out = self.part(x, *others)
         if isinstance(out, tuple):
             return self.ranks.sum(out[0]), *out[1:]
@@ -242,9 +244,9 @@ class RMSNormOverRanks(nn.Module):
     """RMSNorm over all heads together, of which each rank has some.
 
     Args:
-        weight: of this rank's heads.
-        eps: of the norm.
-        ranks: that hold the heads, each equally many.
+        weight: weight of this rank's heads.
+        eps: eps of the norm.
+        ranks: ranks that hold the heads, each equally many.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, ranks: Ranks) -> None:
@@ -252,7 +254,7 @@ class RMSNormOverRanks(nn.Module):
         self.weight, self.eps, self.ranks = weight, eps, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., channels] -> [..., channels], in float32 and rounded once."""
+        """Normalise [..., channels] in float32; round once."""
         x32 = x.float()
         means = x32.pow(2).mean(-1, keepdim=True)
         mean = self.ranks.sum(means) / self.ranks.size

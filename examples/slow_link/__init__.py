@@ -1,8 +1,8 @@
-"""A process group over a slow link, of a chosen speed, which keeps a trace of its messages.
+"""A process group over a slow link of a chosen speed, which keeps a trace of its messages.
 
-It shows what steps would take over another network, and how much of that their schedule hides,
-with processes of one machine: a message is exchanged at once, and arrives when the link would have
-delivered it. No processor is busy meanwhile.
+Processes of one machine show how long steps would take over another network, and how much of that
+their schedule hides. The processes exchange a message at once; it arrives when the link would have
+delivered it. No core is busy meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BACKEND = "torch_hybrid_link"
 
 @dataclass(slots=True)
 class Message:
-    """One collective of one rank; times are seconds of ``time.perf_counter``."""
+    """A collective of one rank; times are seconds of ``time.perf_counter``."""
 
     name: str
     num_bytes: int
@@ -33,39 +33,39 @@ class Message:
 
     @property
     def in_flight(self) -> float:
-        """Seconds from its start until it was there."""
+        """Seconds from the start of the message to its arrival."""
         return self.arrival - self.start
 
     @property
     def waited(self) -> float:
-        """Seconds in which the rank did nothing but wait for it."""
+        """Seconds in which the rank did nothing but wait for the message."""
         return self.wait_end - self.wait_start
 
 
 def hidden_share(messages: Sequence[Message]) -> float:
-    """Which part of the time that messages were in flight the rank did something else."""
+    """Compute the share of the time in flight in which the rank did other work."""
     in_flight = sum(message.in_flight for message in messages)
     waited = sum(message.waited for message in messages)
     return 1 - waited / in_flight if in_flight else 1.0
 
 
 class LinkedGroup(dist.ProcessGroup):
-    """Gloo, over a link that carries one message after another.
+    """A Gloo group over a link that carries one message after another.
 
-    ``seconds_per_byte`` and ``latency_s`` may be changed between steps; with both 0 a message is
-    there as soon as the processes have exchanged it. ``messages`` is the trace; clear it at will.
+    ``seconds_per_byte`` and ``latency_s`` may be changed between steps; with both 0 a message
+    arrives as soon as the processes have exchanged it. ``messages`` is the trace; clear it at will.
     """
 
     def __init__(self, gloo: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._gloo = gloo
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, gloo)
-        self._free = 0.0  # when the link has carried all that it was given
+        self._free = 0.0  # the time at which the link has carried all messages
         self.seconds_per_byte = self.latency_s = 0.0
         self.messages: list[Message] = []
 
     def getBackendName(self) -> str:
-        """As ``torch.distributed`` asks for it."""
+        """Name the backend for ``torch.distributed``."""
         return _BACKEND
 
     def allreduce(  # type: ignore[override]
@@ -82,7 +82,7 @@ class LinkedGroup(dist.ProcessGroup):
         input_splits: list[int],
         options: Any,
     ) -> dist.Work:
-        """A part of ``input`` to each rank, and one from each into ``output``."""
+        """Send a part of ``input`` to each rank; receive one from each into ``output``."""
         work = self._gloo.alltoall_base(output, input, output_splits, input_splits, options)
         return self._send("all_to_all", input.nbytes, work)
 
@@ -95,19 +95,19 @@ class LinkedGroup(dist.ProcessGroup):
 
 
 class _Delivery(dist.Work):
-    """The arrival of a message: when it was exchanged, and the link has carried it."""
+    """The arrival of a message: exchanged by the processes, and carried by the link."""
 
     def __init__(self, work: dist.Work, message: Message) -> None:
         super().__init__()
         self._work, self._message = work, message
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
-        """Until it is there."""
+        """Wait until the message has arrived."""
         message, is_late = self._message, not self._work.is_completed()
         message.wait_start = time.perf_counter()
         self._work.wait()
         now = time.perf_counter()
-        if is_late:  # the other ranks or the machine are: it is under way until now
+        if is_late:  # the other ranks or the machine are late: it arrives now
             message.arrival = max(message.arrival, now)
         time.sleep(max(0.0, message.arrival - now))
         message.wait_end = time.perf_counter()
@@ -120,7 +120,7 @@ def _make(store: Any, rank: int, size: int, timeout: timedelta) -> LinkedGroup:
 
 
 def linked_group(*, timeout_s: float = 60.0) -> LinkedGroup:
-    """A group of all ranks over a link of its own, for ``shard``. Every rank calls it."""
+    """Make a group of all ranks over a new link, for ``shard``; every rank calls it."""
     group: LinkedGroup = dist.new_group(backend=_BACKEND, timeout=timedelta(seconds=timeout_s))
     return group
 

@@ -1,12 +1,12 @@
-"""What a runner is made of, each part once, from the model up to what runs its steps.
+"""Assembly of a runner: each part is made once, from the model up to the execution of steps.
 
-    checks       what is refused before anything is measured or allocated
-    Decided      what options stand for: overlap and kv_tokens are measured where they are "auto"
-    cache        the pools of all layers, and rows in the place of embeddings
-    store        where compiled steps are looked for
-    choices      who computes what: the backends of all kinds of layers, experts, linear layers
-    planner      in which modes, what steps are padded to, where they are cut
-    steps        a graph for each variant, compiled before the step that wants it or beside others
+    checks       refuse options before anything is measured or allocated
+    Decided      the options with overlap and kv_tokens measured where they are "auto"
+    cache        the pools of all layers, and the rows that stand for embeddings
+    store        the artefact, in which compiled steps are looked up
+    choices      the implementations of all kinds of layers, experts and linear layers
+    planner      the modes of steps, their padding, and where they are cut
+    steps        a graph for each variant, compiled before its first step or in the background
     execution    runs them; ``Stepper`` and ``Drafting`` lead sequences through it
 
 A part is given those before it that it needs, and stores no others.
@@ -65,15 +65,15 @@ from torch_hybrid.specs import LayerTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What a runner is asked for, and what that stands for, before anything is allocated."""
+    """Options of a runner with "auto" resolved, before anything is allocated."""
 
     model: Model
     options: Options
     device: torch.device
-    table: LayerTable  # of the model, with keys and values kept as was asked for
+    table: LayerTable  # the model's, with keys and values in kv_dtype
     capture: CapturePolicy | None
     overlap: OverlapPolicy
-    overlap_trials: tuple[Trial, ...]  # none where overlap was not "auto"
+    overlap_trials: tuple[Trial, ...]  # empty unless overlap was "auto"
     backends: Backends
     passes: Sequence[Pass]
     kv_room: KvRoom | None  # None where kv_tokens was a number
@@ -82,13 +82,13 @@ class Decided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerParts:
-    """All that a runner has beside its options."""
+    """Parts of a runner, all but its options."""
 
     cache: HybridCache
     given: GivenRows | None
     choices: tuple[Choice, ...]
     backends: dict[str, LayerBackend]
-    modes: tuple[Mode, ...]  # of the model's own steps, without those of its head
+    modes: tuple[Mode, ...]  # modes of the model's steps, without its draft head's
     planner: StepPlanner
     steps: Steps | BackgroundSteps
     last: LastTokens
@@ -98,17 +98,17 @@ class RunnerParts:
 
 
 def decide(options: Options, make_trial: MakeTrial) -> Decided:
-    """Check the options of a runner, and measure what they leave open.
+    """Check the options of a runner, and measure those that are "auto".
 
     Args:
-        options: as they were given.
+        options: the options as they were given.
         make_trial: makes the runners whose steps are measured.
 
     Raises:
         UnsupportedError, CapacityError, ValueError: as ``Runner`` does.
     """
     model = options.model
-    device = model.device  # to find it takes a walk through the model
+    device = model.device  # a lookup walks through the model
     check_compile(options.compile, model)
     if options.compile and (setting := switched_off_by()):
         options = _uncompiled(options, setting)
@@ -150,10 +150,10 @@ def decide(options: Options, make_trial: MakeTrial) -> Decided:
 
 
 def _uncompiled(options: Options, setting: str) -> Options:
-    """Return the options of a runner whose steps run uncompiled, since a setting of torch says so.
+    """Switch compilation off in a runner's options, since a setting of torch does so.
 
     Raises:
-        UnsupportedError: something is asked for that only compiled steps have.
+        UnsupportedError: an option needs compiled steps.
     """
     wanted = {
         "artefact": options.artefact is not None,
@@ -169,7 +169,7 @@ def _uncompiled(options: Options, setting: str) -> Options:
 
 
 def assemble(decided: Decided, owner: object) -> RunnerParts:
-    """Make the parts of a runner; what compiles beside its steps ends with ``owner``.
+    """Make the parts of a runner; background compilation ends with ``owner``.
 
     Raises:
         UnsupportedError, CapacityError, ValueError: as ``Runner`` does.
@@ -235,7 +235,7 @@ def assemble(decided: Decided, owner: object) -> RunnerParts:
 
 
 def _make_cache(decided: Decided) -> HybridCache:
-    """The pools of all layers, and what kept numbers of 8 bits are worth."""
+    """Allocate the pools of all layers; set the dequantization scales of FP8 keys and values."""
     options = decided.options
     cache = HybridCache(
         decided.table,
@@ -253,10 +253,10 @@ def _make_cache(decided: Decided) -> HybridCache:
 
 
 def _open_store(decided: Decided, cache: HybridCache, given: Caches) -> StepStore:
-    """Where compiled steps are; without a file of them, there is what compiles them.
+    """Open the store of compiled steps; without an artefact, check that a compiler is installed.
 
     Raises:
-        UnsupportedError: there is not.
+        UnsupportedError: there is neither.
     """
     model, options = decided.model, decided.options
     facts = artefact_facts(options) | {
@@ -272,10 +272,10 @@ def _open_store(decided: Decided, cache: HybridCache, given: Caches) -> StepStor
 
 
 def _modes_of_head(max_drafts: int) -> tuple[Mode, ...]:
-    """The modes of steps of a model's head.
+    """List the modes of the draft head's steps.
 
     Raises:
-        ValueError: it cannot make so many drafts.
+        ValueError: the head cannot make that many drafts.
     """
     check_head_drafts(max_drafts)
     return tuple(Mode.draft(count) for count in sorted({1, max_drafts}))
@@ -289,10 +289,10 @@ def _make_planner(
     drafting: frozenset[str],
     takes_embeds: bool,
 ) -> StepPlanner:
-    """What plans the steps of all modes.
+    """Make the planner of the steps of all modes.
 
     Raises:
-        ValueError: a step is too small for a chunk, or for the halves that it is cut in.
+        ValueError: a step is too small for a chunk, or for the halves that it is cut into.
     """
     options = decided.options
     grid = chunk_grid(backends)
@@ -316,18 +316,18 @@ def _make_planner(
 
 
 def _step_sizes(decided: Decided, num_pages: int, grid: int, *, decodes: bool) -> StepSizes:
-    """What steps are padded to: few sizes where each is captured."""
+    """Choose the sizes that steps are padded to: few where each is captured."""
     options = decided.options
     sizes = {
         "max_seqs": options.max_seqs,
         "max_tokens": options.max_tokens,
-        # The cut may be half of the grid off the middle.
+        # The cut may lie half a chunk grid off the middle.
         "half_tokens": -(-(options.max_tokens + grid) // 2),
         "num_pages": num_pages,
     }
     if decided.capture is None:
         return StepSizes.fine(**sizes)
-    # Where tokens walk one after the other, a padded sequence has a kernel take short walks.
+    # A token-serial kernel goes by tokens per sequence: null sequences would make them look few.
     small_extends = not decodes or decided.backends.batch_invariant
     return StepSizes.coarse(**sizes, page_size=options.page_size, small_extends=small_extends)
 
@@ -342,7 +342,7 @@ def _make_steps(
     store: StepStore | None,
     builds: Builds,
 ) -> Steps | BackgroundSteps:
-    """A step for each variant, compiled when it is first wanted, or from now on beside others."""
+    """Make the steps of all variants; they compile when first needed, or in the background."""
     model, options = decided.model, decided.options
     batch_invariant = decided.backends.batch_invariant
     make_steps = partial(

@@ -1,4 +1,4 @@
-"""What ``Runner`` refuses of its options, before anything is allocated."""
+"""Checks of ``Runner``'s options, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KvTokens = int | Literal["auto"]
 
 
 def check_types(model: Any, backends: Any) -> None:
-    """Raise TypeError unless ``model`` is an adapted one and ``backends`` are names, or None."""
+    """Raise TypeError unless ``model`` is adapted and ``backends`` is a ``Backends`` or None."""
     if not isinstance(getattr(model, "table", None), LayerTable):
         raise TypeError(
             f"model must come from th.from_pretrained or th.adapt, got {type(model).__name__}"
@@ -29,14 +29,16 @@ def check_types(model: Any, backends: Any) -> None:
 
 
 def check_artefact(artefact: str | os.PathLike[str] | None, *, compiles: bool) -> None:
-    """Raise ValueError if there is an artefact for a runner that compiles nothing."""
+    """Raise ValueError for an artefact of a runner that does not compile."""
     if artefact is not None and not compiles:
         raise ValueError("an artefact has compiled steps, got compile=False")
 
 
 def runs_one_mode(device: torch.device) -> bool:
-    """Whether all steps of a batch-invariant runner with drafts are of one mode: on a GPU, where no
-    op that verifies drafts gives each row the bits that it has alone."""
+    """Tell whether a batch-invariant runner with drafts runs all steps in one mode.
+
+    It does on a GPU: no op that verifies drafts there gives each row the bits of a decode step.
+    """
     return device.type == "cuda"
 
 
@@ -46,10 +48,11 @@ def check_invariant(
     """Check the options beside batch_invariant=True.
 
     Raises:
-        ValueError: bits would change as steps are exchanged by compiled ones.
-        UnsupportedError: ranks have whole experts: it goes by a token's place in the batch on which
-            of them its experts' sum is added to that of a shared one. Or all steps are of a mode
-            that verifies drafts, which is never cut, and halves are asked for.
+        ValueError: ``compile`` is "background": bits would change when a compiled step takes over.
+        UnsupportedError: experts are whole on their ranks ("all_to_all"). The order in which a
+            token's experts and its shared expert are summed then depends on its place in the batch.
+            Or all steps verify drafts, which are never cut, and ``two_batch_overlap`` asks for
+            halves.
     """
     if compile == "background":
         raise ValueError(
@@ -87,8 +90,10 @@ def check_max_drafts(max_drafts: int, max_tokens: int) -> None:
 
 
 def check_head_drafts(max_drafts: int) -> None:
-    """Raise ValueError unless hidden states are kept of as many drafts, of the token before them
-    and of the one before that."""
+    """Raise ValueError if a draft head cannot make that many drafts.
+
+    The pool must hold the hidden states of the drafts and of the two tokens before them.
+    """
     if max_drafts > KEPT_HIDDEN - 2:
         raise ValueError(
             f"max_drafts must be at most {KEPT_HIDDEN - 2} for a model with a head, got "
@@ -97,16 +102,16 @@ def check_head_drafts(max_drafts: int) -> None:
 
 
 def check_kv_tokens(kv_tokens: KvTokens) -> None:
-    """Raise ValueError unless it is a number or "auto"."""
+    """Raise ValueError unless ``kv_tokens`` is a number or "auto"."""
     if isinstance(kv_tokens, str) and kv_tokens != "auto":
         raise ValueError(f"kv_tokens must be a number or 'auto', got {kv_tokens!r}")
 
 
 def kept_table(table: LayerTable, kv_dtype: KvDtype) -> LayerTable:
-    """The layers, with keys, values and latents kept in 8 bits where ``kv_dtype`` says so.
+    """Make the layer table with keys, values and latents in FP8 if ``kv_dtype`` is "fp8".
 
     Raises:
-        UnsupportedError: no layer keeps any.
+        UnsupportedError: no layer keeps any of them.
     """
     kept = table.keeping(fp8_kv.DTYPE if kv_dtype == "fp8" else None)
     if kv_dtype == "fp8" and kept == table:

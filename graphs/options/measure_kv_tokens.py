@@ -1,4 +1,4 @@
-"""How many tokens a runner can hold: what its device has left after weights, states and steps."""
+"""kv_tokens="auto": the tokens that fit into a device's memory beside weights, states and steps."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from torch_hybrid.graphs.step import Model
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
-# Left alone of a GPU's memory: captured graphs themselves, and what fragments.
+# The share of a GPU's memory left for captured graphs themselves and for fragmentation.
 _RESERVED, _LEAST_RESERVED = 0.03, 512 << 20
-_HOST_SHARE = 0.5  # of a host's free memory: others live there too
+_HOST_SHARE = 0.5  # share of a host's free memory: other processes need some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvRoom:
-    """What ``kv_tokens="auto"`` went by, in bytes, and what it came to."""
+    """Memory that ``kv_tokens="auto"`` measured, in bytes, and the number of tokens that fits."""
 
-    free: int  # after the weights
-    steps: int  # the memory of the largest steps, measured, twice where they are captured
-    states: int  # of all sequences and snapshots, whatever their length
+    free: int  # free beside the weights
+    steps: int  # peak of the largest steps, measured; twice that if steps are captured
+    states: int  # states of all sequences and snapshots
     reserve: int
-    per_token: int  # in the pools, and in the page tables of steps
+    per_token: int  # bytes in the pools and in the page tables of steps
     num_tokens: int
 
     def __str__(self) -> str:
@@ -52,15 +52,15 @@ def measure_room(
     *,
     captures: bool,
 ) -> KvRoom:
-    """What a runner has room for, by uncompiled steps of the largest sizes.
+    """Measure how many tokens a runner has room for, by uncompiled steps of the largest sizes.
 
     Args:
-        model: of the runner.
-        options: of the runner.
-        table: the layers, as they are kept.
-        backends: that the runner takes.
+        model: the runner's model.
+        options: the runner's options.
+        table: the layer table, with keys and values in ``kv_dtype``.
+        backends: the runner's implementations.
         make_trial: makes an uncompiled runner.
-        captures: as of ``choose_kv_tokens``.
+        captures: whether steps are captured; see ``choose_kv_tokens``.
 
     Raises:
         CapacityError, UnsupportedError: as ``choose_kv_tokens`` does.
@@ -112,20 +112,20 @@ def choose_kv_tokens(
     captures: bool,
     ranks: Ranks | None,
 ) -> KvRoom:
-    """As many tokens as there is room for, in whole pages; the same on all ranks.
+    """Choose the most tokens that fit, in whole pages; all ranks get the same number.
 
     Args:
         table: the layers.
-        sizes: of pools, but for the number of pages.
-        make_trial: an uncompiled runner that holds so many tokens, on a GPU to be measured.
-        most: tokens that can be of use; None where that is not known.
+        sizes: sizes of the pools; the number of pages is ignored.
+        make_trial: makes an uncompiled runner that holds that many tokens; used on a GPU alone.
+        most: the most tokens that are of use; None if that is unknown.
         prefix_rows: tokens that a sequence must hold before a step needs its most memory.
-        captures: whether steps keep memory of their own, beside that in which they run first.
-        ranks: that share the model; they call this together.
+        captures: whether steps are captured, and then keep the memory of a second run.
+        ranks: the ranks that share the model; they call this together.
 
     Raises:
         CapacityError: there is no room for a page.
-        UnsupportedError: the system does not say what is free.
+        UnsupportedError: the system does not tell how much memory is free.
     """
     device = sizes.device
     steps = 0
@@ -146,13 +146,13 @@ def choose_kv_tokens(
         total = torch.cuda.get_device_properties(device).total_memory
         reserve = max(int(_RESERVED * total), _LEAST_RESERVED)
     else:
-        free //= 1 if ranks is None else ranks.size  # which may be on one host
+        free //= 1 if ranks is None else ranks.size  # the ranks may share a host
         reserve = int((1 - _HOST_SHARE) * free)
     # A step's page tables have a row for each sequence; the runner keeps a few of them.
     table_bytes = 4 * 4 * (sizes.num_slots + 1) / sizes.page_size
     per_token = int(sum(cost.per_token for cost in costs) + table_bytes + 1)
     left = free - steps - states - reserve
-    pages = left // (per_token * sizes.page_size) - 1  # and the null page
+    pages = left // (per_token * sizes.page_size) - 1  # less the null page
     if most is not None:
         pages = min(pages, -(-most // sizes.page_size))
     if ranks is not None:
@@ -176,8 +176,10 @@ def choose_kv_tokens(
 def _peak_of_steps(
     make_trial: Callable[[int], TrialRunner], device: torch.device, rows: int
 ) -> int:
-    """Bytes that the largest steps take beside weights and pools: a prompt of all tokens in a
-    step, at last after ``rows`` of them, and one token of all sequences.
+    """Measure the bytes of the largest steps, beside weights and pools.
+
+    The steps are full chunks of one prompt, the last of them after ``rows`` tokens or more, and
+    one token of every sequence.
 
     Raises:
         CapacityError: there is no room for such a step.

@@ -1,9 +1,9 @@
-"""Where two halves pay: what the ranks' link takes, measured beside what they compute.
+"""two_batch_overlap="auto": the sizes of steps at which two halves are faster than one batch.
 
-Between two sums over the ranks a rank computes its share of a layer. Two halves hide sums behind
-that, and lose what smaller products, and kernels beside messages, cost. How much that is depends on
-the link, the device and the model, so both are run as a step would run them: products of as many
-FLOPs stand for the layers, messages of their size for the sums.
+Between two all-reduces a rank computes its shard of a layer. Two halves hide all-reduces behind
+that. They lose time by smaller GEMMs, and by kernels that run beside messages. The balance depends
+on the link, the device and the model, so both are measured as a step would run them. GEMMs with as
+many FLOPs stand for the layers, and messages of the same size for the all-reduces.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from torch_hybrid.graphs.step import Model
 from torch_hybrid.graphs.two_batch import NEVER_CUT, OverlapPolicy
 from torch_hybrid.ranks import Ranks
 
-# Halves must take less than so much of a whole step's time: attention and small kernels, for which
-# products stand here, lose more by being cut.
+# The share of a whole step's time that halves must stay below: attention and small kernels, for
+# which GEMMs stand here, lose more by being cut.
 PAYS_BELOW = 0.9
 SMALLEST = 256  # tokens; below, halves lose over any link
-_STAGES = 3  # sums of a measured run
-_ROUNDS = 5  # of which the fastest counts
-_LONGEST = 0.5  # seconds of a run from which larger ones are not tried
+_STAGES = 3  # all-reduces of a measured run
+_ROUNDS = 5  # timed runs; the fastest counts
+_LONGEST = 0.5  # seconds: after a longer run, larger sizes are not tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a rank does for a token between two messages, on average over a step."""
+    """Work of a rank for one token between two messages, on average over a step."""
 
     flops: float
-    elements: int  # of a message
+    elements: int  # elements of a message
 
     @classmethod
     def of(cls, step: Callable[[], object], num_tokens: int) -> Work:
-        """Of an eager step of so many tokens, which is run once.
+        """Count the work of an eager step of ``num_tokens`` tokens, which runs once.
 
         Raises:
             ValueError: the ranks exchange nothing in it.
@@ -59,12 +59,12 @@ class Work:
         )
 
 
-# What gathers logits, after the halves are one again.
+# The collective that gathers logits, after the halves are joined.
 _AFTER_THE_HALVES = "all_gather_into_tensor"
 
 
 class _Messages(TorchDispatchMode):
-    """Notes how many elements each collective within the halves of a step sends."""
+    """A dispatch mode that notes the elements that each collective within the halves sends."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ class _Messages(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Seconds of the same work on ``num_tokens`` as one batch and as two halves."""
+    """Seconds of the same work on ``num_tokens`` tokens, as one batch and as two halves."""
 
     num_tokens: int
     whole: float
@@ -88,7 +88,7 @@ class Trial:
 
     @property
     def pays(self) -> bool:
-        """Whether a step of this size is to be cut."""
+        """True if halves are enough faster to cut a step of this size."""
         return self.halves < PAYS_BELOW * self.whole
 
     def __str__(self) -> str:
@@ -99,13 +99,16 @@ class Trial:
 
 
 def measure_overlap(model: Model, options: Options, make_trial: MakeTrial) -> tuple[Trial, ...]:
-    """What halves take over the link of the ranks that share a model; nothing where it is not
-    shared, or no step is large enough to be cut.
+    """Measure whole and halved work over the link of the ranks that share a model.
 
     Args:
-        model: of the ranks, which call it together.
-        options: of a runner.
-        make_trial: makes an uncompiled runner, of which a step is counted.
+        model: the model; its ranks call this together.
+        options: options of a runner.
+        make_trial: makes an uncompiled runner, of which one step is counted.
+
+    Returns:
+        A trial for each size, ascending. Empty if the model is not shared, the runner does not
+        prefill, or its steps are too small to be cut.
     """
     ranks = model.ranks
     if ranks is None or ranks.size == 1 or not options.prefill or options.max_tokens < SMALLEST:
@@ -134,7 +137,7 @@ def try_halves(
 ) -> tuple[Trial, ...]:
     """Measure from small steps to large ones, up to the first size at which halves pay.
 
-    All ranks call it together, and get the same numbers: those of the slowest.
+    All ranks call this together, and get the times of the slowest.
     """
     layers = _Layers(work, ranks, dtype, device)
     trials: list[Trial] = []
@@ -150,22 +153,24 @@ def try_halves(
 
 
 def policy_of(trials: tuple[Trial, ...]) -> OverlapPolicy:
-    """Cut from the size on at which halves paid; without one, no step. Decode is never cut: each
-    half reads all weights."""
+    """Make the policy that cuts steps from the first size on at which halves paid, or none.
+
+    Decode is never cut: each half would read all weights.
+    """
     paid = [trial.num_tokens for trial in trials if trial.pays]
     return OverlapPolicy(min_extend_tokens=min(paid)) if paid else NEVER_CUT
 
 
 class _Layers:
-    """Products and a sum over the ranks, ``_STAGES`` times."""
+    """Stand-in for layers: GEMMs and an all-reduce, ``_STAGES`` times."""
 
     def __init__(self, work: Work, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
-        # A chain of products of about the shape that MLPs have, of as many FLOPs together. Columns
-        # that are no multiple of 64 would be multiplied several times slower than those of a model.
+        # A chain of GEMMs of about an MLP's shape, with as many FLOPs in all. A width that is no
+        # multiple of 64 would run several times slower than a model's GEMMs.
         pairs = max(1, round(work.flops / (16 * work.elements**2)))
         width = 64 * max(1, round(work.flops / (4 * work.elements * pairs * 64)))
         generator = torch.Generator(device).manual_seed(0)
-        scale = (work.elements * width) ** -0.25  # numbers stay as large as they are
+        scale = (work.elements * width) ** -0.25  # keeps the magnitude of the activations
         self.weights = [
             scale * torch.randn(*size, dtype=dtype, device=device, generator=generator)
             for size in [(work.elements, width), (width, work.elements)] * pairs
@@ -177,7 +182,7 @@ class _Layers:
             x = torch.ops._c10d_functional.wait_tensor(self._started(x))
 
     def halves(self, x: Tensor) -> None:
-        """As the schedule runs them: what one half has sent arrives while the other computes."""
+        """Run both halves by turns: the message of one is in flight while the other computes."""
         halves = list(x.chunk(2))
         sent = [self._started(half) for half in halves]
         for _ in range(_STAGES - 1):
@@ -194,7 +199,7 @@ class _Layers:
 
 
 def _fastest(runs: Sequence[Callable[[Tensor], None]], x: Tensor, ranks: Ranks) -> list[float]:
-    """Seconds of each on the slowest rank; they take turns."""
+    """Measure the fastest run of each in seconds, on the slowest rank; they take turns."""
     for run in runs:
         run(x)
     rounds = [[_seconds(run, x, ranks) for run in runs] for _ in range(_ROUNDS)]
@@ -204,7 +209,7 @@ def _fastest(runs: Sequence[Callable[[Tensor], None]], x: Tensor, ranks: Ranks) 
 
 
 def _seconds(run: Callable[[Tensor], None], x: Tensor, ranks: Ranks) -> float:
-    _over_ranks(x[0, :1].clone(), "sum", ranks)  # all begin together
+    _over_ranks(x[0, :1].clone(), "sum", ranks)  # a barrier
     _synchronize(x.device)
     start = time.perf_counter()
     run(x)

@@ -1,4 +1,4 @@
-"""A runner's options, each written once: its default, text, values, and what depends on it.
+"""A runner's options, each written once: its default, text, values and place in an artefact.
 
 ``Runner``'s signature and docstring, the checks of single values, the facts of an artefact and the
 command line's options follow from the fields here.
@@ -39,11 +39,11 @@ def option(
     """Declare a field of ``Options``.
 
     Args:
-        default: its value where none is given.
-        text: what it does, as ``Runner``'s docstring says it; the first sentence is the help of
-            the command line.
+        default: its default value.
+        text: its entry in ``Runner``'s docstring; the first sentence is the help of the command
+            line.
         in_artefact: whether compiled steps hold for one value of it alone.
-        values: those that it may have; None where another check says so.
+        values: its allowed values; None if another function checks them.
     """
     facts = {"text": " ".join(text.split()), "in_artefact": in_artefact, "values": values}
     return field(default=default, metadata=facts, kw_only=True)
@@ -183,20 +183,20 @@ _OPTIONS = tuple(each for each in fields(Options) if each.default is not MISSING
 
 
 def artefact_facts(options: Options) -> dict[str, object]:
-    """Collect the options that compiled steps hold for, as they were given."""
+    """Collect the options on which compiled steps depend, as they were given."""
     return {
         each.name: getattr(options, each.name) for each in _OPTIONS if each.metadata["in_artefact"]
     }
 
 
 def help_of(name: str) -> str:
-    """Return the first sentence about an option, for the command line."""
+    """Cut an option's first sentence out of its text, for the command line."""
     text: str = next(each.metadata["text"] for each in _OPTIONS if each.name == name)
     return re.split(r"(?<=\.) (?=[A-Z])", text)[0]
 
 
 def values_of(name: str) -> tuple[object, ...] | None:
-    """Return the values that an option may have; None where it has no list of them."""
+    """Look up an option's allowed values; None if it has no list of them."""
     values: tuple[object, ...] | None = next(
         each.metadata["values"] for each in _OPTIONS if each.name == name
     )
@@ -239,7 +239,7 @@ def _entry(name: str, text: str) -> str:
 
 
 class TrialRunner(Protocol):
-    """What is asked of a runner whose steps are measured."""
+    """The part of a runner's interface that a measurement of its steps uses."""
 
     max_seqs: int
     max_tokens: int
@@ -252,5 +252,5 @@ class TrialRunner(Protocol):
     def extend(self, seqs: list[HeldSequence], tokens: list[list[int]]) -> Tensor: ...
 
 
-# Takes a model and some of its options, as ``Runner``.
+# Takes a model and some of ``Runner``'s options.
 MakeTrial: TypeAlias = "Callable[..., TrialRunner]"

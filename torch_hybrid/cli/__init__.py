@@ -1,4 +1,4 @@
-"""The command line, of which ``main`` is the entry."""
+"""The command line; ``main`` is its entry."""
 
 from torch_hybrid.cli.commands import main
 

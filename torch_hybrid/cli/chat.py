@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 END_WORDS = ("/exit", "/quit")
 PROMPT = "> "
-BYTE_ORDER_MARK = "\ufeff"  # before the first line of a file that an editor wrote
+BYTE_ORDER_MARK = "\ufeff"  # some editors write it before the first line of a file
 
 
 def converse(engine: Engine, sampling: Sampling, system: str | None) -> None:
@@ -26,8 +26,8 @@ def converse(engine: Engine, sampling: Sampling, system: str | None) -> None:
     An answer that Ctrl-C ends stays in the history as far as it came; /new forgets the history.
 
     Args:
-        engine: with a tokenizer that has a chat template.
-        sampling: of every answer.
+        engine: an engine with a tokenizer that has a chat template.
+        sampling: the sampling of every answer.
         system: a system message before the first one.
     """
     if sys.stdin.isatty():
@@ -46,7 +46,7 @@ def converse(engine: Engine, sampling: Sampling, system: str | None) -> None:
 
 
 def _edit_lines() -> None:
-    """Arrows and history in ``input``, where this Python was built with them."""
+    """Give ``input`` arrow keys and a history, where this Python was built with readline."""
     try:
         importlib.import_module("readline")
     except ImportError:
@@ -54,7 +54,7 @@ def _edit_lines() -> None:
 
 
 def _read() -> str | None:
-    """The next message; None at the end."""
+    """Read the next message; return None at the end of the input."""
     has_prompt = sys.stdin.isatty() and sys.stdout.isatty()
     while True:
         try:
@@ -70,7 +70,7 @@ def _read() -> str | None:
 
 
 def _answer(engine: Engine, messages: list[Message], sampling: Sampling) -> str | None:
-    """Stream an answer; its text, or None where there was no answer."""
+    """Stream an answer; return its text, or None where there was no answer."""
     try:
         request = engine.submit(messages, sampling, stream=True)
     except (ValueError, CapacityError) as error:
@@ -80,7 +80,7 @@ def _answer(engine: Engine, messages: list[Message], sampling: Sampling) -> str 
         stream_output(engine, request)
     except KeyboardInterrupt:
         engine.cancel(request)
-        print("".join(map(shown, engine.step())), flush=True)  # what was held back of its text
+        print("".join(map(shown, engine.step())), flush=True)  # prints the text that was held back
         note("interrupted")
     output = request.output
     return None if output is None or output.error is not None else output.text

@@ -1,8 +1,7 @@
 """The command line: ``torch-hybrid demo | generate | chat | bench | explain``.
 
-Results go to stdout, progress to stderr. What a user got wrong is one message and exit code 2.
-Nothing here imports torch before a command needs it: help, versions and mistyped options come at
-once.
+Results go to stdout, progress to stderr. A user's mistake is one message and exit code 2.
+No command imports torch before it needs it: help, versions and mistyped options come at once.
 """
 
 from __future__ import annotations
@@ -158,7 +157,16 @@ def _engine(
     speculate: str | None,
     processor: Any = None,
 ) -> Engine:
-    """An engine of these options, which keeps so many prefixes and drafts as it is told."""
+    """Make an engine of these options.
+
+    Args:
+        options: the model's and the runner's options.
+        model: the loaded model.
+        tokenizer: the checkpoint's tokenizer, or None.
+        prefix_cache: the number of snapshots that the prefix cache may keep; 0: no cache.
+        speculate: the source of drafts as ``--speculate`` names it, or None.
+        processor: the checkpoint's image processor, or None.
+    """
     from torch_hybrid.serving.engine import Engine
 
     speculation = options.speculation(speculate)
@@ -260,7 +268,11 @@ def explain_command(
 
 
 def _check_writable(path: Path) -> None:
-    """Whether a file can be written, before minutes of work for it; an old one is kept."""
+    """Check that a file can be written, before minutes of work for it; keep an old one.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
     is_new = not path.exists()
     try:
         path.open("ab").close()
@@ -271,13 +283,13 @@ def _check_writable(path: Path) -> None:
 
 
 def _show_warning(message: Warning | str, *_where: object) -> None:
-    """A warning as one line, without the place in the code that gave it."""
+    """Print a warning as one line, without the place in the code that gave it."""
     first, *_ = str(message).splitlines() or [""]
     note(f"warning: {first}")
 
 
 def _mistakes() -> tuple[type[Exception], ...]:
-    """Errors that are the user's, or of what is installed: to be told in one line."""
+    """List the errors that come from a user's input or installation: each prints as one line."""
     known = (TypeError, ValueError, UnsupportedError, CapacityError)
     if "torch" not in sys.modules:
         return known
@@ -287,7 +299,7 @@ def _mistakes() -> tuple[type[Exception], ...]:
 
 
 def main() -> None:
-    """Run the command line; what a user got wrong is one message and exit code 2."""
+    """Run the command line; a user's mistake is one message and exit code 2."""
     accept_any_text()
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     try:
@@ -296,10 +308,10 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except _mistakes() as error:
-        err.quiet = False  # of a rank that prints nothing else
+        err.quiet = False  # also on a rank that is silent otherwise
         print_error(str(error))
         sys.exit(2)
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (KeyboardInterrupt, click.Abort):

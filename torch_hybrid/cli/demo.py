@@ -1,4 +1,4 @@
-"""The demo as the command line shows it: what is served, how it compares, how fast it is."""
+"""The demo as the command line shows it: served tokens, a comparison with transformers, speeds."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.host.progress import bar
 
-ROUNDS = 3  # of which the fastest counts
-ALONE_ROUNDS = 10  # the same, of prompts one by one: each takes a tenth of a second
+ROUNDS = 3  # timed runs; the fastest counts
+ALONE_ROUNDS = 10  # timed runs with prompts one by one; each takes a tenth of a second
 
 
 def show(num_prompts: int, seed: int | None, model: Path | None) -> None:
     """Serve fresh prompts, compare with transformers, and print every fact of this run.
 
     Args:
-        num_prompts: how many; at least 1.
+        num_prompts: number of prompts, at least 1.
         seed: draws the same prompts again; None draws new ones.
         model: a checkpoint of the task; None is the one in the package.
     """
@@ -60,7 +60,7 @@ def show(num_prompts: int, seed: int | None, model: Path | None) -> None:
 
 
 def _served_alone(runner: Runner, path: Path, prompts: list[RecallPrompt]) -> serve.Drafted:
-    """The first prompts again, one after the other, also with drafts of the model's head."""
+    """Serve the first prompts again, one by one, without drafts and with those of the MTP head."""
     model = load_model(str(path), mtp=True)
     drafting = serve.make_drafting_runner(model, compile=bool(runner.compile))
     drafting.warm_up()
@@ -71,7 +71,7 @@ def _served_alone(runner: Runner, path: Path, prompts: list[RecallPrompt]) -> se
 def _contestants(
     runner: Runner, theirs: Any, prompts: list[RecallPrompt]
 ) -> dict[str, Callable[[], Any]]:
-    """What is timed; transformers compiled only where anything can be compiled."""
+    """List the runs to time; transformers is compiled only where the runner is too."""
     timed: dict[str, Callable[[], Any]] = {
         "torch_hybrid": lambda: serve.serve(runner, prompts),
         "transformers, eager": lambda: serve.transformers_batch(theirs, prompts),

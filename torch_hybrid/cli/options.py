@@ -1,4 +1,4 @@
-"""Options that several commands of the command line share, each group handed on as one value."""
+"""Options that several commands share; a command gets each group of them as one value."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 SEED = click.IntRange(0, 2**64 - 1)
-PASSED_ON = ("max_seqs", "max_tokens", "kv_tokens", "kv_dtype")  # to a runner, as they are
-DRAFTS = 4  # tokens that are drafted at a time, at most
+PASSED_ON = ("max_seqs", "max_tokens", "kv_tokens", "kv_dtype")  # a runner's options
+DRAFTS = 4  # most tokens of one draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """Which model, and how a runner of it is made."""
+    """Options that choose a model and size its runner."""
 
     model: str
     dtype: str
@@ -54,15 +54,18 @@ class ModelOptions:
     artefact: str | None
 
     def load(self, *, vision: bool = False, mtp: bool = False) -> HybridModel | Ring25:
-        """The checkpoint, with its tower or its MTP head if asked for, and a bar for as long as it
-        is read."""
+        """Load the checkpoint with a progress bar; add its vision tower or MTP head on request."""
         group, device = join_ranks(self.device) if self.ranks else (None, self.device)
         return load_model(
             self.model, self.dtype, device, self.weights, group, vision=vision, mtp=mtp
         )
 
     def speculation(self, drafter: str | None) -> Speculation | None:
-        """How an engine drafts: by n-grams, the model's head, or the checkpoint at a path."""
+        """Choose how an engine drafts.
+
+        Args:
+            drafter: "ngram", "mtp" (the model's own head), the path of a smaller model, or None.
+        """
         if drafter is None:
             return None
         from torch_hybrid.serving.speculation import Speculation
@@ -74,7 +77,7 @@ class ModelOptions:
         return Speculation(smaller.runner(model, max_snapshots=self.max_seqs), num_drafts=DRAFTS)
 
     def runner(self, model: HybridModel | Ring25, **options: Any) -> Runner:
-        """A runner of these sizes; uncompiled where it is asked for or cannot be otherwise."""
+        """Make a runner of these sizes; it is uncompiled on request, or without a compiler."""
         from torch_hybrid.backends.select import Backends
         from torch_hybrid.graphs.agreement import Agreement
         from torch_hybrid.graphs.runner import Runner
@@ -95,17 +98,17 @@ class ModelOptions:
         )
 
     def compiled_first(self) -> ModelOptions:
-        """The same for a command that looks at compiled steps: nothing runs beside them."""
+        """Return options that compile before the first step, for a command that inspects graphs."""
         return self if self.compile == "off" else replace(self, compile="on")
 
     def _has_steps(self) -> bool:
-        """Whether steps may be there that need no compiler."""
+        """Tell whether an artefact may hold compiled steps, which need no compiler."""
         return self.artefact is not None and os.path.exists(self.artefact)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are chosen; None leaves it to the checkpoint's generation_config."""
+    """Options of sampling; None leaves a value to the checkpoint's generation_config."""
 
     max_new_tokens: int
     temperature: float | None
@@ -118,14 +121,14 @@ class SamplingOptions:
     ignore_eos: bool
 
     def of(self, model: HybridModel | Ring25, *, has_texts: bool = True) -> Sampling:
-        """The checkpoint's sampling with what was given on the command line, for one output.
+        """Combine the checkpoint's sampling with the options that were given, for one output.
 
         Args:
-            model: of the checkpoint.
-            has_texts: without them the checkpoint's own stop texts are not looked for.
+            model: the checkpoint's model.
+            has_texts: False where outputs are token ids: the checkpoint's stop texts do not apply.
 
         Raises:
-            ValueError: a value out of its range.
+            ValueError: a value is out of its range.
         """
         from torch_hybrid.sampling import Sampling
 
@@ -138,7 +141,7 @@ class SamplingOptions:
         return replace(sampling, n=1, stop=self.stop)
 
     def check(self) -> None:
-        """Raise ValueError for a value out of its range, before a model is loaded."""
+        """Raise ValueError if a value is out of its range, before a model is loaded."""
         from torch_hybrid.sampling import Sampling
 
         Sampling(**self._given())
@@ -149,7 +152,7 @@ class SamplingOptions:
 
 
 def _kv_tokens(given: str) -> KvTokens:
-    """A number of tokens, or "auto"."""
+    """Parse a number of tokens, or "auto"."""
     if given == "auto":
         return "auto"
     try:
@@ -159,12 +162,12 @@ def _kv_tokens(given: str) -> KvTokens:
 
 
 def runner_option(name: str, *, default: Any, **shown: Any) -> Decorator:
-    """Offer an option of ``Runner`` under its name, with its help and the values that it may have.
+    """Offer an option of ``Runner`` under its name, with its help and its allowed values.
 
     Args:
-        name: of a field of ``Options``, and of ``ModelOptions``.
-        default: the command line's own: a machine's share of what a server takes.
-        shown: more of ``click.option``.
+        name: the name of a field of ``Options`` and of ``ModelOptions``.
+        default: the command line's own default, smaller than a server's.
+        shown: further arguments of ``click.option``.
     """
     if (values := values_of(name)) is not None:
         shown["type"] = click.Choice([str(value) for value in values])
@@ -178,7 +181,7 @@ def runner_option(name: str, *, default: Any, **shown: Any) -> Decorator:
 
 
 def prefix_cache_option(*, default: int) -> Decorator:
-    """How many states an engine may keep for prompts that begin alike."""
+    """Offer the number of snapshots that a prefix cache may keep."""
     return click.option(
         "--prefix-cache",
         metavar="STATES",
@@ -199,7 +202,7 @@ speculate_option = click.option(
 
 
 def _grouped(kind: type, name: str, options: tuple[Callable[[Command], Command], ...]) -> Decorator:
-    """A decorator that gives a command these options as one argument, ``name``: a ``kind``."""
+    """Make a decorator that gives a command these options as one ``kind``, argument ``name``."""
 
     def decorate(command: Command) -> Command:
         @wraps(command)
@@ -269,7 +272,7 @@ model_options = _grouped(
 
 
 def sampling_options(*, max_new_tokens: int) -> Decorator:
-    """The options of a ``SamplingOptions``, handed on as ``chosen``."""
+    """Offer the fields of ``SamplingOptions``; the command gets them as ``chosen``."""
     return _grouped(
         SamplingOptions,
         "chosen",
@@ -302,7 +305,7 @@ def sampling_options(*, max_new_tokens: int) -> Decorator:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether steps can be compiled; one line says what to install where they cannot be."""
+    """Tell whether steps can be compiled; where they cannot, print what to install."""
     from torch_hybrid.graphs.compiling.toolchain import missing_tools
     from torch_hybrid.ops.native import compiler_missing
 
@@ -324,7 +327,7 @@ def load_model(
     vision: bool = False,
     mtp: bool = False,
 ) -> HybridModel | Ring25:
-    """A checkpoint, or this rank's part of it, with a bar for as long as its weights are read."""
+    """Load a checkpoint, or this rank's shard of it, with a bar while its weights are read."""
     if ranks is None:
         refuse_ranks_apart()
     import torch
@@ -343,10 +346,14 @@ def load_model(
 
 
 def load_tokenizer(path_or_id: str, hint: str = "give prompts as token ids with --ids") -> Any:
-    """The checkpoint's tokenizer; ``hint`` says what can be done without one.
+    """Load the checkpoint's tokenizer.
+
+    Args:
+        path_or_id: a folder, or a hub id.
+        hint: the end of the error message: what the user can do without a tokenizer.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the checkpoint has none.
     """
     from transformers import AutoTokenizer
 
@@ -356,15 +363,15 @@ def load_tokenizer(path_or_id: str, hint: str = "give prompts as token ids with 
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(missing) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ValueError(missing)  # without its files it is made all the same, and knows no text
+        raise ValueError(missing)  # transformers makes one without files too: it knows no text
     return tokenizer
 
 
 def load_processor(path_or_id: str) -> Any:
-    """The checkpoint's processor of images.
+    """Load the checkpoint's image processor.
 
     Raises:
-        ValueError: it has none, or what that needs is not installed.
+        ValueError: the checkpoint has none, or a package that it needs is not installed.
     """
     from transformers import AutoProcessor, ProcessorMixin
 
@@ -383,13 +390,13 @@ def load_processor(path_or_id: str) -> Any:
 
 
 def compile_ahead(runner: Runner) -> None:
-    """Compile every kind of step before the first one, unless they are compiled meanwhile."""
+    """Compile every kind of step before the first one, unless that happens in the background."""
     if runner.compile is True:
         runner.warm_up()
 
 
 def finish_artefact(options: ModelOptions, runner: Runner) -> None:
-    """Wait for what is compiled meanwhile where it is to be written: a short command ends first."""
+    """Wait for background compilation if an artefact is wanted: a short command would end first."""
     if options.artefact is None or runner.compile != "background":
         return
     try:
@@ -399,7 +406,7 @@ def finish_artefact(options: ModelOptions, runner: Runner) -> None:
 
 
 def _quiet_transformers() -> None:
-    """Its bars and hints about other packages would mix with ours."""
+    """Silence transformers' progress bars and hints, which would mix with ours."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What the command line prints: results to stdout, progress and notes to stderr."""
+"""Output of the command line: results go to stdout, progress and notes to stderr."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ if TYPE_CHECKING:
     from torch_hybrid.serving.engine import Engine
     from torch_hybrid.serving.request import Output, Request, TokenEvent
 
-_LINE_ENDS = "\x85\u2028\u2029"  # that JSON does not escape
+_LINE_ENDS = "\x85\u2028\u2029"  # json.dumps leaves these line ends unescaped
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
 def accept_any_text() -> None:
-    """Let stdout and stderr show as an escape what their encoding does not have."""
+    """Let stdout and stderr print characters that their encoding lacks as escapes."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def is_unicode(console: Console) -> bool:
-    """Whether a console can show more than ASCII."""
+    """Tell whether a console can show more than ASCII."""
     return console.encoding.startswith("utf")
 
 
 def note(message: str) -> None:
-    """One line to stderr that is neither a result nor an error."""
+    """Print a line to stderr that is neither a result nor an error."""
     err.print(message, style="dim", markup=False, soft_wrap=True)
 
 
 def print_error(message: str) -> None:
-    """What went wrong, to stderr."""
+    """Print an error message to stderr."""
     err.print("[red]error:[/] ", end="")
     err.print(message, markup=False, soft_wrap=True)
 
 
 def print_fact(name: str, text: str, *, good: bool) -> None:
-    """A line that is as it should be, or not."""
+    """Print a fact with a mark that tells whether it is good."""
     mark = ("✓" if good else "✗") if is_unicode(out) else ("+" if good else "!")
     out.print(f"[{'green' if good else 'red'}]{mark}[/] [bold]{name:<16}[/]{text}")
 
 
 def print_section(section: Section) -> None:
-    """A table with its title above."""
+    """Print a table below its title."""
     table = Table(
         title=section.title,
         title_justify="left",
@@ -75,7 +75,7 @@ def print_section(section: Section) -> None:
 
 
 def print_model(title: str, model: HybridModel | Ring25) -> None:
-    """What a model is, in three lines."""
+    """Print a model: its title, its size and its pattern of layers."""
     from torch_hybrid.caches.room import byte_count
     from torch_hybrid.explain.sections import pattern
 
@@ -92,7 +92,7 @@ def print_model(title: str, model: HybridModel | Ring25) -> None:
 
 
 def stream_output(engine: Engine, request: Request) -> Output:
-    """Write one request's text as it comes, and what it took to stderr."""
+    """Write one request's text as it comes; then note its counts and its speed on stderr."""
     start = time.perf_counter()
     events = _run_prompt(engine, request)
     first_token = time.perf_counter() - start
@@ -115,18 +115,18 @@ def stream_output(engine: Engine, request: Request) -> Output:
 
 
 def _run_prompt(engine: Engine, request: Request) -> list[TokenEvent]:
-    """Step until the first event, with a bar over the prompt."""
+    """Step until the request's first event, with a bar over its prompt."""
     with bar("prompt", total=len(request.prompt)) as advance:
         while True:
             held = request.num_held
             events = engine.step()
-            advance(max(0, request.num_held - held), "prompt")  # one that has ended holds none
+            advance(max(0, request.num_held - held), "prompt")  # an ended one holds 0
             if events:
                 return events
 
 
 def print_each(engine: Engine, requests: Sequence[Request]) -> None:
-    """Serve together; print each output as it finishes."""
+    """Serve requests together; print each output as it finishes."""
     start = time.perf_counter()
     numbers = {request: number for number, request in enumerate(requests)}
     num_tokens = 0
@@ -153,7 +153,7 @@ def _print_output(number: int, output: Output) -> None:
 
 
 def print_json(engine: Engine, requests: Sequence[Request]) -> None:
-    """Serve together; a JSON object in a line for each output as it finishes."""
+    """Serve requests together; print each output as one line of JSON as it finishes."""
     numbers = {request: number for number, request in enumerate(requests)}
     while engine.has_unfinished:
         for event in engine.step():
@@ -169,7 +169,7 @@ def _json_line(fields: Mapping[str, object]) -> str:
 
 
 def shown(event: TokenEvent) -> str:
-    """An event's text, or its token id when there is no tokenizer."""
+    """Choose the text to show of an event: its own, or its token id if there is no tokenizer."""
     if event.request.detokenizer is not None:
         return event.text
     return "" if event.token is None else f"{event.token} "

@@ -1,4 +1,4 @@
-"""From what is typed as prompts to prompts of an engine."""
+"""Prompts of an engine, made from prompts as a user types them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def read_prompts(
     system: str | None,
     images: Sequence[str] = (),
 ) -> list[Prompt]:
-    """The prompts of a command.
+    """Read the prompts of a command.
 
     Args:
-        texts: those among its arguments.
-        file: has more of them, one in each line.
-        ids: they are token ids.
-        chat: they are messages of a user.
-        system: a message before each of those.
-        images: files that each prompt, then a message of a user, is about.
+        texts: prompts among the command's arguments.
+        file: a file with further prompts, one in each line.
+        ids: whether prompts are token ids.
+        chat: whether prompts are a user's messages.
+        system: a system message before each of the user's messages.
+        images: paths of images that each prompt is about; each prompt is then a user's message.
 
     Raises:
         ValueError: there are none, they cannot be read, or the options do not go together.
@@ -51,7 +51,7 @@ def read_prompts(
 
 
 def user_message(text: str, images: Sequence[str] = ()) -> Message:
-    """What a user says, of images in these files."""
+    """Make a user's message of a text and of images in these files."""
     if not images:
         return {"role": "user", "content": text}
     parts = [{"type": "image", "image": image} for image in images]
@@ -59,16 +59,16 @@ def user_message(text: str, images: Sequence[str] = ()) -> Message:
 
 
 def system_message(text: str | None) -> list[Message]:
-    """What stands before a conversation: one message or none."""
+    """Make the messages before a conversation: a system message, or none."""
     return [] if text is None else [{"role": "system", "content": text}]
 
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8-sig")  # which leaves out a byte order mark
+        text = path.read_text(encoding="utf-8-sig")  # utf-8-sig drops a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read prompts from {path}: {error}") from error
-    # ``splitlines`` would cut at U+2028 and form feeds too, which texts have within a line.
+    # ``splitlines`` would also cut at U+2028 and form feeds, which a prompt may contain.
     return [line for line in text.split("\n") if line.strip()]
 
 

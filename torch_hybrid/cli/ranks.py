@@ -1,4 +1,4 @@
-"""The command line as one of the processes of torchrun, which share a model."""
+"""The command line as one of several torchrun processes that share a model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 
 def join_ranks(device: str) -> tuple[dist.ProcessGroup, str]:
-    """Meet the other processes, each on a GPU of its own if ``device`` is "cuda" or "auto" finds
-    some, until the command ends. The first prints, and what it draws of torch's generator all draw.
+    """Join the processes of torchrun that share the model, until the command ends.
+
+    With "cuda", or "auto" where there are GPUs, each process takes the GPU of its local rank. Only
+    rank 0 prints. Every rank takes rank 0's seed, so all draw the same numbers.
 
     Returns:
-        All processes as a group, and this one's device.
+        The group of all processes, and this one's device.
 
     Raises:
         ValueError: torchrun has not started this process.
@@ -44,7 +46,7 @@ def join_ranks(device: str) -> tuple[dist.ProcessGroup, str]:
     dist.broadcast_object_list(seeds, src=0)
     torch.manual_seed(seeds[0])
     if dist.get_rank() != 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (to the end of the process)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
         err.quiet = True
         be_silent()
     assert dist.group.WORLD is not None
@@ -52,7 +54,7 @@ def join_ranks(device: str) -> tuple[dist.ProcessGroup, str]:
 
 
 def refuse_ranks_apart() -> None:
-    """Refuse to load the whole model once for each process of torchrun.
+    """Refuse to load the whole model in each of several processes of torchrun.
 
     Raises:
         ValueError: torchrun has started several.

@@ -1,7 +1,7 @@
-"""The demo itself: serve fresh recall prompts together, and hold the tokens against transformers.
+"""The demo itself: serve fresh recall prompts together, and compare the tokens with transformers'.
 
-Every figure is of the run that prints it. transformers serves the same prompts with its own
-``generate``, one by one where tokens are compared and as one padded batch where time is.
+Every figure is measured in the run that prints it. transformers serves the same prompts with its
+own ``generate``: one by one to compare tokens, and as one padded batch to compare time.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from torch_hybrid.serving.speculation import Speculation
 
 Tokens = list[list[int]]
 PAGE_SIZE = 16
-DRAFTS = 20  # of the model's head in one step, at most
-ALONE, ALONE_TOKENS = 6, 64  # prompts that are served one by one, and tokens after each
+DRAFTS = 20  # most drafts of the MTP head in one step
+ALONE, ALONE_TOKENS = 6, 64  # prompts served one by one, and new tokens of each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recalled:
-    """How the tokens that were served hold up."""
+    """Counts of served tokens that are right, and of those equal to transformers'."""
 
     num_tokens: int
-    num_right: int  # the recall that the prompt determines
-    num_equal: int  # what transformers generates
+    num_right: int  # equal to the answer that the prompt determines
+    num_equal: int  # equal to what transformers generates
     num_whole: int  # prompts without a wrong token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafted:
-    """Prompts served one after the other, without drafts and with those of the model's head."""
+    """Prompts served one by one, without drafts and with drafts of the model's MTP head."""
 
     num_tokens: int
     seconds: dict[str, float]
@@ -50,12 +50,12 @@ class Drafted:
 
 
 def has_head(path: Path) -> bool:
-    """Whether a checkpoint has a head that predicts further tokens."""
+    """Tell whether a checkpoint has an MTP head."""
     return any(name.startswith("mtp.") for name in open_checkpoint(path).tensors)
 
 
 def make_runner(model: Model, prompts: Sequence[RecallPrompt], *, compile: bool = True) -> Runner:
-    """A runner with room for all prompts; they are prefilled in chunks beside the first decodes."""
+    """Make a runner with room for all prompts; it prefills chunks beside the first decodes."""
     longest = max(len(prompt.tokens) + len(prompt.answer) for prompt in prompts)
     kv_tokens = len(prompts) * (longest + PAGE_SIZE) + ALONE_TOKENS
     return Runner(
@@ -69,7 +69,7 @@ def make_runner(model: Model, prompts: Sequence[RecallPrompt], *, compile: bool 
 
 
 def serve(runner: Runner, prompts: Sequence[RecallPrompt]) -> Tokens:
-    """Serve all prompts with the engine; the generated tokens of each."""
+    """Serve all prompts with the engine; return the generated tokens of each."""
     served: Tokens = [[] for _ in prompts]
     samplings = [Sampling(max_new_tokens=len(prompt.answer)) for prompt in prompts]
     with Engine(runner) as engine:
@@ -79,7 +79,7 @@ def serve(runner: Runner, prompts: Sequence[RecallPrompt]) -> Tokens:
 
 
 def make_drafting_runner(model: Model, *, compile: bool = True) -> Runner:
-    """A runner of a model with its head, for one prompt at a time."""
+    """Make a runner of a model with its MTP head, for one prompt at a time."""
     return Runner(
         model,
         max_seqs=1,
@@ -94,9 +94,9 @@ def make_drafting_runner(model: Model, *, compile: bool = True) -> Runner:
 def serve_alone(
     plain: Runner, drafting: Runner, prompts: Sequence[RecallPrompt], *, rounds: int
 ) -> Drafted:
-    """Serve some of the prompts one after the other, without drafts and with them, by turns.
+    """Serve some of the prompts one by one; rounds without drafts and with them take turns.
 
-    Answers go on round the symbols of their prompt.
+    Generation goes on past the answer, round the cycle of the prompt's symbols.
     """
     engines = {
         "one by one": Engine(plain),
@@ -125,7 +125,7 @@ def serve_alone(
 
 
 def load_transformers(path: Path) -> Any:
-    """The checkpoint as transformers runs it, untouched."""
+    """Load the checkpoint as a model of transformers, unchanged."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path).eval()
@@ -134,7 +134,7 @@ def load_transformers(path: Path) -> Any:
 def transformers_one_by_one(
     model: Any, prompts: Sequence[RecallPrompt], on_prompt: Callable[[], None]
 ) -> Tokens:
-    """What transformers generates for each prompt alone, without padding."""
+    """Generate with transformers for each prompt alone, without padding."""
     generated = []
     for prompt in prompts:
         generated += transformers_batch(model, [prompt])
@@ -145,9 +145,9 @@ def transformers_one_by_one(
 def transformers_batch(
     model: Any, prompts: Sequence[RecallPrompt], *, compiled: bool = False
 ) -> Tokens:
-    """What transformers generates for the prompts as one batch, padded on the left.
+    """Generate with transformers for the prompts as one batch, padded on the left.
 
-    ``compiled`` takes its static cache and its compiled decode step.
+    ``compiled`` uses its static cache and its compiled decode step.
     """
     longest = max(len(prompt.tokens) for prompt in prompts)
     padding = [longest - len(prompt.tokens) for prompt in prompts]
@@ -174,12 +174,12 @@ def _compile_config() -> Any:
     from transformers import CompileConfig
 
     config = CompileConfig(mode="default", dynamic=False)
-    config._compile_all_devices = True  # its only switch for a CPU
+    config._compile_all_devices = True  # transformers' only switch for a CPU
     return config
 
 
 def compare(prompts: Sequence[RecallPrompt], served: Tokens, expected: Tokens) -> Recalled:
-    """Count the tokens that are right, and those that are transformers' own."""
+    """Count the served tokens that are right, and those equal to transformers'."""
     answers = [prompt.answer for prompt in prompts]
     return Recalled(
         num_tokens=sum(map(len, answers)),
@@ -194,7 +194,7 @@ def _num_equal(tokens: list[int], others: list[int]) -> int:
 
 
 def fastest(contestants: Mapping[str, Callable[[], Any]], *, rounds: int) -> dict[str, float]:
-    """Seconds of each contestant's fastest run; they take turns, after one run that warms up."""
+    """Measure each contestant's fastest run in seconds; they take turns, after one warm-up run."""
     seconds: dict[str, float] = dict.fromkeys(contestants, float("inf"))
     for turn in range(1 + rounds):
         for name, run in contestants.items():

@@ -5,14 +5,14 @@ A prompt binds symbols to symbols and asks for one of them:
     <bos>  <write> key value  <write> key value  ...  <ask> key
 
 The model answers with the value bound to that key, then with the value bound to *that* symbol, and
-so on: each generated token is a new query, so one wrong recall spoils everything after it. Every
+so on. Each generated token is a new query, so one wrong recall spoils everything after it. Every
 key is written once; then some keys of the earlier half are written again, and their last value
-counts. The last bindings form a single cycle over all symbols of the prompt, so an answer of any
-length is determined by the prompt, and visits every symbol before the first one comes back.
+counts. The last bindings form a single cycle over all symbols of the prompt. So the prompt
+determines an answer of any length, which visits every symbol before the first one comes back.
 
-The checkpoint (``examples/train_recall.py`` trains it) needs both kinds of its layers: with the
-recurrent state forgotten after each token it recalls 2 % of the symbols, without the output of its
-full attention 1 %, intact more than 99.9 %.
+The checkpoint (``examples/train_recall.py`` trains it) needs both kinds of its layers. Intact, it
+recalls more than 99.9 % of the symbols. It recalls 2 % if its recurrent state is cleared after each
+token, and 1 % without the output of its full attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recall:
-    """The numbers of the task's format.
+    """Constants of the task's format.
 
     Token ids ``first_symbol .. vocab_size - 1`` are the symbols. A prompt makes ``min_writes`` to
     ``max_writes`` writes, of which at most one in ``writes_per_rewrite`` overwrites an earlier one.
@@ -47,7 +47,7 @@ class Recall:
     answer_len: int = 8
 
     def prompt_len(self, num_writes: int) -> int:
-        """Number of tokens of a prompt that makes ``num_writes`` writes."""
+        """Count the tokens of a prompt that makes ``num_writes`` writes."""
         return 1 + 3 * num_writes + 2
 
 
@@ -64,7 +64,7 @@ class RecallPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bindings:
-    """The writes of B prompts, and what is bound once all of them are made.
+    """Writes of B prompts, and the final bindings.
 
     ``writes`` is ``[B, 3 * num_writes]`` tokens; ``cycle`` is ``[B, num_symbols]``: each symbol is
     bound to the one after it, and the last one to the first.
@@ -74,7 +74,7 @@ class Bindings:
     cycle: Tokens
 
     def chains(self, rng: np.random.Generator, length: int) -> Tokens:
-        """``[B, 1 + length]``: a random key of each prompt and the ``length`` recalls after it."""
+        """Draw a key of each prompt and follow it: ``[B, 1 + length]``, the key and its recalls."""
         batch, num_symbols = self.cycle.shape
         start = rng.integers(num_symbols, size=(batch, 1))
         steps = (start + np.arange(1 + length)) % num_symbols
@@ -144,5 +144,5 @@ def _make_prompt(rng: np.random.Generator, task: Recall) -> RecallPrompt:
 
 
 def checkpoint_path() -> Path:
-    """Folder of the trained checkpoint, as transformers' ``save_pretrained`` wrote it."""
+    """Find the folder of the trained checkpoint, as transformers' ``save_pretrained`` wrote it."""
     return Path(str(files("torch_hybrid.demo") / "recall"))

@@ -1,1 +1,1 @@
-"""What a model becomes, shown: tables of facts, and timelines of its steps."""
+"""Reports on a model and its runner: tables of facts, and timelines of steps."""

@@ -1,7 +1,7 @@
 """Tracks of a timeline that show both halves of a step side by side.
 
-A profiler sees ops, not halves. Which half and stage an op belongs to is known from the schedule
-of the graph that ran: ops run in its order.
+A profiler sees ops, not halves. Ops run in the order of the graph's schedule, which tells the half
+and the stage of each op.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch_hybrid.graphs.passes.schedule import Stage
 
 Event = dict[str, Any]
 
-_PID = 1_000_000  # a process of its own in the viewer, below the real ones
+_PID = 1_000_000  # a separate process in the viewer, below the real ones
 _TRACKS = ("first half", "second half", "collectives in flight")
 _PREFIXES = ("torch_hybrid::", "_c10d_functional::")
 
 
 def half_events(events: Sequence[Event], schedules: Iterable[Sequence[Stage]]) -> list[Event]:
-    """Events to add to a Chrome trace: a track for each half, and one for collectives.
+    """Make the events that a Chrome trace lacks: a track for each half, and one for collectives.
 
     Args:
-        events: of the trace. Each step is a user annotation around its ops.
-        schedules: of the graphs that may have run; steps that match none get no tracks.
+        events: events of the trace. Each step is a user annotation around its ops.
+        schedules: schedules of the graphs that may have run; other steps get no tracks.
 
     Returns:
         A slice for each stage of each step, from its first op to the end of its last, and one for
@@ -51,8 +51,8 @@ def _op_name(event: Event) -> str:
 
 
 def _placed(ops: Sequence[Event], stages: Sequence[Stage]) -> list[tuple[Stage, Event]]:
-    """Each op of a step with its stage; empty if the ops are not those of the schedule."""
-    seen = {_op_name(op) for op in ops}  # a matrix product that is a fused kernel is not
+    """Match each op of a step to its stage; return nothing if the ops are not the schedule's."""
+    seen = {_op_name(op) for op in ops}  # a GEMM in a fused kernel has no event
     planned = [(stage, op) for stage in stages for op in stage.ops if op in seen]
     names = [name for _, name in planned]
     if not names or [_op_name(op) for op in ops[: len(names)]] != names:
@@ -71,7 +71,7 @@ def _stage_slices(placed: Sequence[tuple[Stage, Event]]) -> list[Event]:
 
 
 def _collectives_in_flight(placed: Sequence[tuple[Stage, Event]]) -> list[Event]:
-    """Each start of a collective with the wait that follows it in its half."""
+    """Make a slice for each collective, from its start to the end of its wait in that half."""
     started: dict[int, list[tuple[Stage, Event]]] = {0: [], 1: []}
     slices = []
     for stage, op in placed:
@@ -102,6 +102,6 @@ def _track_names() -> list[Event]:
 
 
 def add_halves(trace: Mapping[str, Any], schedules: Iterable[Sequence[Stage]]) -> dict[str, Any]:
-    """A Chrome trace with the tracks of ``half_events`` added."""
+    """Add the tracks of ``half_events`` to a Chrome trace."""
     events = list(trace["traceEvents"])
     return {**trace, "traceEvents": [*events, *half_events(events, schedules)]}

@@ -1,4 +1,4 @@
-"""What a runner does with a model, as tables of text: layers, implementations, graphs, pools."""
+"""Tables about a runner: its layers, weights, implementations, graphs, pools and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class Section:
 
 
 def explain(runner: Runner) -> list[Section]:
-    """Everything there is to know before serving; ``runner.warm_up()`` makes the graphs known."""
+    """List all tables that are known before serving.
+
+    The table of graphs has those compiled so far: call ``runner.warm_up()`` first.
+    """
     model = runner.model
     sections = [layers(runner), weights(model), implementations(runner)]
     sections += [pools(runner), memory(runner)]
@@ -39,7 +42,7 @@ def explain(runner: Runner) -> list[Section]:
 
 
 def layers(runner: Runner) -> Section:
-    """The layer table, equal layers together, with what each adds to the pools."""
+    """Make the layer table: equal layers share a row, with their bytes in the pools."""
     rows = []
     for (kind, spec, cost), ids in _equal_mixers(runner).items():
         rows.append(
@@ -59,7 +62,7 @@ def layers(runner: Runner) -> Section:
 
 
 def weights(model: Any) -> Section:
-    """What the parts of a model are stored as, the most first."""
+    """Make the table of a model's weights by part and format, the largest first."""
     parts = weights_by_part(model)
     rows = [
         (
@@ -80,7 +83,7 @@ def weights(model: Any) -> Section:
 
 
 def implementations(runner: Runner) -> Section:
-    """What each kind of layer takes for decode and extend, and why not the others."""
+    """Make the table of implementations: the chosen one of each op, and why not the others."""
     chosen = [
         (mode.name, choice)
         for backend in runner.backends.values()
@@ -100,7 +103,7 @@ def implementations(runner: Runner) -> Section:
 
 
 def graphs(report: Report) -> Section:
-    """Each compiled graph with the ops in it, and what must be zero."""
+    """Make the table of compiled graphs and their ops; breaks, recompiles and clones must be 0."""
     rows = [
         (
             name,
@@ -123,7 +126,7 @@ def graphs(report: Report) -> Section:
 
 
 def halves(trials: tuple[Trial, ...]) -> Section:
-    """What overlap "auto" measured of the ranks' link, and which steps are cut for it."""
+    """Make the table of overlap "auto": the times that it measured, and the steps that it cuts."""
     rows = [
         (
             str(trial.num_tokens),
@@ -141,7 +144,7 @@ def halves(trials: tuple[Trial, ...]) -> Section:
 
 
 def passes(report: Report) -> Section:
-    """What each graph pass did to each graph."""
+    """Make the table of graph passes: the nodes of each graph before and after each."""
     rows = [
         (name, record.name, str(record.nodes_before), str(record.nodes_after))
         for name, graph in report.graphs.items()
@@ -155,7 +158,7 @@ def passes(report: Report) -> Section:
 
 
 def schedules(report: Report) -> list[Section]:
-    """The order in which the halves of each kind of step run, a column for each half."""
+    """Make a table of each graph that runs in halves: its stages in order, a column per half."""
     return [
         Section(
             title=f"Schedule of {name}",
@@ -171,7 +174,15 @@ def schedules(report: Report) -> list[Section]:
 
 
 def pass_diffs(report: Report, name: str) -> dict[str, str]:
-    """By kind of step, what a pass changed in its graph; of a pass that keeps texts."""
+    """Compare each graph before and after a pass.
+
+    Args:
+        report: the report of a runner with this pass.
+        name: the name of a pass that keeps texts (``passes.with_text``).
+
+    Returns:
+        The changed lines by the kind of step.
+    """
     return {
         step: record.diff()
         for step, graph in report.graphs.items()
@@ -181,12 +192,12 @@ def pass_diffs(report: Report, name: str) -> dict[str, str]:
 
 
 def pools(runner: Runner) -> Section:
-    """What a token and a sequence cost over all layers, and what there is room for."""
+    """Make the table of the pools: bytes of a token, a sequence and a snapshot, and their room."""
     costs = runner.cache.costs()
     per_token = sum(cost.per_token for cost in costs)
     per_sequence = sum(cost.per_sequence for cost in costs)
     pool_bytes = sum(pool.nbytes for pool in runner.cache.pool_tensors())
-    # In all with the null page and the null slot, which nobody owns.
+    # The column "in all" includes the null page and the null slot, which nobody owns.
     num_tokens, num_slots = runner.max_seq_len + runner.page_size, runner.max_seqs + 1
     rows = [
         _cost("token", per_token, runner.max_seq_len, num_tokens),
@@ -206,7 +217,7 @@ def _cost(what: str, each: int, room: int, held: int) -> tuple[str, ...]:
 
 
 def memory(runner: Runner) -> Section:
-    """What takes memory on the runner's device, and what is free there."""
+    """Make the table of the runner's device: the bytes of each use, and the free bytes."""
     report = runner.report()
     device = runner.model.device
     weights = _weight_bytes(runner.model, device)
@@ -223,7 +234,7 @@ def memory(runner: Runner) -> Section:
 
 
 def _weight_bytes(model: Any, device: torch.device) -> dict[torch.dtype, int]:
-    """On a device by dtype, the most first; a weight that stands in several places counts once."""
+    """Sum the bytes of the weights on a device by dtype; a tied weight counts once."""
     found: Counter[torch.dtype] = Counter()
     for weight in {*model.parameters(), *model.buffers()}:
         if weight.device == device:
@@ -232,7 +243,7 @@ def _weight_bytes(model: Any, device: torch.device) -> dict[torch.dtype, int]:
 
 
 def pattern(table: LayerTable) -> str:
-    """A letter for each layer: F full attention, L linear attention, B both, - none."""
+    """Write a letter for each layer: F full attention, L linear attention, B both, - none."""
     letters = {"full": "F", "linear": "L"}
 
     def letter(layer: Sequence[LayerEntry]) -> str:
@@ -244,7 +255,7 @@ def pattern(table: LayerTable) -> str:
 
 
 def _equal_mixers(runner: Runner) -> dict[tuple[str, LayerSpec, PoolCost], list[int]]:
-    """The layers that have each kind of mixer."""
+    """Group the layers by their kind of mixer, its spec and its cost."""
     groups: dict[tuple[str, LayerSpec, PoolCost], list[int]] = {}
     costs = iter(runner.cache.costs())
     for layer_id, layer in enumerate(runner.cache.table.layers):
@@ -254,7 +265,7 @@ def _equal_mixers(runner: Runner) -> dict[tuple[str, LayerSpec, PoolCost], list[
 
 
 def _ranges(ids: Sequence[int]) -> str:
-    """[0, 1, 2, 4] -> "0-2, 4"."""
+    """Write layer ids as ranges: [0, 1, 2, 4] -> "0-2, 4"."""
     runs: list[list[int]] = []
     for layer_id in ids:
         if runs and runs[-1][1] == layer_id - 1:
@@ -265,7 +276,7 @@ def _ranges(ids: Sequence[int]) -> str:
 
 
 def _facts(spec: LayerSpec) -> list[str]:
-    """The fields of a spec that are not at their defaults."""
+    """List the fields of a spec that are not at their defaults."""
     named = [
         (field.name.removeprefix("num_"), value)
         for field in fields(spec)

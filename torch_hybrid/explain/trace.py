@@ -24,12 +24,12 @@ def write_trace(
     """Record a chunked prefill, decode steps and a mixed step, and write them to ``path``.
 
     Steps that run in halves get a track for each half, with the stages of the schedule, and one
-    for the collectives in flight. The runner's sequences are borrowed and given back; its graphs
-    should be warm.
+    for the collectives in flight. The call takes sequences of the runner and frees them at the end.
+    Warm up the runner first: else the timeline shows compilation.
 
     Args:
-        runner: needs ``num_seqs + 1`` free slots.
-        path: where the JSON goes.
+        runner: a runner with ``num_seqs + 1`` free slots.
+        path: the JSON file to write.
         prompt_len: tokens of each prompt, run in two chunks.
         num_seqs: sequences that are decoded together.
         num_decodes: decode steps.
@@ -70,7 +70,10 @@ def write_trace(
 
 
 def _chrome_trace(recorded: profile) -> str:
-    """The profiler writes to a file alone, and says nothing where it cannot."""
+    """Export a profile as JSON text.
+
+    The profiler can only write to a file, and reports no error if it cannot write to it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         recorded.export_chrome_trace(str(file))

@@ -1,4 +1,4 @@
-"""What a model's weights take: by the part that has them, and as what they are stored."""
+"""Sizes of a model's weights, by the part that holds them and by their format."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch_hybrid.ops.formats.stored_weights import group_of, has_zeros, name_of
 
 @dataclass(slots=True)
 class Stored:
-    """Weights of one part of a model that are stored alike.
+    """Weights of one part of a model that have one format.
 
     Attributes:
-        layers: that have such.
-        num_bytes: of the weights, without scales.
-        scale_bytes: of the scales, zero points included.
+        layers: ids of the layers that have such weights.
+        num_bytes: bytes of the weights, without scales.
+        scale_bytes: bytes of the scales, zero points included.
     """
 
     layers: set[int] = field(default_factory=set)
@@ -32,8 +32,12 @@ class Stored:
 
 
 def weights_by_part(model: Any) -> dict[tuple[str, str], Stored]:
-    """By part (an op of mixers, "experts", "feed-forward", "norms", "embedding", "head") and by
-    format ("bfloat16", "int4 of 32"). A weight that stands in several places counts once."""
+    """Sum the sizes of a model's weights by part and format; a tied weight counts once.
+
+    Returns:
+        Sizes by part (a mixer's op, "experts", "feed-forward", "norms", "embedding", "head") and
+        format ("bfloat16", "int4 of 32": INT4 in groups of 32).
+    """
     found: dict[tuple[str, str], Stored] = defaultdict(Stored)
     seen: set[Tensor] = set()
     for part, layer_id, module in _parts(model):
@@ -51,7 +55,7 @@ def weights_by_part(model: Any) -> dict[tuple[str, str], Stored]:
 
 
 def _parts(model: Any) -> Iterator[tuple[str, int | None, nn.Module]]:
-    """Every module, the part that it is of and its layer: of layers, and then of what is left."""
+    """List modules with their part and layer: those of layers first, then all of the model."""
     layers = zip(model.all_layers, model.table.layers, strict=True)
     for layer_id, (layer, entries) in enumerate(layers):
         kinds = {model.mixer_names.get(entry.kind): entry.kind for entry in entries}
@@ -67,7 +71,7 @@ def _parts(model: Any) -> Iterator[tuple[str, int | None, nn.Module]]:
 def _within(
     module: nn.Module, kinds: Mapping[str | None, str], kind: str | None = None
 ) -> Iterator[tuple[str | None, nn.Module]]:
-    """What stands in a module, and the kind of mixer that each is of, if any."""
+    """List a module's descendants, each with the kind of mixer that it belongs to, if any."""
     for name, child in module.named_children():
         has_outputs = "o_proj" in dict(child.named_children())
         own = kinds.get(name) or kind or (kinds.get(None) if has_outputs else None)
@@ -76,7 +80,7 @@ def _within(
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """A module's own weights: as what each is stored, and its scales."""
+    """List a module's own weights, each with its format and its scales."""
     own = dict(module.named_parameters(recurse=False))
     scales: dict[str, Tensor | None] = {}
     match module:

@@ -1,1 +1,1 @@
-"""The host process: its memory, its defaults, and what it tells whoever watches it."""
+"""The host process: its memory, its defaults, and its output for users."""

@@ -1,8 +1,8 @@
-"""Device and dtype of tensors whose maker names neither, for one thread.
+"""Default device and dtype of new tensors, for one thread.
 
-``torch.set_default_dtype`` is of the whole process, and ``with torch.device`` notes its device for
-the whole process too, where compiled code looks it up. A mode on the thread's own stack leaves
-other threads alone, whichever way it ends.
+``torch.set_default_dtype`` holds for the whole process, and so does the device of
+``with torch.device``, where compiled code looks it up. A function mode on the thread's own stack
+leaves other threads alone, however it ends.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
 _CASTS = (Tensor.double, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type)
-_SELECTIONS = (torch.where, Tensor.where)  # whose tensor says which of two numbers is taken
+_SELECTIONS = (torch.where, Tensor.where)  # their tensor chooses between two numbers
 
 
 class Defaults(TorchFunctionMode):
-    """Default device and dtype of what this thread makes within it.
+    """Default device and dtype of the tensors that this thread makes within the mode.
 
     Args:
-        device: of tensors whose maker names none; None leaves it as it is.
-        dtype: of floats whose maker names none, and of what torch computes of integers alone; None
-            leaves it as it is.
+        device: device of tensors that are made without one; None changes nothing.
+        dtype: dtype of floats that are made without one, and of floats that torch computes from
+            integers alone; None changes nothing.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Defaults(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func`` with what it is not given."""
+        """Call ``func`` with the default device and dtype where it is given none."""
         given = dict(kwargs or {})
         is_factory = func in _device_constructors()
         if self._device is not None and is_factory and given.get("device") is None:
@@ -67,12 +67,12 @@ class Defaults(TorchFunctionMode):
 
 
 def on_meta() -> Defaults:
-    """Make tensors without memory, where no device is named."""
+    """Make tensors on the meta device, without memory, where no device is named."""
     return Defaults(device=torch.device("meta"))
 
 
 def _is_by_default(func: Any, result: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
-    """Whether a result has the process's default dtype because nothing says another."""
+    """Tell whether a result has the process's default dtype because no argument has another."""
     if not isinstance(result, Tensor) or result.dtype is not torch.get_default_dtype():
         return False
     if func in _CASTS or isinstance(func, OpOverload | OpOverloadPacket):
@@ -82,7 +82,7 @@ def _is_by_default(func: Any, result: Any, args: tuple[Any, ...], given: Mapping
 
 
 def _is_float(value: Any) -> bool:
-    """Whether a value brings a dtype of floats of its own: a tensor, or an array of numpy."""
+    """Tell whether a value carries a float dtype: a tensor of floats, or any NumPy value."""
     if isinstance(value, Tensor):
         return value.is_floating_point() or value.is_complex()
     return type(value).__module__ == "numpy"

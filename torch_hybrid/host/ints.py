@@ -1,4 +1,4 @@
-"""Tensors of Python ints, which every step packs: faster than ``torch.tensor``."""
+"""Fast conversion of Python ints to tensors: every step packs some."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MANY_INTS = 64  # from so many on, two copies cost less than a look at the type of each
+_MANY_INTS = 64  # from this count on, two copies cost less than a look at each type
 
 
 def int_tensor(values: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """As ``torch.tensor`` for int32 and int64, in a third of its time: it looks for their type."""
+    """Make an int32 or int64 tensor of Python ints.
+
+    It takes a third of the time of ``torch.tensor``, which looks up the type of each value.
+    """
     kind = "i" if dtype is torch.int32 else "q"
     if isinstance(values, array) and values.typecode == kind:
         packed = values
@@ -30,25 +33,25 @@ def int_tensor(values: Iterable[int], dtype: torch.dtype) -> Tensor:
 
 
 def packed_ints(values: Sequence[int], kind: str) -> array[int]:
-    """``array(kind, values)``, of many in half of its time.
+    """Pack ints into ``array(kind, values)``; many of them in half of its time.
 
     Raises:
-        TypeError: one is no integer.
-        OverflowError: one is too large.
+        TypeError: a value is no integer.
+        OverflowError: a value is too large.
     """
     if len(values) < _MANY_INTS:
         return array(kind, values)
     try:
         return array(kind, pack(f"{len(values)}{kind}", *values))
-    except StructError:  # which does not say what is wrong
+    except StructError:  # it does not say what is wrong
         return array(kind, values)
 
 
 def plain_ints(values: list[Any]) -> array[int] | None:
-    """``array("q", values)`` of ints; None where some are something else (bools too) or too large.
+    """Pack values into ``array("q", values)`` if all are ints that fit; else return None.
 
-    Of many ints, in half of the time of a look at the type of each: a sum is an int only of ints
-    and of bools.
+    Bools count as no ints. The check of many values is their sum: its type is int only if each is
+    an int or a bool. That takes half of the time of a look at each type.
     """
     try:
         packed = packed_ints(values, "q")
@@ -59,7 +62,7 @@ def plain_ints(values: list[Any]) -> array[int] | None:
 
 
 def has_bools(values: Sequence[Any], packed: array[int]) -> bool:
-    """Whether there are some among values, which an array of them takes for 0 and 1."""
+    """Tell whether there are bools among values, which their array holds as 0 and 1."""
     if len(values) < _MANY_INTS:
         return bool in map(type, values)
     ints = int_tensor(packed, torch.int64)
@@ -69,14 +72,14 @@ def has_bools(values: Sequence[Any], packed: array[int]) -> bool:
 
 
 def joined(rows: Sequence[Sequence[int]]) -> Tensor:
-    """The rows of ints one after another, [T] int64; of one array of type "q", its memory.
+    """Concatenate rows of ints, [T] int64; a single array of type "q" shares its memory.
 
     Raises:
-        OverflowError: one has more than 64 bits.
+        OverflowError: a value has more than 64 bits.
     """
     if len(rows) == 1:
         return int_tensor(rows[0], torch.int64)
-    if sum(map(len, rows)) < 4 * len(rows):  # one by one: to add an array takes longer
+    if sum(map(len, rows)) < 4 * len(rows):  # short rows: extending by an array takes longer
         return int_tensor(chain.from_iterable(rows), torch.int64)
     packed = array("q")
     for row in rows:

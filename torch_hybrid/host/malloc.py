@@ -1,4 +1,4 @@
-"""Settings of glibc's malloc that a server wants."""
+"""Settings of glibc's malloc for a server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _KEPT_BYTES = 1 << 30
 def tune_allocator() -> bool:
     """Let malloc keep large temporaries instead of giving them back to the kernel.
 
-    By default glibc maps every allocation over some 100 kB to 32 MB afresh and unmaps it when it
-    is freed, so that each activation of a step is paged in and zeroed again by the kernel. With
-    both thresholds at 1 GiB, freed memory is reused. The process then stays as large as its
-    largest step was. For the whole process, from now on; call it before the model is loaded.
+    By default glibc maps each allocation above a threshold afresh, and unmaps it when it is freed.
+    (The threshold is some 100 kB at first, 32 MB at most.) The kernel then pages in and zeroes each
+    activation of a step again. With both thresholds at 1 GiB, malloc reuses freed memory, and the
+    process stays as large as its largest step was. The setting holds for the whole process: call it
+    before the model is loaded.
 
     Returns:
         Whether it took effect: on Linux with glibc only.
@@ -30,10 +31,9 @@ def tune_allocator() -> bool:
 
 
 def trim() -> None:
-    """Give memory that is free back to the kernel: what loading or compiling took and left.
+    """Give free memory back to the kernel, after loading or compiling.
 
-    Malloc keeps it otherwise, all the more where ``tune_allocator`` was called. Nothing happens
-    without glibc.
+    Malloc would keep it, all the more after ``tune_allocator``. Without glibc nothing happens.
     """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -20,8 +20,8 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 class _HugePages:
     """Zeroed memory of this process alone, in huge pages where the kernel has them.
 
-    A step streams all weights and many states: in pages of 4 KiB, it waits for translations of
-    addresses too. Tensors that are cut from it keep it.
+    A step streams all weights and many states. In pages of 4 KiB it also waits for TLB misses.
+    Tensors that are cut from this memory keep it alive.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -32,7 +32,9 @@ class _HugePages:
         self._used = -start % _HUGE_PAGE
 
     def pin(self) -> None:
-        """Let GPUs read it in place. (Torch's own pinned memory is a power of two in size.)
+        """Pin the memory, so that GPUs read it in place.
+
+        Torch's own pinned memory is not used: it rounds each size up to a power of two.
 
         Raises:
             CapacityError: the driver pins no more.
@@ -45,7 +47,7 @@ class _HugePages:
         unpin.atexit = False  # the driver may be gone by then
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor with a storage of its own, at the start of a cache line."""
+        """Cut off a tensor with a storage of its own, at the start of a cache line."""
         count, first = math.prod(shape), self._used
         self._used += _padded(count * dtype.itemsize)
         if count == 0:
@@ -54,7 +56,7 @@ class _HugePages:
 
 
 def _padded(nbytes: int) -> int:
-    """Whole cache lines."""
+    """Round a size up to whole cache lines."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -63,7 +65,7 @@ def _has_huge_pages(device: torch.device) -> bool:
 
 
 def zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As ``torch.zeros``, in huge pages where the host has them and the tensor fills one."""
+    """Make a tensor of zeros, in huge pages if the host has them and the tensor fills one."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _HUGE_PAGE or not _has_huge_pages(device):
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -73,9 +75,9 @@ def zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> 
 def weight_memory(
     sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device
 ) -> list[Tensor]:
-    """Tensors of these shapes and dtypes, to be filled; on the host in one stretch of huge pages.
+    """Allocate uninitialised tensors of these shapes and dtypes, each with its own storage.
 
-    Each has a storage of its own.
+    On the host they share one stretch of huge pages.
     """
     if not sizes or not _has_huge_pages(device):
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
@@ -84,7 +86,7 @@ def weight_memory(
 
 
 def pinned_memory(sizes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
-    """As ``weight_memory`` on the host, for GPUs to read in place.
+    """Allocate host tensors like ``weight_memory``, pinned for GPUs to read in place.
 
     Raises:
         CapacityError: the driver pins no more.
@@ -103,10 +105,10 @@ def _huge_pages_for(sizes: Sequence[tuple[Sequence[int], torch.dtype]]) -> _Huge
 
 
 def keep_weights(module: nn.Module) -> None:
-    """Move the parameters of ``module`` that are on the host to memory of its own, in huge pages.
+    """Move a module's parameters on the host to huge pages of its own.
 
     Weights that a loader mapped from a file are copied; the file can then be unmapped. Each
-    original is freed as soon as its copy is made, unless somebody else keeps it.
+    original is freed as soon as it is copied, unless something else refers to it.
     """
     host = torch.device("cpu")
     weights = [weight for weight in module.parameters() if weight.device == host]
@@ -119,9 +121,9 @@ def keep_weights(module: nn.Module) -> None:
 
 
 def replace_inference_tensors(module: nn.Module) -> None:
-    """Put plain copies in the place of weights and buffers that were made in inference mode.
+    """Replace weights and buffers that were made in inference mode by plain copies.
 
-    Outside of that mode nobody can write such tensors, cut them in place or trace them. A tensor
+    Outside of that mode nobody can write such tensors, split them in place or trace them. A tensor
     that modules share stays shared.
     """
     copies: dict[Tensor, Tensor] = {}

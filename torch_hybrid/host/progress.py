@@ -1,6 +1,6 @@
-"""Lines about work that takes long, before it begins, and a bar on a terminal while it lasts.
+"""Log lines before work that takes long, and a bar on a terminal while it lasts.
 
-Lines go to the logger "torch_hybrid", which writes them to stderr. What silences that logger
+Lines go to the logger "torch_hybrid", which writes them to stderr. Whoever silences that logger
 (``logging.getLogger("torch_hybrid").setLevel("WARNING")``) silences the bars too.
 """
 
@@ -21,7 +21,7 @@ LOGGER = logging.getLogger("torch_hybrid")
 
 
 class _ToStderr(logging.Handler):
-    """A handler that writes to what is stderr at that time: bars and notebooks exchange it."""
+    """A handler that looks up stderr at each line: bars and notebooks replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is not None:
@@ -29,7 +29,7 @@ class _ToStderr(logging.Handler):
 
 
 def _set_up() -> None:
-    """Have lines shown unless the program has said otherwise of this logger."""
+    """Show lines unless the program has configured this logger itself."""
     if LOGGER.level == logging.NOTSET:
         LOGGER.setLevel(logging.INFO)
     if not LOGGER.handlers:
@@ -43,24 +43,24 @@ _set_up()
 
 
 def tell(message: str) -> None:
-    """Write a line about what is about to happen."""
+    """Log a line about work that begins now."""
     LOGGER.info(message)
 
 
 def be_silent() -> None:
-    """Tell nothing more: in a process that works for another one, which has told it."""
+    """Disable the logger, in a process that works for another one, which logs."""
     LOGGER.disabled = True
 
 
 @contextmanager
 def bar(description: str, total: int | None = None) -> Iterator[Advance]:
-    """Show a bar on stderr while the body runs, where that is a terminal and rich is installed.
+    """Show a bar on stderr while the body runs, if that is a terminal and rich is installed.
 
     Bars of several threads stand below one another.
 
     Args:
-        description: beside the bar.
-        total: steps that there are; None shows the time alone.
+        description: text beside the bar.
+        total: number of steps; None shows the time alone.
 
     Returns:
         A function that counts steps as done and describes what comes next.
@@ -96,7 +96,7 @@ class _Bars:
 
     @contextmanager
     def display(self) -> Iterator[Progress | None]:
-        """A display to add a bar to; None where none is to be seen."""
+        """Open the shared display; yield None where stderr shows no bars."""
         if not LOGGER.isEnabledFor(logging.INFO) or sys.stderr is None or not sys.stderr.isatty():
             yield None
             return

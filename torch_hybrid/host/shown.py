@@ -1,4 +1,4 @@
-"""What runners, engines and their counts show of themselves: a line, or a notebook's table."""
+"""A short form of runners, engines and counts: one line, or a table in a notebook."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from html import escape
 
 
 class Shown:
-    """Has ``__repr__`` and ``_repr_html_`` by its facts."""
+    """A mixin that makes ``__repr__`` and ``_repr_html_`` of an object's facts."""
 
     __slots__ = ()
 
     def facts(self) -> Mapping[str, str]:
-        """Tell what is worth a look, by name."""
+        """Collect the facts to show, by name."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

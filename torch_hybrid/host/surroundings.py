@@ -1,9 +1,9 @@
-"""What a caller set for its own code stays out of ours: dtypes, devices, modes.
+"""Isolation from the dtypes, devices and modes that a caller set for its own code.
 
-A default dtype or device changes what a factory call makes, autocast changes what a product
-computes, inference mode makes tensors that can never be written again outside of it; and compiled
-code is guarded by each of them, so that a step would be compiled again. All that is set here is of
-the calling thread alone: others may run the caller's own code meanwhile.
+A default dtype or device changes the tensors that a factory call makes. Autocast changes the
+result of a GEMM. Inference mode makes tensors that nobody can write outside of it. Compiled code is
+guarded by each of them, so a step would be compiled again. All settings here hold for the calling
+thread alone: other threads may run the caller's own code meanwhile.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch_hybrid.host.defaults import Defaults
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_AUTOCASTS = ("cpu", "cuda")  # devices, of which products could be cast
+_AUTOCASTS = ("cpu", "cuda")  # devices with autocast
 
 
 def isolated() -> AbstractContextManager[None]:
-    """A context with torch's own defaults, whatever surrounds it, which is then put back.
+    """Enter torch's own defaults, whatever the caller has set; restore the caller's at the end.
 
-    The default dtype is float32 and no default device is set, there is no autocast and no inference
-    mode. Deterministic algorithms and gradients stay as the caller set them.
+    Within, the default dtype is float32, and no default device, autocast or inference mode is on.
+    Deterministic algorithms and gradients stay as the caller set them.
 
     Raises:
-        UnsupportedError: tensors would be fake.
+        UnsupportedError: a FakeTensorMode is active, so tensors would be fake.
     """
     if _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
         raise UnsupportedError(
@@ -51,7 +51,7 @@ def isolated() -> AbstractContextManager[None]:
 
 
 def in_isolation(call: Callable[P, R]) -> Callable[P, R]:
-    """Make each call of a function run in a ``isolated`` context."""
+    """Make each call of a function run in an ``isolated`` context."""
 
     @wraps(call)
     def isolated_call(*args: P.args, **options: P.kwargs) -> R:
@@ -93,7 +93,7 @@ def _own_defaults() -> Iterator[None]:
 
 
 def _exchange(modes: list[torch.overrides.TorchFunctionMode]) -> None:
-    """Put modes in the place of all that are on this thread's stack."""
+    """Replace all modes on this thread's stack."""
     for _ in range(torch._C._len_torch_function_stack()):
         _pop_mode()
     for mode in modes:

@@ -1,8 +1,8 @@
-"""Unread weights of 8 bits: which scales belong to what is kept of them.
+"""Unread FP8 weights with the scales of their blocks.
 
-A stored weight [..., N, K] has the scales [..., ceil(N / 128), ceil(K / 128)] of its blocks. Where
-a part of it lies is known by its strides, and so are the scales of its blocks: nothing about scales
-is said in adapters, nor where models are cut.
+A stored weight [..., N, K] has scales [..., ceil(N / 128), ceil(K / 128)], one for each block. The
+strides of a part tell where it lies, and so which scales are its own. So neither adapters nor
+``shard`` deal with scales.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ def _is_scaled(part: Slice) -> bool:
 
 
 def stretches(content: Content) -> list[Content]:
-    """A weight [N, K] in as few stretches of rows as can each be one tensor: of 16 bits or more, or
-    of 8 and such that scales of their blocks say all."""
+    """Divide a weight [N, K] into the fewest runs of rows that can each be one tensor.
+
+    A run has 16-bit floats or wider, or it is FP8 and the scales of its own blocks describe it.
+    """
     found: list[Content] = []
     for rows in _rows(content):
         if found and _follows(found[-1], rows):
@@ -55,8 +57,11 @@ def _follows(before: Content, rows: Content) -> bool:
 
 
 def cut_at_block(content: Content, dim: int, start: int) -> list[Content]:
-    """A content that begins at ``start`` of a stored dim, in two where it goes on past the end of a
-    block that it does not begin."""
+    """Cut a content at the first block boundary along ``dim``, if it begins within a block.
+
+    ``start`` is the stored index at which the content begins. A content that lies in one block, or
+    begins with one, stays whole.
+    """
     size, rest = content.shape[dim], -start % BLOCK
     if rest == 0 or rest >= size:
         return [content]
@@ -64,14 +69,14 @@ def cut_at_block(content: Content, dim: int, start: int) -> list[Content]:
 
 
 def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, Unread]:
-    """The numbers of a weight [..., N, K] as they are stored, and the scales of their blocks.
+    """Divide an FP8 weight [..., N, K] into its stored numbers and the scales of their blocks.
 
     Args:
-        weight: unread, all of it stored in 8 bits.
-        num_parts: parts of rows that have blocks each for itself.
+        weight: an unread weight that is stored in FP8 as a whole.
+        num_parts: number of equal parts of rows; blocks begin anew in each part.
 
     Raises:
-        UnsupportedError: it is cut, or joined, within blocks.
+        UnsupportedError: the weight is cut, or joined, within blocks.
     """
     assert isinstance(weight, Unread)
     content, dim = weight.content, weight.ndim - 2
@@ -85,7 +90,7 @@ def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, U
 
 
 def _bare(content: Content) -> Content:
-    """Numbers as they are stored: what weights are worth is rounded where they are multiplied."""
+    """Drop the casts of a content: the GEMM that dequantizes the FP8 numbers rounds them."""
     if isinstance(content, Joined):
         return Joined(tuple(map(_bare, content.parts)), content.dim)
     _check_scaled(content)
@@ -128,7 +133,7 @@ def _scales_of(content: Content) -> Content:
 
 
 def _blocks(part: Slice, row: int, column: int) -> Content:
-    """The scales of all blocks that a slice touches."""
+    """Make a slice of the scales of all blocks that a slice touches."""
     stored = part.stored
     scales = stored.scales
     assert scales is not None
@@ -149,10 +154,10 @@ def _blocks(part: Slice, row: int, column: int) -> Content:
 
 
 def place_of(part: Slice) -> tuple[int, int]:
-    """The stored row and column at which a slice [..., n, k] begins.
+    """Find the stored row and column at which a slice [..., n, k] begins.
 
     Raises:
-        UnsupportedError: its rows and columns are not some that follow on one another.
+        UnsupportedError: its rows or columns are not consecutive stored ones.
     """
     *_, num_rows, depth = part.stored.shape
     strides = [*part.where.stride()]
@@ -167,8 +172,11 @@ def place_of(part: Slice) -> tuple[int, int]:
 
 
 def blocks_of(part: Slice, place: Tensor) -> list[tuple[Slice, Content, Tensor]]:
-    """A slice of 8 bits in such as have whole blocks of their own: each with its scales, and with
-    its place in a tensor of the slice's shape."""
+    """Cut an FP8 slice into pieces that begin at a block boundary, or lie within one block.
+
+    Returns:
+        Each piece, its scales, and its part of ``place``, a tensor of the whole slice's shape.
+    """
     found = []
     row, column = place_of(part)
     for rows, place_rows in _cut_both(part, place, -2, row):

@@ -1,8 +1,8 @@
-"""What an unread weight is made of: strided slices of stored tensors, joined.
+"""Contents of unread weights: strided slices of stored tensors, joined.
 
 The adapters of the families and ``shard`` merge, sort and cut weights with torch's own operations.
-Of a weight that has not been read those operations end here, and leave the same thing said of
-slices; nothing is read, or copied, before it is known which bytes are wanted and where they go.
+On an unread weight those operations end here, and do the same to slices. Nothing is read or copied
+before it is known which bytes are wanted and where they go.
 
     Slice     a view of one stored tensor, by sizes and strides
     Joined    several of these side by side along one dim
@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Size, Tensor
 
-# What becomes of the values as they are read, in this order: a cast, a product with a factor of the
-# shape of the slice, or what a function makes of them, in that shape.
+# A step that is applied to the values as they are read: a cast, a product with a factor of the
+# slice's shape, or a function that keeps that shape.
 Step = torch.dtype | Tensor | Callable[[Tensor], Tensor]
 
 
@@ -27,9 +27,9 @@ Step = torch.dtype | Tensor | Callable[[Tensor], Tensor]
 class Stored:
     """A tensor in a file: its values lie from byte ``start``, row-major.
 
-    ``scales`` are those of its blocks of 128 x 128, where its values are numbers of 8 bits. What is
-    ``packed`` has the shape of the weight, whose integers lie otherwise, and in tensors of their
-    own. A ``refusal`` is raised where a model takes the tensor.
+    ``scales`` belong to blocks of 128 x 128 of an FP8 tensor. A ``packed`` tensor has the shape of
+    the weight, but its integers lie in tensors of their own, in another layout. A ``refusal`` is
+    raised when a model takes the tensor.
     """
 
     name: str
@@ -43,14 +43,16 @@ class Stored:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether its values are worth nothing without scales."""
+        """True if the values have no meaning without scales."""
         return self.scales is not None or self.packed is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Where the integers of a weight [N, K] are, their scales and zero points: see
-    ``packed_integers.py``."""
+    """Stored integers of a weight [N, K], with their scales and zero points.
+
+    ``packed_integers.py`` describes the layouts.
+    """
 
     layout: str
     bits: int
@@ -63,8 +65,8 @@ class Packed:
 class Slice:
     """A part of a stored tensor.
 
-    ``where`` is on the meta device: its sizes, strides and offset, in elements from the tensor's
-    first, say which part.
+    ``where`` is a meta tensor. Its sizes, strides and offset select the part, in elements from the
+    first one of the stored tensor.
     """
 
     stored: Stored
@@ -73,22 +75,22 @@ class Slice:
 
     @classmethod
     def whole(cls, stored: Stored) -> Slice:
-        """All of a stored tensor, as it is stored."""
+        """Make a slice of a whole stored tensor."""
         where = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
         return cls(stored=stored, where=where)
 
     @property
     def shape(self) -> Size:
-        """Of the slice."""
+        """Shape of the slice."""
         return self.where.shape
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Slice:
-        """Another view of the same: of the slice, and of the factors on it."""
+        """Apply a view to the slice, and to the factors on it."""
         steps = tuple(view(step) if isinstance(step, Tensor) else step for step in self.steps)
         return replace(self, where=view(self.where), steps=steps)
 
     def made_of(self, values: Tensor) -> Tensor:
-        """What becomes of values of the slice's shape."""
+        """Apply the slice's casts, factors and functions to stored values of its shape."""
         for step in self.steps:
             if isinstance(step, torch.dtype):
                 values = values.to(step)
@@ -101,14 +103,14 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Parts of equal shapes but along ``dim``, where one follows the other."""
+    """Contents side by side along ``dim``; their shapes are equal but for that dim."""
 
     parts: tuple[Content, ...]
     dim: int
 
     @property
     def shape(self) -> Size:
-        """Of all parts together."""
+        """Shape of all parts together."""
         sizes = list(self.parts[0].shape)
         sizes[self.dim] = sum(part.shape[self.dim] for part in self.parts)
         return Size(sizes)
@@ -118,7 +120,7 @@ Content = Slice | Joined
 
 
 def join(parts: Sequence[Content], dim: int) -> Content:
-    """Parts side by side along ``dim``.
+    """Join contents side by side along ``dim``.
 
     Raises:
         ValueError: their other dims differ, or there is none.
@@ -134,7 +136,7 @@ def join(parts: Sequence[Content], dim: int) -> Content:
 
 
 def narrow(content: Content, dim: int, start: int, length: int) -> Content:
-    """As ``Tensor.narrow``."""
+    """Narrow a content, like ``Tensor.narrow``."""
     if isinstance(content, Slice):
         return content.viewed(lambda tensor: tensor.narrow(dim, start, length))
     if dim != content.dim:
@@ -151,7 +153,7 @@ def narrow(content: Content, dim: int, start: int, length: int) -> Content:
 
 
 def transpose(content: Content, a: int, b: int) -> Content:
-    """As ``Tensor.transpose``."""
+    """Transpose two dims of a content, like ``Tensor.transpose``."""
     if isinstance(content, Slice):
         return content.viewed(lambda tensor: tensor.transpose(a, b))
     dim = {a: b, b: a}.get(content.dim, content.dim)
@@ -159,16 +161,16 @@ def transpose(content: Content, a: int, b: int) -> Content:
 
 
 def reshape(content: Content, shape: Sequence[int]) -> Content:
-    """As ``Tensor.reshape``, to sizes that are all given.
+    """Reshape a content to sizes that are all given, like ``Tensor.reshape``.
 
     Raises:
-        NotImplementedError: seams lie so that no rows of the new shape are made of whole ones.
+        NotImplementedError: a seam between parts lies within the smallest rows of the new shape.
     """
     if isinstance(content, Joined):
         return _reshape_parts(content, shape)
     try:
         return content.viewed(lambda tensor: tensor.view(*shape))
-    except RuntimeError:  # no strides say it: then those of each row
+    except RuntimeError:  # no strides describe it: reshape each row
         if content.shape[0] == 1:
             return reshape(content.viewed(lambda tensor: tensor.squeeze(0)), shape)
         return _reshape_parts(_rows(content), shape)
@@ -179,7 +181,7 @@ def _rows(content: Content) -> Joined:
 
 
 def _reshape_parts(joined: Joined, shape: Sequence[int]) -> Content:
-    """Each part on its own, where the sizes let them lie side by side along one dim again."""
+    """Reshape each part on its own, if the parts then join along one dim again."""
     before, size = math.prod(joined.shape[: joined.dim]), joined.shape[joined.dim]
     dims = [dim for dim in range(len(shape)) if math.prod(shape[:dim]) == before]
     for dim in dims:
@@ -206,7 +208,7 @@ def _reshape_parts(joined: Joined, shape: Sequence[int]) -> Content:
 
 
 def followed_by(content: Content, step: Step) -> Content:
-    """The same, with one more thing done to the values; a factor has the shape of ``content``."""
+    """Append a step to be applied to the values; a factor has the shape of ``content``."""
     if isinstance(content, Slice):
         return replace(content, steps=(*content.steps, step))
     if not isinstance(step, Tensor):
@@ -217,14 +219,14 @@ def followed_by(content: Content, step: Step) -> Content:
 
 
 def leaves(content: Content) -> list[Slice]:
-    """The slices of a content."""
+    """List the slices of a content."""
     if isinstance(content, Slice):
         return [content]
     return [leaf for part in content.parts for leaf in leaves(part)]
 
 
 def slices(content: Content, where: Tensor) -> Iterator[tuple[Slice, Tensor]]:
-    """Each slice, and the part of ``where``, a tensor of the content's shape, that it fills."""
+    """List each slice with the part that it fills of ``where``, a tensor of the content's shape."""
     if isinstance(content, Slice):
         yield content, where
         return
@@ -234,5 +236,5 @@ def slices(content: Content, where: Tensor) -> Iterator[tuple[Slice, Tensor]]:
 
 
 def name_of(content: Content) -> str:
-    """The first stored tensor of it."""
+    """Name the first stored tensor of a content."""
     return content.stored.name if isinstance(content, Slice) else name_of(content.parts[0])

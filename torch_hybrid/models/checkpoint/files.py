@@ -1,4 +1,4 @@
-"""The tensors of a folder of safetensors: where they lie, by headers and index alone."""
+"""Tensors in a folder of safetensors: their places, by headers and index alone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch_hybrid.models.checkpoint.folder import Listed, listed, not_there
 from torch_hybrid.models.checkpoint.unread import Unread
 from torch_hybrid.ops.formats import block_scales
 
-_SCALES = "_scale_inv"  # behind the name of a weight of 8 bits
-_PREFIX = 8  # bytes, which say how long the header is
-_LONGEST_HEADER = 100_000_000  # bytes, as the format has it
+_SCALES = "_scale_inv"  # ending of the scales of an FP8 weight
+_PREFIX = 8  # bytes with the length of the header
+_LONGEST_HEADER = 100_000_000  # bytes, the limit of the format
 
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -39,16 +39,16 @@ _DTYPES = {
     "U8": torch.uint8,
 }
 
-# By which a file that was written to, or replaced, is known: inode, size, time of the last write.
+# Inode, size and time of the last write: they change if a file is written to or replaced.
 Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The tensors of a folder by name, and what its files were when their headers were read.
+    """Tensors of a folder by name, and the stamps that its files had when their headers were read.
 
-    ``gone`` has the tensors that the index names and no file has, and why, of files that are there;
-    ``lost`` those of files that are not.
+    ``gone`` has tensors that the index names but their file lacks, with the reason. ``lost`` has
+    tensors whose file is missing.
     """
 
     folder: Path
@@ -58,11 +58,11 @@ class Checkpoint:
     lost: Mapping[str, str] = field(default_factory=dict)
 
     def lacks(self, names: Iterable[str]) -> str:
-        """Say that tensors are missing, and what the index says of tensors that are."""
+        """Write an error about missing tensors, with the index's reasons."""
         return f"the checkpoint {self.folder} has missing keys: {sorted(names)}{self.reasons()}"
 
     def reasons(self) -> str:
-        """Say which tensors the index names and no file has, and why."""
+        """Write which tensors of the index no file has, and why."""
         by_reason: dict[str, list[str]] = defaultdict(list)
         for name, reason in {**self.gone, **self.lost}.items():
             by_reason[reason].append(name)
@@ -74,18 +74,20 @@ class Checkpoint:
     def unread(
         self, device: torch.device, dtype: torch.dtype = torch.bfloat16
     ) -> dict[str, Unread]:
-        """All tensors, to be read to ``device``; those that have scales are of ``dtype``."""
+        """Make an unread weight of each tensor, to be read to ``device``.
+
+        ``dtype`` is that of tensors with scales; others keep the stored one.
+        """
         return {
             name: Unread(Slice.whole(stored), dtype if stored.is_scaled else stored.dtype, device)
             for name, stored in self.tensors.items()
         }
 
     def with_block_scales(self) -> Checkpoint:
-        """The same where numbers of 8 bits have their scales, and scales are no tensors beside
-        them.
+        """Attach the scales of FP8 tensors to them, and drop them from the names.
 
-        Numbers whose scales are missing, or of another shape or dtype than blocks have, are refused
-        where a model takes them.
+        An FP8 tensor whose scales are missing, or have another shape or dtype, is refused when a
+        model takes it.
         """
         tensors = dict(self.tensors)
         for name, numbers in self.tensors.items():
@@ -112,10 +114,10 @@ class Checkpoint:
 
     @contextmanager
     def opened(self, paths: Iterable[Path]) -> Iterator[dict[Path, int]]:
-        """The descriptors of some files, which at the end must be as they were.
+        """Open files for reading; check before and after that they have not changed.
 
         Raises:
-            ValueError: one is gone, or was written to or replaced.
+            ValueError: a file is gone, or was written to or replaced.
         """
         files: dict[Path, int] = {}
         try:
@@ -141,22 +143,23 @@ class Checkpoint:
 def open_checkpoint(folder: Path, named: str | None = None) -> Checkpoint:
     """Read the headers of the files of a checkpoint that ``listed`` finds.
 
-    A tensor is that of the file that the index names; else, as for transformers, that of the last
-    of its files that has one. What is missing is told where a model takes it.
+    A tensor comes from the file that the index names. If the index does not name it, it comes from
+    the last file that has it, as in transformers. Without an index, a tensor in two files is
+    refused. What is missing or refused raises when a model takes it.
 
     Args:
-        folder: of the checkpoint.
-        named: a file of weights, or an index, that its config names.
+        folder: folder of the checkpoint.
+        named: a file of weights, or an index, that the config names.
 
     Raises:
         ValueError: there are no weights, or a file is truncated or no safetensors.
-        UnsupportedError: they are in GGUF alone.
+        UnsupportedError: the weights are in GGUF alone.
     """
     try:
         files = listed(folder, named)
         found: dict[str, list[Stored]] = defaultdict(list)
         stamps: dict[Path, Stamp] = {}
-        missing: dict[str, str] = {}  # files, and why
+        missing: dict[str, str] = {}  # reasons by file
         for name in files.names:
             if (reason := not_there(folder / name)) is not None:
                 missing[name] = reason
@@ -187,7 +190,7 @@ def open_checkpoint(folder: Path, named: str | None = None) -> Checkpoint:
 
 
 def _chosen(folder: Path, files: Listed, found: list[Stored]) -> Stored:
-    """The tensor that counts, of those of one name."""
+    """Choose the tensor that counts among those of one name; refuse two files without an index."""
     *others, last = found
     name = files.weight_map.get(last.name)
     for each in others:
@@ -201,10 +204,10 @@ def _chosen(folder: Path, files: Listed, found: list[Stored]) -> Stored:
 
 
 def _read_header(path: Path) -> tuple[list[Stored], Stamp]:
-    """The tensors of a file.
+    """Read the header of a file: its tensors, and the stamp of the file.
 
     Raises:
-        ValueError: its header cannot be, or says more or fewer bytes than the file has.
+        ValueError: the header is invalid, or describes more or fewer bytes than the file has.
     """
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
@@ -221,7 +224,7 @@ def _read_header(path: Path) -> tuple[list[Stored], Stamp]:
 
 
 def _header_of(file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
-    """Where the values begin, and what the header says."""
+    """Parse the header; return the byte at which the values begin, and the entries."""
     length = int.from_bytes(file.read(_PREFIX), "little")
     name = Path(file.name).name
     if size < _PREFIX or length > min(_LONGEST_HEADER, size - _PREFIX):

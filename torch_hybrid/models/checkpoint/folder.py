@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: what of a hub repository is fetched, and which files are read."""
+"""Folder of a checkpoint: the files to fetch from the hub, and those to read."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch_hybrid.errors import UnsupportedError
 ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
-# What is read of a folder beside weights.
+# Files that are read beside weights.
 _SAID = ("config.json", "generation_config.json")
-# Weights that somebody pickled, by their files' names.
+# File names of weights in other formats: pickles for the most part.
 _PICKLED = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.distcp", "*.h5", "*.msgpack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """The files of weights of a folder, which need not be there.
+    """Weight files of a folder; some may be missing.
 
     Attributes:
-        names: of the files, in the order in which they are read.
-        weight_map: which of them has a tensor, by the index; empty without one.
+        names: names of the files, in the order in which they are read.
+        weight_map: the file of each tensor, by the index; empty without one.
         index: the name of that index.
     """
 
@@ -36,18 +36,18 @@ class Listed:
 
 
 def listed(folder: Path, named: str | None = None) -> Listed:
-    """Find the files of weights: ``model.safetensors``, those that the index names, or without
-    either all ``*.safetensors``.
+    """Find the weight files of a folder.
 
-    An index that names ``model.safetensors`` among others is followed.
+    They are ``model.safetensors``, or those that the index names, or without either all
+    ``*.safetensors``. An index that names ``model.safetensors`` among others is followed.
 
     Args:
-        folder: of the checkpoint.
-        named: a file of weights, or an index, that its config names in the place of these.
+        folder: folder of the checkpoint.
+        named: a file of weights, or an index, that the config names instead of these.
 
     Raises:
-        ValueError: there is none, or the index is none.
-        UnsupportedError: there is GGUF alone.
+        ValueError: there are no weight files, or the index is invalid.
+        UnsupportedError: the weights are in GGUF alone.
     """
     if (found := _named(folder, named)) is not None:
         return found
@@ -74,7 +74,7 @@ def listed(folder: Path, named: str | None = None) -> Listed:
 
 
 def _named(folder: Path, named: str | None) -> Listed | None:
-    """The files that a config or an index names; None where nothing does."""
+    """List the files that a config or an index names; return None if nothing names any."""
     if named is not None:
         _check_inside(named, "the config's transformers_weights names")
         return _indexed(folder, named) if named.endswith(".json") else Listed(names=[named])
@@ -105,7 +105,7 @@ def _check_inside(name: str, who: str) -> None:
 
 
 def not_there(path: Path) -> str | None:
-    """Say that a file is missing, or what a link points to; None where it is there."""
+    """Write that a file, or the target of a link, is missing; return None if it is there."""
     if path.is_file():
         return None
     told = f"{path.name} is not there"
@@ -115,7 +115,7 @@ def not_there(path: Path) -> str | None:
 
 
 def _how_to_fetch(path: Path) -> str:
-    """How to get a file back, where it belongs to a cache of the hub."""
+    """Write how to get a file back: by a download if it belongs to a cache of the hub."""
     for snapshot in path.parents:
         repo = snapshot.parent.parent.name
         if snapshot.parent.name == "snapshots" and repo.startswith("models--"):
@@ -129,11 +129,11 @@ def _how_to_fetch(path: Path) -> str:
 
 
 def fetch_config(path_or_id: str) -> Path:
-    """Find a folder, or fetch of a hub id what says how its weights are read.
+    """Find a folder, or fetch the configs and indices of a hub id.
 
     Raises:
-        UnsupportedError: it has an adapter.
-        ValueError: it cannot be fetched, or is a link, or has one, to what is missing.
+        UnsupportedError: the checkpoint has an adapter.
+        ValueError: it cannot be fetched, or it is, or has, a link whose target is missing.
     """
     folder = Path(path_or_id)
     if not folder.is_dir():
@@ -154,7 +154,7 @@ def fetch_config(path_or_id: str) -> Path:
 
 
 def fetch_weights(path_or_id: str, folder: Path, named: str | None = None) -> None:
-    """Fetch the weights of a hub id that are read, beside what ``fetch_config`` brought.
+    """Fetch the weights of a hub id that are read, beside the files of ``fetch_config``.
 
     Raises:
         ValueError: they cannot be fetched.
@@ -175,7 +175,7 @@ def _fetched(
 ) -> Path:
     """Fetch files of a repository, of the revision that ``folder`` has.
 
-    Of a cache that is not whole, while the hub is out of reach, the folder is what there is.
+    If the hub is out of reach and the cache is incomplete, return the incomplete folder.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import IncompleteSnapshotError

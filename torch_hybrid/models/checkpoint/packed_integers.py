@@ -1,8 +1,8 @@
-"""Unread weights that are integers: where their numbers, scales and zero points are stored.
+"""Unread INT4 and INT8 weights: the stored layouts of numbers, scales and zero points.
 
-Numbers of a weight [N, K] have 4 bits, eight of them in an int32, or 8; they are stored as so much
-more than they are that none is negative, but those of int8. ``ops/formats/integers.py`` has the
-layout that products take. By layout, with G groups of a row:
+A weight [N, K] has INT4 numbers, eight of them in an int32 word, or INT8 ones. INT4, and INT8 in
+words, are stored unsigned: 8 or 128 more than their values. ``ops/formats/integers.py`` has the
+layout that GEMMs take. The stored layouts, with G groups of a row:
 
                 numbers           scales    zero points       made by
     rows        [N, K / 8]        [N, G]    [N / 8, G]        compressed-tensors, pack-quantized
@@ -10,14 +10,15 @@ layout that products take. By layout, with G groups of a row:
     columns_v1  the same, and zero points are stored as one less
     awq         [K, N / 8]        [G, N]    [G, N / 8]        AWQ; eight in an order of its own
 
-Eight numbers along K in an int32, the first in the lowest bits, are what products take four bytes
-for: such are copied as they lie, or transposed. The others are transposed in blocks of 8 x 8.
+A word of eight numbers along K, the first in the lowest bits, is four bytes of the GEMMs' layout.
+The reader copies or transposes such words. It transposes the others in blocks of 8 x 8 numbers.
 
     as stored                        as it is read                    what becomes of a block
     [K / 8, 8, N / 8] (awq)          [N / 8, 8, K / 8]                transposed
     zero points [N / 8, G]           [N / 8, 8, G], 8 times the same  one of eight each
 
-Adapters and ``cut`` see a weight [N, K] of floats. What they leave of it is known by its strides.
+Adapters and ``shard`` see a weight [N, K] of floats. The strides of the parts that they keep tell
+which numbers, scales and zero points to read.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from torch_hybrid.models.checkpoint.content import (
 from torch_hybrid.models.checkpoint.unread import Unread
 from torch_hybrid.ops.formats.integers import GROUPS, INT4, INT8
 
-IN_WORD = 8  # numbers of 4 bits in an int32
+IN_WORD = 8  # INT4 numbers in an int32
 _IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
-# Which of the eight numbers of an int32, from the lowest bits on, is that of each row.
+# The number of a word, from the lowest bits on, that belongs to each of eight rows.
 _ORDERS = {"awq": (0, 4, 1, 5, 2, 6, 3, 7)}
 _BIAS = {"columns_v1": 1}
 
 
 def group_of(stored: Stored) -> int:
-    """How many numbers of a row share one of the scales that products take; 0 of 8 bits.
+    """Choose the group size of a stored weight: numbers of a row that share a scale; 0 for INT8.
 
-    A row that has one scale in the file has the same for each of its groups.
+    A row with a single stored scale is divided into groups that repeat it.
     """
     packed = stored.packed
     assert packed is not None
@@ -67,14 +68,13 @@ def group_of(stored: Stored) -> int:
 
 
 def _scales(packed: Packed) -> Tensor:
-    """Where the scale of a row and of a group is: [N, G] on the meta device."""
+    """Make a meta view [N, G] of the stored scales."""
     where = Slice.whole(packed.scales).where
     return where if packed.layout == "rows" else where.T
 
 
 def _has_whole_rows(part: Slice) -> bool:
-    """Whether its rows are such as have int32 of their own, where a layout has those of 8 rows in
-    one."""
+    """Tell whether a slice cuts no word: some layouts pack numbers of 8 rows into one."""
     packed = part.stored.packed
     assert packed is not None
     row, _ = place_of(part)
@@ -86,7 +86,10 @@ def _is_blocked(packed: Packed) -> bool:
 
 
 def kind_of(content: Content) -> tuple[object, ...] | None:
-    """What rows have in common that can be one tensor; None of such as are floats, or become."""
+    """Describe the format of a content; rows with equal formats can be one tensor.
+
+    None stands for floats, and for integers that are cut within words: these become floats.
+    """
     part = leaves(content)[0]
     packed = part.stored.packed
     if packed is None or not all(map(_has_whole_rows, leaves(content))):
@@ -95,8 +98,7 @@ def kind_of(content: Content) -> tuple[object, ...] | None:
 
 
 def stretches(content: Content) -> list[Content]:
-    """A weight [N, K] in as few stretches of rows as can each be one tensor: of integers, or of
-    floats."""
+    """Divide a weight [N, K] into the fewest runs of rows that can each be one tensor."""
     parts = content.parts if isinstance(content, Joined) and content.dim == 0 else (content,)
     found: list[Content] = []
     for rows in parts:
@@ -108,10 +110,10 @@ def stretches(content: Content) -> list[Content]:
 
 
 def numbers_and_scales(weight: Unread) -> tuple[Unread, Unread]:
-    """The numbers of a weight [..., N, K] and their scales, as products take them.
+    """Divide a weight [..., N, K] into its numbers and their scales, in the GEMMs' layout.
 
     Raises:
-        UnsupportedError: it is cut within groups, or joined to what is stored otherwise.
+        UnsupportedError: the weight is cut within groups, or joined to one of another format.
     """
     parts = leaves(weight.content)
     kinds = {kind_of(part) for part in parts}
@@ -144,7 +146,7 @@ def numbers_and_scales(weight: Unread) -> tuple[Unread, Unread]:
 
 
 def _mapped(content: Content, part_of: Callable[[Slice], Content], is_blocked: bool) -> Content:
-    """What belongs to each slice, joined as these are; rows of blocks have two dims."""
+    """Map each slice of a content and join the results alike; blocked rows have two dims."""
     if isinstance(content, Slice):
         return part_of(content)
     is_last = content.dim == len(content.shape) - 1
@@ -208,7 +210,7 @@ def _scales_of(part: Slice) -> Content:
 
 
 def _with_leading(where: Tensor, part: Slice) -> Tensor:
-    """The dims, of one each, that a slice has before rows and columns."""
+    """Add the leading dims of a slice, all of size 1."""
     leading = part.shape[:-2]
     assert leading.numel() == 1
     return where[(None,) * len(leading)]
@@ -223,14 +225,15 @@ def _check_not_multiplied(part: Slice) -> None:
 
 
 def _less_128(stored: Tensor) -> Tensor:
-    """Numbers of 8 bits that are stored as 128 more than they are."""
+    """Convert UINT8 numbers, stored as 128 more than their values, to INT8."""
     return (stored ^ 128).view(INT8)
 
 
 def _transposed_blocks(words: Tensor) -> Tensor:
-    """[..., N / 8, 8, K / 8] of eight rows each, in AWQ's order, to words of eight columns each.
+    """Transpose blocks of AWQ words [..., N / 8, 8, K / 8]: from eight rows to eight columns each.
 
-    Halves of 4, of 2 and of 1 of the eight words change places with those of the numbers in them.
+    It is the recursive transposition of an 8 x 8 matrix: it swaps off-diagonal blocks of 4 x 4
+    numbers, then of 2 x 2, then of 1 x 1.
     """
     assert words.shape[-2] == IN_WORD
     words = words.clone(memory_format=torch.contiguous_format)
@@ -244,7 +247,7 @@ def _transposed_blocks(words: Tensor) -> Tensor:
 
 
 def _one_of_eight(layout: str, words: Tensor) -> Tensor:
-    """[..., 8, G, 1] of the same words eight times to the zero point of each of eight rows."""
+    """Unpack zero points: of [..., 8, G, 1] equal words, row i takes its own number."""
     order = _ORDERS.get(layout, _IN_ORDER)
     shifts = 4 * torch.tensor(order, dtype=torch.int64, device=words.device)
     stored = words >> shifts.to(torch.int32)[:, None, None]
@@ -252,8 +255,11 @@ def _one_of_eight(layout: str, words: Tensor) -> Tensor:
 
 
 def enclosing(part: Slice) -> tuple[Slice, tuple[slice, slice]]:
-    """The least part of a stored weight that has whole groups and words, as a slice [n, k]; and
-    which rows and columns of it a slice [..., n, k] is."""
+    """Extend a slice [..., n, k] to whole groups and words of its stored weight.
+
+    Returns:
+        The smallest such slice, of two dims, and the rows and columns of the given one in it.
+    """
     packed = part.stored.packed
     assert packed is not None
     _check_not_multiplied(part)

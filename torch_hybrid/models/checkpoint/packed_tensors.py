@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint whose weights are integers, by names: what belongs to one weight."""
+"""Names and shapes of the tensors that make up each integer weight of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch_hybrid.models.checkpoint.packed_integers import IN_WORD, group_of
 from torch_hybrid.models.checkpoint.pieces import values_of
 
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Eight zero points of 8 in a word, as they are stored.
+# A stored word of eight zero points of 8.
 _EIGHTS = {"columns": 0x88888888, "columns_v1": 0x77777777}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """What a config says of all integers of a checkpoint.
+    """Format of all integer weights of a checkpoint, by its config.
 
     Attributes:
-        layout: as ``packed_integers.py`` has them.
-        bits: of a number.
-        group: numbers of a row that share a scale; -1 for all of them.
+        layout: a layout of ``packed_integers.py``.
+        bits: bits of a number.
+        group: numbers of a row that share a scale; -1 for a whole row.
         has_zeros: whether groups have zero points.
-        words: whether numbers lie in int32; else they are int8.
+        words: whether numbers are packed into int32 words; else they are int8.
     """
 
     layout: str
@@ -39,10 +39,10 @@ class Scheme:
 
 
 def with_packed_integers(checkpoint: Checkpoint, scheme: Scheme) -> Checkpoint:
-    """The same where weights that are integers are one tensor each, as wide as what they are worth.
+    """Merge the tensors of each integer weight into one entry of the weight's own shape.
 
-    A weight is refused where a model takes it, if a tensor that belongs to it is missing, or of
-    another shape, dtype or order than ``scheme`` has.
+    A weight is refused when a model takes it, if one of its tensors is missing, or has another
+    shape, dtype or order than ``scheme``.
     """
     tensors = dict(checkpoint.tensors)
     endings = _ENDINGS[scheme.layout, scheme.words]
@@ -126,7 +126,7 @@ def _weight(
 
 
 def _shape(scheme: Scheme, numbers: Stored) -> tuple[int, int]:
-    """[N, K] of the weight."""
+    """Compute the shape [N, K] of a weight from that of its stored numbers."""
     if len(numbers.shape) != 2:
         raise ValueError(f"{numbers.name} must have 2 dimensions, got {[*numbers.shape]}")
     high, wide = numbers.shape
@@ -141,7 +141,7 @@ def _shape(scheme: Scheme, numbers: Stored) -> tuple[int, int]:
 
 
 def _laid_out(scheme: Scheme, what: str, shape: tuple[int, int]) -> tuple[int, ...]:
-    """How a tensor [N, K or G] that belongs to a weight is stored."""
+    """Compute the stored shape of a weight's numbers [N, K], scales or zero points [N, G]."""
     rows, columns = shape
     if what == "numbers":
         in_word = 32 // scheme.bits if scheme.words else 1
@@ -178,7 +178,7 @@ def _check(
 
 
 def _bytes(numbers: Stored, scheme: Scheme) -> Stored:
-    """Numbers of 8 bits as bytes, where four of them are in an int32."""
+    """View words of INT8 numbers as bytes, four to a word."""
     if scheme.bits == 4 or not scheme.words:
         return numbers
     high, wide = numbers.shape
@@ -194,7 +194,7 @@ def _values(checkpoint: Checkpoint, stored: Stored) -> Tensor:
 
 
 def _check_symmetric(checkpoint: Checkpoint, zeros: Stored, scheme: Scheme) -> None:
-    """Zero points that the config says there are none of must all be 8."""
+    """Check that all zero points are 8, if the config says that there are none."""
     word = _EIGHTS.get(scheme.layout, 0x88888888)
     eights = torch.tensor(word, dtype=torch.int64, device="cpu").to(torch.int32)
     if not (_values(checkpoint, zeros) == eights).all():
@@ -205,7 +205,7 @@ def _check_symmetric(checkpoint: Checkpoint, zeros: Stored, scheme: Scheme) -> N
 
 
 def _check_order(checkpoint: Checkpoint, order: Stored, depth: int, group: int) -> None:
-    """Columns must be in the groups that they are stored in."""
+    """Check that columns are in the order of their groups."""
     expected = torch.arange(depth, dtype=torch.int64, device="cpu") // group
     if order.shape != (depth,) or not torch.equal(_values(checkpoint, order).long(), expected):
         raise ValueError(

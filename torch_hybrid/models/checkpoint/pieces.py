@@ -1,8 +1,7 @@
-"""The bytes of slices: in pieces that are read at once, each to its place.
+"""Bytes of slices: read in pieces, each to its place.
 
-Pieces that follow one another in a file are read by one call. A piece that lies in one run, is of
-the dtype that its place has, and goes to the host is read into that memory; any other passes
-through a buffer.
+One call reads pieces that are consecutive in a file. A piece goes straight into host memory if it
+is contiguous, and its place is on the host and has the stored dtype. Others pass through a buffer.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from torch import Tensor
 
 from torch_hybrid.models.checkpoint.content import Content, Slice, leaves, slices
 
-PIECE_BYTES = 4 << 20  # of a file, that a thread reads at once
-LONG_RUN_BYTES = 64 << 10  # rows so far apart are read one by one, where little of them is kept
-_MOST_AT_ONCE = 256  # pieces; the kernel takes 1024
-_NAN = 0x7F  # of float8_e4m3fn, without its sign
-_NUM_BUFFERS = 2  # of a thread on its way to a GPU: one is filled while the other is copied
+PIECE_BYTES = 4 << 20  # bytes of a file that a thread reads at once
+LONG_RUN_BYTES = 64 << 10  # sparse rows this far apart are read one by one
+_MOST_AT_ONCE = 256  # pieces of one preadv call; Linux takes 1024
+_NAN = 0x7F  # NaN of float8_e4m3fn, without its sign
+_NUM_BUFFERS = 2  # buffers of a thread for a GPU: it fills one while the other is copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A slice, of at most ``PIECE_BYTES`` from its first value to its last, and where it goes.
+    """A slice that spans at most ``PIECE_BYTES`` of a file, and its place.
 
     Attributes:
-        start: its first byte in the file.
-        num_bytes: from its first value to its last.
-        is_plain: whether its bytes are those of the weight, one after the other.
+        start: the first byte in the file.
+        num_bytes: bytes from the first value to the end of the last.
+        is_plain: whether the bytes of the file are those of the place, in order.
     """
 
     part: Slice
@@ -45,7 +44,7 @@ class Piece:
 
     @classmethod
     def of(cls, part: Slice, place: Tensor) -> Piece:
-        """How a slice is read."""
+        """Make a piece of a whole slice."""
         stored, where = part.stored, part.where
         is_one_run = where.is_contiguous() and place.is_contiguous()
         steps = zip(where.shape, where.stride(), strict=True)
@@ -64,7 +63,7 @@ class Piece:
 
 
 def pieces_of(part: Slice, place: Tensor) -> Iterator[Piece]:
-    """A slice cut along its longest strides, until a thread can read each part of it at once."""
+    """Cut a slice along its longest strides into pieces that a thread reads at once."""
     if not place.numel():
         return
     piece, itemsize = Piece.of(part, place), part.where.itemsize
@@ -87,8 +86,10 @@ def pieces_of(part: Slice, place: Tensor) -> Iterator[Piece]:
 
 
 def stretches_of(pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """Pieces in the order of the files; those that are read at once together, of at most
-    ``PIECE_BYTES``."""
+    """Sort pieces by file and offset; group those that one call reads.
+
+    A group is consecutive in its file and has at most ``PIECE_BYTES``.
+    """
     found: list[list[Piece]] = []
     file, end, num_bytes = Path(), 0, 0
     for piece in sorted(pieces, key=lambda piece: (str(piece.file), piece.start)):
@@ -104,10 +105,10 @@ def stretches_of(pieces: Iterable[Piece]) -> list[list[Piece]]:
 
 
 class Reader:
-    """One thread's way to the files, with buffers for what cannot be read in place.
+    """A thread's reader of files, with buffers for pieces that cannot be read in place.
 
-    To a GPU, ``device``, everything passes through them, and nothing waits for it but a buffer that
-    is filled anew.
+    For a GPU as ``device``, all pieces pass through the buffers. The thread waits only for a buffer
+    that it is about to fill again.
     """
 
     def __init__(self, files: Mapping[Path, int], device: torch.device) -> None:
@@ -116,7 +117,7 @@ class Reader:
         self._turn = 0
 
     def read(self, stretch: Sequence[Piece]) -> None:
-        """Read pieces that follow one another in a file, each to its place."""
+        """Read consecutive pieces of a file, each to its place."""
         if all(piece.is_plain and piece.place.is_cpu for piece in stretch):
             self._fill([piece.place for piece in stretch], stretch)
             return
@@ -129,20 +130,20 @@ class Reader:
         buffer.was_used()
 
     def _put(self, piece: Piece, raw: Tensor) -> None:
-        """Bytes of the host to where a piece belongs, as what becomes of them."""
+        """Convert bytes on the host to the values of a piece, at its place."""
         part, place = piece.part, piece.place
         if piece.is_plain:
             place.view(-1).view(torch.uint8).copy_(raw, non_blocking=True)
             return
         raw = raw.to(place.device, non_blocking=True)
-        if raw.storage_offset() % part.where.itemsize:  # behind values of fewer bytes
+        if raw.storage_offset() % part.where.itemsize:  # unaligned: a narrower dtype lies before it
             raw = raw.clone()
         values = raw.view(part.stored.dtype)
         values = values.as_strided(part.where.shape, part.where.stride(), values.storage_offset())
         place.copy_(part.made_of(values))
 
     def _next_buffer(self) -> _Buffer:
-        """That which was used longest ago, when it is free."""
+        """Wait for the buffer that was used longest ago; return it."""
         if len(self._buffers) < (1 if self._device.type == "cpu" else _NUM_BUFFERS):
             self._buffers.append(_Buffer(self._device))
         self._turn += 1
@@ -151,7 +152,7 @@ class Reader:
         return buffer
 
     def _fill(self, memory: Sequence[Tensor], stretch: Sequence[Piece]) -> None:
-        """Read the bytes of each piece to memory of the host."""
+        """Read the bytes of each piece into host memory."""
         targets = [
             memoryview((ctypes.c_char * piece.num_bytes).from_address(target.data_ptr()))
             for target, piece in zip(memory, stretch, strict=True)
@@ -170,7 +171,7 @@ class Reader:
 
 
 class _Buffer:
-    """Host memory that a device copies from while the next one is filled."""
+    """Host memory that a device copies from while the next buffer is filled."""
 
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
@@ -179,18 +180,18 @@ class _Buffer:
         self._copied = torch.cuda.Event() if is_cuda else None
 
     def was_used(self) -> None:
-        """What the device was told so far reads it."""
+        """Record that the copies launched so far read the buffer."""
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Until the device has read it."""
+        """Wait until the device has read the buffer."""
         if self._copied is not None:
             self._copied.synchronize()
 
 
 def count_not_finite(values: Tensor) -> int:
-    """How many values are NaN or infinite."""
+    """Count the values that are NaN or infinite."""
     if not values.is_floating_point() or not _may_be_not_finite(values):
         return 0
     if values.dtype == torch.float8_e4m3fn:
@@ -199,10 +200,10 @@ def count_not_finite(values: Tensor) -> int:
 
 
 def _may_be_not_finite(values: Tensor) -> Tensor:
-    """Whether floats hold a NaN or infinity, or their sum overflows; read where it is asked for."""
-    if values.dtype == torch.float8_e4m3fn:  # of which nothing is infinite, and torch has no sums
+    """Compute a flag: the floats hold a NaN or infinity, or their sum overflows."""
+    if values.dtype == torch.float8_e4m3fn:  # it has no infinity, and torch no sum of it
         return (_without_sign(values) == _NAN).any()
-    # A sum of 16 bits soon overflows; on a CPU one in another dtype is that of a copy.
+    # A 16-bit sum soon overflows; on a CPU a sum in another dtype would copy the values first.
     dtype = None if values.device.type == "cpu" else torch.float32
     return ~values.sum(dtype=dtype).isfinite()
 
@@ -212,11 +213,11 @@ def _without_sign(values: Tensor) -> Tensor:
 
 
 def not_finite(weights: Sequence[Tensor], pieces: Sequence[Piece]) -> Counter[str]:
-    """How many values are NaN or infinite, by the stored tensor that they are of.
+    """Count NaN and infinite values by the stored tensor that they come from.
 
     Args:
-        weights: on one device, of which one number each is looked at if all are finite.
-        pieces: that they were read in.
+        weights: weights on one device. If all are finite, one sum of each is computed.
+        pieces: the pieces in which they were read.
     """
     doubts = [_may_be_not_finite(weight) for weight in weights if weight.is_floating_point()]
     found: Counter[str] = Counter()
@@ -228,7 +229,7 @@ def not_finite(weights: Sequence[Tensor], pieces: Sequence[Piece]) -> Counter[st
 
 @contextmanager
 def reader_of(*contents: Content) -> Iterator[Reader]:
-    """Reads some contents to the host, now."""
+    """Open the files of some contents for a reader to the host."""
     files: dict[Path, int] = {}
     try:
         for file in {part.stored.file for content in contents for part in leaves(content)}:
@@ -240,14 +241,14 @@ def reader_of(*contents: Content) -> Iterator[Reader]:
 
 
 def read_content(reader: Reader, content: Content, place: Tensor) -> None:
-    """All of a content to a tensor of its shape."""
+    """Read a content into a tensor of its shape."""
     for part, where in slices(content, place):
         for piece in pieces_of(part, where):
             reader.read([piece])
 
 
 def values_of(content: Content, dtype: torch.dtype) -> Tensor:
-    """What a content is, read now, on the host."""
+    """Read a content's values to the host."""
     values = torch.empty(content.shape, dtype=dtype, device="cpu")
     with reader_of(content) as reader:
         read_content(reader, content, values)

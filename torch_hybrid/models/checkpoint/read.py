@@ -1,6 +1,6 @@
-"""The bytes of unread weights, from files straight to where a model keeps them.
+"""Reading of unread weights, from files straight to the memory where a model keeps them.
 
-Threads take pieces in the order of the files, each the next.
+Each thread takes the next pieces in the order of the files.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def read_weights(
     """Read every unread parameter and buffer of ``module``, and move the others to ``device``.
 
     Args:
-        module: whose weights are replaced; one that has several places stays one.
-        checkpoint: that they are of.
-        device: where they go.
-        on_host: unread parameters that go to memory of the host, which a GPU reads in place.
-        label: of the progress bar, which is shown on a terminal.
+        module: the module whose weights are replaced; a tied weight stays tied.
+        checkpoint: the checkpoint of the weights.
+        device: the device of the new weights.
+        on_host: unread parameters that go to pinned host memory, which a GPU reads in place.
+        label: label of the progress bar, which is shown on a terminal.
 
     Returns:
-        What each weight was made of.
+        The content that each weight was read from.
 
     Raises:
-        UnsupportedError: the values of a weight are stored as no floats of 16 bits or more.
+        UnsupportedError: a weight is neither stored in 16-bit floats or wider, nor with scales.
         ValueError: a file is unreadable or was changed meanwhile, or weights have NaN or infinite
             values.
     """
@@ -114,7 +114,7 @@ def _sizes(weights: Sequence[Unread]) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def needed_bytes(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> int:
-    """What the unread weights of ``module`` will take, but those that only parts ``without`` have.
+    """Count the bytes of a module's unread weights, but for those that only ``without`` has.
 
     Raises:
         UnsupportedError: as :func:`read_weights`.
@@ -132,7 +132,7 @@ def needed_bytes(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> int
 def read_rows(
     weight: Tensor, first: int, count: int, checkpoint: Checkpoint, device: torch.device
 ) -> Tensor:
-    """Rows of an unread weight, at most ``count`` of them, on ``device``.
+    """Read at most ``count`` rows of an unread weight, from row ``first`` on, to ``device``.
 
     Raises:
         UnsupportedError, ValueError: as ``read_weights`` does.
@@ -152,13 +152,13 @@ def _pieces(content: Content, place: Tensor) -> Iterator[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class _Widened:
-    """Numbers and their scales, read to be multiplied where nothing takes both."""
+    """Numbers and scales that are read apart, then dequantized: the model keeps floats."""
 
     place: Tensor
     numbers: Tensor
     scales: Tensor
     pieces: list[Piece]
-    wanted: tuple[slice, ...] = ()  # of what they are worth
+    wanted: tuple[slice, ...] = ()  # the part of the dequantized values
 
     @classmethod
     def of(cls, part: Slice, scales: Content, place: Tensor) -> _Widened:
@@ -184,7 +184,7 @@ class _Widened:
         self.place.copy_(worth[self.wanted])
 
 
-# Where modules keep a weight: their parameters or buffers, and its name there.
+# The places of each weight: a module's parameters or buffers, and its name there.
 _Places = dict[Tensor, list[tuple[dict[str, Tensor | None], str]]]
 
 
@@ -199,7 +199,7 @@ def _places(module: nn.Module) -> _Places:
 
 
 def _unread_of(places: _Places) -> list[Unread]:
-    """The weights that are to be read, checked."""
+    """Select the unread weights, and check that all can be read."""
     for weight, where in places.items():
         if weight.is_meta:
             raise NotImplementedError(f"{where[0][1]} is made of values that are not read yet")
@@ -209,8 +209,10 @@ def _unread_of(places: _Places) -> list[Unread]:
 
 
 def _check_dtypes(weights: Iterable[Unread]) -> None:
-    """Refuse tensors that cannot be read, and integers and floats of 8 bits where floats are
-    wanted: they are worth nothing without scales."""
+    """Refuse tensors that cannot be read as the floats that a model wants.
+
+    Integers and FP8 numbers without scales are such: they have no meaning.
+    """
     for weight in weights:
         for part in leaves(weight.content):
             stored, made = part.stored, part.steps[-1:]
@@ -227,8 +229,10 @@ def _check_dtypes(weights: Iterable[Unread]) -> None:
 def _read_all(
     pieces: list[Piece], checkpoint: Checkpoint, device: torch.device, label: str | None
 ) -> None:
-    """Read all pieces in several threads, with a bar unless there is no label; the first error ends
-    it."""
+    """Read all pieces in several threads, with a bar if there is a label.
+
+    The first error stops all threads.
+    """
     num_bytes = sum(piece.num_bytes for piece in pieces)
     num_threads = _MOST_THREADS if device.type == "cpu" else min(_DEVICE_THREADS, _MOST_THREADS)
     with (
@@ -239,15 +243,15 @@ def _read_all(
         todo, stop, lock = iter(stretches_of(pieces)), threading.Event(), threading.Lock()
 
         def work() -> Counter[str]:
-            """How many values of each stored tensor are NaN or infinite."""
-            torch.set_num_threads(1)  # else each copy starts as many as there are cores
+            """Read stretches until none is left; count NaN and infinite values by stored tensor."""
+            torch.set_num_threads(1)  # else each copy starts a thread per core
             reader, found = Reader(files, device), Counter[str]()
-            for stretch in todo:  # of all threads: each takes the next
+            for stretch in todo:  # shared: each thread takes the next
                 if stop.is_set():
                     break
                 reader.read(stretch)
                 for piece in stretch:
-                    if piece.place.is_cpu:  # while it is in the cache
+                    if piece.place.is_cpu:  # while the cache holds the piece
                         found[piece.part.stored.name] += count_not_finite(piece.place)
                 with lock:
                     bar.update(sum(piece.num_bytes for piece in stretch))
@@ -262,14 +266,14 @@ def _read_all(
 
 
 def _refuse_not_finite(found: Counter[str]) -> None:
-    """Raise ValueError where stored tensors have so many NaN or infinite values."""
+    """Raise ValueError if stored tensors have NaN or infinite values."""
     if found := +found:
         counts = ", ".join(f"{name} has {count}" for name, count in sorted(found.items()))
         raise ValueError(f"weight {counts} NaN or infinite values")
 
 
 def progress_bar(num_bytes: int, label: str | None) -> Any:
-    """Shown on a terminal alone."""
+    """Make a progress bar, which is shown on a terminal alone."""
     from tqdm import tqdm
 
     disable = None if label else True
@@ -278,7 +282,7 @@ def progress_bar(num_bytes: int, label: str | None) -> Any:
 
 @contextmanager
 def _worker_threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that may change how many threads torch uses."""
+    """Start threads that may change torch's number of threads; restore it at the end."""
     num_threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(count, thread_name_prefix="read weights") as threads:

@@ -1,4 +1,4 @@
-"""Unread weights that have scales, whatever their format: what is kept of them, and how."""
+"""Unread weights with scales, in any format: rows that can be one tensor, and their scales."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_hybrid.models.checkpoint.unread import Unread
 
 
 def has_scales(weight: Tensor | None) -> bool:
-    """Whether some of a weight is stored smaller, with scales."""
+    """Tell whether a part of a weight is stored with scales (FP8, INT8 or INT4)."""
     if not isinstance(weight, Unread):
         return False
     return any(part.stored.is_scaled for part in leaves(weight.content))
@@ -21,8 +21,12 @@ def _is_packed(content: Content) -> bool:
 
 
 def stretches(weight: Unread) -> list[tuple[Unread, bool]]:
-    """A weight [N, K] in as few stretches of rows as can each be one tensor, and whether it is one
-    that keeps scales: the others are floats, or become such as they are read."""
+    """Divide a weight [N, K] into the fewest runs of rows that can each be one tensor.
+
+    Returns:
+        Each run, and whether it keeps its scales; other runs are floats, or are dequantized when
+        they are read.
+    """
     content = weight.content
     is_packed = _is_packed(content)
     parts = (packed_integers if is_packed else block_scales).stretches(content)
@@ -35,14 +39,14 @@ def stretches(weight: Unread) -> list[tuple[Unread, bool]]:
 
 
 def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, Unread]:
-    """The numbers of a weight [..., N, K] and their scales, as products take them.
+    """Divide a weight [..., N, K] into its numbers and their scales, in the GEMMs' layout.
 
     Args:
-        weight: unread, all of it with scales of one kind.
-        num_parts: parts of rows that have blocks of 8-bit floats each for itself.
+        weight: an unread weight, all of it with scales of one kind.
+        num_parts: number of equal parts of rows; FP8 blocks begin anew in each part.
 
     Raises:
-        UnsupportedError: it is cut, or joined, within what shares a scale.
+        UnsupportedError: the weight is cut, or joined, within numbers that share a scale.
     """
     assert isinstance(weight, Unread)
     if _is_packed(weight.content):

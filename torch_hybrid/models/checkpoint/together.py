@@ -1,4 +1,4 @@
-"""Ranks that load together: what fails on one fails on all, and none waits for it."""
+"""Ranks that load together: an error on one rank ends the load on all."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch_hybrid.errors import CapacityError
 
 
 class Together:
-    """Runs its body on every rank of a group; all leave it together, or all with an error.
+    """A context that every rank of a group enters; all leave it together, or all with an error.
 
     Args:
-        group: the ranks; None for a process by itself.
+        group: the ranks; None for a single process.
 
     Raises:
-        ValueError: the body failed on another rank; the message names it and says why.
+        ValueError: the body failed on another rank; the message names the rank and its error.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -50,18 +50,20 @@ class Together:
 def check_room_together(
     group: dist.ProcessGroup | None, num_bytes: int, device: torch.device, *, what: str, limits: str
 ) -> None:
-    """Refuse what ranks would allocate of one memory, a host's or a device's, if it has no room for
-    all of them together. Every rank of the group makes this call, and all raise alike.
+    """Check that a host's or a device's memory has room for all ranks that share it.
+
+    Every rank of the group makes this call, and all raise alike.
 
     Args:
-        group: the ranks; None for a process by itself.
-        num_bytes: that this rank will allocate.
-        device: where.
-        what: is to be allocated, for the message.
+        group: the ranks; None for a single process.
+        num_bytes: bytes that this rank will allocate.
+        device: the device of that memory.
+        what: the thing to allocate, for the message.
         limits: the arguments that make it smaller.
 
     Raises:
-        CapacityError: with the bytes that each rank needs and the bytes that there are.
+        CapacityError: there is no room; it names the bytes that each rank needs and those that are
+            free.
     """
     if group is None:
         check_room(num_bytes, device, what=what, limits=limits)
@@ -85,7 +87,7 @@ def check_room_together(
 
 
 def _memory_of(device: torch.device) -> str:
-    """A name of a device's memory that is the same in all processes that share it."""
+    """Name a device's memory alike in all processes that share it."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return f"{device.type} of {platform.node()}"

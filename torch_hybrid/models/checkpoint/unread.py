@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as tensors that can be handed on, cut and joined before they are read."""
+"""Unread weights: tensors that can be handed on, cut and joined before they are read."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torch_hybrid.models.checkpoint.pieces import read_content, reader_of
 
 aten = torch.ops.aten
 
-_COMPARED = 512 << 10  # bytes of either weight at once
+_COMPARED = 512 << 10  # bytes of each weight that are compared at once
 
 
 class Unread(Tensor):
-    """A weight that is known by its content alone.
+    """A weight that is described by its content; it has no values yet.
 
-    Views, joins, casts and products with factors give another such weight, contiguous as far as
-    anybody can see. Whatever needs its values gives a tensor on the meta device, which has none:
-    transformers initialises what it then throws away.
+    Views, joins, casts and products with factors give another unread weight, which looks
+    contiguous. An operation that needs values gives a tensor on the meta device: transformers
+    initialises weights that it then throws away.
 
     Args:
-        content: what it is made of.
-        dtype: of its values once they are read.
-        device: where they will be.
-        shape: of the weight, where ``content`` says the same bytes in another one.
-        unit: the dtype of what the content has of these bytes, where it is another than ``dtype``.
+        content: the slices that make up the weight.
+        dtype: dtype of the values once they are read.
+        device: device of the values.
+        shape: shape of the weight, if ``content`` has the same bytes in another shape.
+        unit: dtype of the content, if it has the same bytes in another dtype.
     """
 
     content: Content
@@ -65,7 +65,7 @@ class Unread(Tensor):
         self.unit = unit or dtype
 
     def place_in(self, memory: Tensor) -> Tensor:
-        """Memory of this weight's shape and dtype, as its content has it."""
+        """View memory of this weight's shape and dtype in those of its content."""
         return memory.view(self.unit).view(self.content.shape)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -166,15 +166,17 @@ def _ones_like(x: Unread, **_options: Any) -> Unread:
 
 
 def _equal(x: Unread, y: Unread) -> bool:
-    """The one question that is answered by reading: whether weights that may be tied have the same
-    bits."""
+    """Compare the bits of two weights, which may be tied.
+
+    No other operation reads values.
+    """
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     if not x.numel():
         return True
     row_bytes = x.nbytes // len(x)
-    num_rows = max(1, _COMPARED // row_bytes)  # few: they stay in the cache
-    # Bytes of Python's own: torch would wake its threads to compare each of these.
+    num_rows = max(1, _COMPARED // row_bytes)  # few rows stay in the cache
+    # Python compares these bytes: torch would wake its threads each time.
     memory = [bytearray(num_rows * row_bytes) for _ in range(2)]
     values = [torch.frombuffer(own, dtype=x.dtype).view(num_rows, *x.shape[1:]) for own in memory]
     with reader_of(x.content, y.content) as reader:

@@ -1,8 +1,8 @@
-"""New values for weights that were read from a checkpoint, by the names that it has for them.
+"""New values for weights that were read from a checkpoint, by the checkpoint's names.
 
-What each weight is made of is known since it was read (``content.py``): a stored tensor's parts go
-to the same places through the same casts and factors, those of merged projections, of stacked
-experts and of this rank's share alike.
+The content of each weight is known since it was read (``content.py``). The parts of a new tensor go
+to the same places, through the same casts and factors. That holds for merged projections, stacked
+experts and this rank's shard alike.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models.checkpoint.content import Content, Slice, Stored, leaves, slices
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-_INNER = "hf_model."  # before the names that transformers has for weights
+_INNER = "hf_model."  # prefix of transformers' names for weights
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a weight was made of as it was read, and where a module keeps it.
+    """A weight's content as it was read, and the place where a module keeps the weight.
 
-    ``unit`` is the dtype of what the content has of its bytes.
+    ``unit`` is the dtype in which the content views the weight's bytes.
     """
 
     content: Content
@@ -35,22 +35,22 @@ class Origin:
 
     @property
     def weight(self) -> Tensor | None:
-        """As it is now."""
+        """The weight as it is now."""
         return self.store.get(self.name)
 
     def places(self) -> Iterator[tuple[Slice, Tensor]]:
-        """Each slice of stored tensors, and the part of the weight that it fills."""
+        """List each slice of a stored tensor with the part of the weight that it fills."""
         assert self.weight is not None
         return slices(self.content, self.weight.detach().view(self.unit).view(self.content.shape))
 
 
 class Origins:
-    """Of all weights of a model that were read from a checkpoint.
+    """Origins of all weights of a model that were read from a checkpoint.
 
     Args:
         origins: one for each weight.
-        known: all tensors of the checkpoint, by name: those of which the model has nothing are
-            taken for granted, and written nowhere.
+        known: all tensors of the checkpoint, by name. New values for a tensor that the model does
+            not use are checked, and written nowhere.
     """
 
     def __init__(self, origins: Sequence[Origin], known: Mapping[str, Stored]) -> None:
@@ -63,8 +63,11 @@ class Origins:
                 self._of[name].append(origin)
 
     def tied(self, model: nn.Module) -> dict[str, str]:
-        """Return by name the tensors of the checkpoint that were not read since layers of their
-        names share a weight, and the tensor that it was read from."""
+        """Find the tensors that were not read because another one has their weight.
+
+        Returns:
+            The name of the tensor that was read, by the name of the one that was not.
+        """
         read = {
             id(origin.weight): name
             for name, origins in self._of.items()
@@ -94,7 +97,7 @@ class Origins:
                 )
 
     def check(self, name: str, values: Tensor) -> None:
-        """Raise ValueError unless ``values`` are finite, and as the checkpoint has this weight."""
+        """Raise ValueError unless ``values`` are finite, and match the checkpoint's tensor."""
         stored = self._stored.get(name)
         if stored is None:
             raise ValueError(
@@ -111,7 +114,7 @@ class Origins:
             raise ValueError(f"weight {name} has {count} NaN or infinite values")
 
     def check_complete(self, names: Collection[str]) -> None:
-        """Raise ValueError unless there are values for all that the model was made of."""
+        """Raise ValueError unless there are values for every tensor of the model."""
         if missing := sorted(self._of.keys() - set(names)):
             listed = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
             raise ValueError(
@@ -120,7 +123,7 @@ class Origins:
             )
 
     def write(self, name: str, values: Tensor) -> None:
-        """Put values that were checked where they belong."""
+        """Write checked values into all weights that use this tensor."""
         values = values.detach().contiguous()
         for origin in self._of.get(name, ()):
             for part, place in origin.places():
@@ -133,20 +136,20 @@ class Origins:
 def checked_update(
     model: nn.Module, origins: Origins | None, weights: Weights, *, partial: bool
 ) -> Callable[[], None]:
-    """What writes new weights, after all that can be known before is checked.
+    """Check new weights as far as possible; return the function that writes them.
 
     Args:
-        model: whose weights are written.
-        origins: of them; None where none were read as they are.
-        weights: values by the names of the checkpoint. Of a mapping or a sequence everything is
-            checked here; of an iterator each when it comes.
+        model: the model whose weights are written.
+        origins: the origins of its weights; None if none was read as it is stored.
+        weights: values by the names of the checkpoint. A mapping or a sequence is checked here as a
+            whole; weights of an iterator are checked as they come.
         partial: whether some may be missing.
 
     Raises:
         UnsupportedError: the model has no weights that can be written by these names.
-        ValueError: a name is unknown or comes twice, a shape or dtype is not the checkpoint's, some
-            values are not finite, some weights are missing, or one that is shared comes with
-            different values.
+        ValueError: a name is unknown or comes twice, or a shape or dtype is not the checkpoint's.
+            Or values are not finite, weights are missing, or a shared weight comes with different
+            values.
     """
     if origins is None:
         raise UnsupportedError(
@@ -175,10 +178,10 @@ def checked_update(
 def _once(
     weights: Iterable[tuple[str, Tensor]], tied: Mapping[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name each weight as it was read; one that layers share may come under several names.
+    """Rename each weight to the tensor that was read; a shared one may come under several names.
 
     Raises:
-        ValueError: it comes with other values then.
+        ValueError: its values then differ.
     """
     first: dict[str, tuple[str, Tensor]] = {}
     for name, values in weights:
@@ -200,7 +203,7 @@ def _check(origins: Origins, name: str, values: Tensor, seen: set[str]) -> None:
 
 
 def _write(origins: Origins, weights: Iterable[tuple[str, Tensor]], *, partial: bool) -> None:
-    """Check and write one after the other; an error notes what is in by then."""
+    """Check and write weights one by one; an error notes how many are written by then."""
     seen: set[str] = set()
     try:
         for name, values in weights:

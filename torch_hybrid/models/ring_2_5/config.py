@@ -1,4 +1,4 @@
-"""What a ``config.json`` of Ring-2.5 says, and which of it can be served."""
+"""Config of Ring-2.5, read from its ``config.json``; what cannot be served is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_hybrid.specs import LatentSpec, LayerSpec, LayerTable, LightningSpec
 
 ARCHITECTURE = "BailingMoeV2_5ForCausalLM"
 
-# Fields that the published model has, each with the one value that is served here.
+# Fields of the published model of which a single value is served.
 _FIXED: Mapping[str, object] = {
     "hidden_act": "silu",
     "moe_router_enable_expert_bias": True,
@@ -29,7 +29,7 @@ _FIXED: Mapping[str, object] = {
 
 
 def is_ring_2_5(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is of this family.
+    """Tell whether a ``config.json`` belongs to this family.
 
     The published ones share their ``model_type`` with Ling-3, which is another architecture.
     """
@@ -38,7 +38,7 @@ def is_ring_2_5(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring25Config:
-    """The sizes of a model, by the names of its ``config.json``."""
+    """Sizes of a model, by the names of its ``config.json``."""
 
     vocab_size: int
     hidden_size: int
@@ -75,10 +75,10 @@ class Ring25Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Ring25Config:
-        """Read a ``config.json``; fields that change nothing here are left out.
+        """Read a ``config.json``; ignore fields that change nothing here.
 
         Raises:
-            UnsupportedError: a field says what is not served.
+            UnsupportedError: a field has a value that is not served.
             ValueError: a field is missing.
         """
         for name, value in _FIXED.items():
@@ -95,24 +95,24 @@ class Ring25Config:
         return cls(**given)
 
     def is_latent(self, layer_id: int) -> bool:
-        """Whether a layer has MLA: the last of each group, and all past the last whole group."""
+        """Tell whether a layer has MLA: the last of each group, and all past the whole groups."""
         size = self.layer_group_size
         whole_groups = self.num_hidden_layers // size * size
         return (layer_id + 1) % size == 0 or layer_id >= whole_groups
 
     def is_dense(self, layer_id: int) -> bool:
-        """Whether a layer has one MLP instead of experts."""
+        """Tell whether a layer has one MLP instead of experts."""
         return layer_id < self.first_k_dense_replace
 
     @property
     def shared_width(self) -> int:
-        """The width of the experts that every token takes, as one MLP."""
+        """Width of the shared experts, which are one MLP."""
         width = self.moe_shared_expert_intermediate_size or self.moe_intermediate_size
         return width * self.num_shared_experts
 
     @property
     def rotary_specs(self) -> dict[str, RotarySpec]:
-        """The rotary embedding of each kind of layer."""
+        """Rotary embedding of each kind of layer."""
         lightning_dim = int(self.head_dim * self.partial_rotary_factor) if self.linear_rope else 0
         dims = {"lightning_attention": lightning_dim, "latent_attention": self.qk_rope_head_dim}
         return {
@@ -122,7 +122,7 @@ class Ring25Config:
 
     @property
     def lightning(self) -> LightningSpec:
-        """The facts of the lightning layers."""
+        """Spec of the lightning layers."""
         return LightningSpec(
             num_heads=self.num_attention_heads,
             head_dim=self.head_dim,
@@ -135,7 +135,7 @@ class Ring25Config:
 
     @property
     def latent(self) -> LatentSpec:
-        """The facts of the MLA layers."""
+        """Spec of the MLA layers."""
         qk_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         return LatentSpec(
             num_heads=self.num_attention_heads,
@@ -147,7 +147,7 @@ class Ring25Config:
         )
 
     def table(self) -> LayerTable:
-        """The layers."""
+        """Make the layer table."""
         layers: list[LayerSpec] = [
             self.latent if self.is_latent(layer_id) else self.lightning
             for layer_id in range(self.num_hidden_layers)

@@ -1,7 +1,7 @@
 """Ring-2.5 as a module of its own, called on packed ragged batches.
 
-Seven or so lightning layers to one of multi-head latent attention; an MLP in the first layers and
-a mixture of experts in the others. Weights are on the meta device until they are loaded.
+There are about seven lightning layers to one of multi-head latent attention. The first layers have
+an MLP, the others a mixture of experts. Weights are on the meta device until they are loaded.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from torch_hybrid.models.ring_2_5.rotary import RotaryTable
 from torch_hybrid.models.transformers_hooks import OURS_TO_RUN, refuse_generate, refuse_save
 from torch_hybrid.ranks import Ranks
 
-LATENT_NORM_EPS = 1e-6  # of the norms inside MLA: fixed by the model, whatever the config says
+LATENT_NORM_EPS = 1e-6  # eps of MLA's norms: the model fixes it, whatever the config says
 
 
 class Ring25(nn.Module):
-    """What a runner needs of a model: its layers, and a forward over packed tokens.
+    """Ring-2.5 as a runner needs it: its layers, and a forward over packed tokens.
 
     Args:
         config: the sizes.
-        dtype: of the weights.
-        generation_config: how the checkpoint asks for its tokens to be drawn, and what ends a
-            sequence, where it is not as ``config`` says; see ``Sampling.of``.
+        dtype: dtype of the weights.
+        generation_config: the checkpoint's sampling and end tokens, which override ``config``; see
+            ``Sampling.of``.
     """
 
     num_position_axes = 1
@@ -54,8 +54,8 @@ class Ring25(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.table = config, config.table()
-        self.ranks: Ranks | None = None  # those that share the model, after ``shard``
-        self.origins: Origins | None = None  # of weights that were read from a checkpoint
+        self.ranks: Ranks | None = None  # ranks that share the model, after ``shard``
+        self.origins: Origins | None = None  # origins of weights read from a checkpoint
         self.vocab_size, self.generation_config = config.vocab_size, generation_config
         self.max_positions = config.max_position_embeddings
         eos = generation_config.get("eos_token_id", config.eos_token_id)
@@ -72,41 +72,41 @@ class Ring25(nn.Module):
         )
 
     def new_weights(self, weights: Weights, *, partial: bool) -> Callable[[], None]:
-        """What writes new weights in the place of those that were read; see ``checked_update``."""
+        """Check new weights; return the function that writes them (``checked_update``)."""
         return checked_update(self, self.origins, weights, partial=partial)
 
     @property
     def embedding(self) -> nn.Module:
-        """Tokens to vectors."""
+        """Embedding of the tokens."""
         return self.word_embeddings
 
     @property
     def head(self) -> nn.Module:
-        """Hidden states to the vocabulary."""
+        """Projection of hidden states to the vocabulary."""
         return self.lm_head
 
     def replace_vocabulary(self, embedding: nn.Module, head: nn.Module) -> None:
-        """Put others in the place of ``embedding`` and ``head``."""
+        """Replace ``embedding`` and ``head``."""
         self.word_embeddings, self.lm_head = embedding, head
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights and of the cached latents."""
+        """Dtype of the weights and of the cached latents."""
         return dtype_of(self.lm_head)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.lm_head.parameters()).device
 
     @property
     def all_layers(self) -> list[nn.Module]:
-        """The decoder layers, as the table has them."""
+        """Decoder layers, in the order of the table."""
         return list(self.layers)
 
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
-        """Have the first ``count`` layers alone, while a step is traced."""
+        """Keep only the first ``count`` layers, while a step is traced."""
         whole, self.layers = self.layers, self.layers[:count]
         try:
             yield
@@ -114,11 +114,11 @@ class Ring25(nn.Module):
             self.layers = whole
 
     def generate(self, *_args: object, **_options: object) -> None:
-        """Say what generates instead."""
+        """Refuse: the error names what generates instead."""
         refuse_generate()
 
     def save_pretrained(self, *_args: object, **_options: object) -> None:
-        """Say what can be saved instead."""
+        """Refuse: the error names what can be saved instead."""
         refuse_save()
 
     def forward(
@@ -134,14 +134,14 @@ class Ring25(nn.Module):
         Args:
             tokens: [T] int64.
             positions: [T] int64.
-            step: plans, caches and table. The caches are mutated as the plans say.
-            input_ids: as transformers' models are called, which is refused.
+            step: plans, caches and table. The caches are mutated at the rows that the plans name.
+            input_ids: an argument of transformers' models, which is refused.
 
         Returns:
             [T, dim] hidden states after the last norm.
 
         Raises:
-            UnsupportedError: it is called as transformers' models are, without a step.
+            UnsupportedError: the call is one of transformers' models, without a step.
         """
         if tokens is None or positions is None or step is None:
             raise UnsupportedError(OURS_TO_RUN)
@@ -153,13 +153,13 @@ class Ring25(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, dim] hidden states to [R, vocab_size] logits."""
+        """Map hidden states [R, dim] to logits [R, vocab_size]."""
         logits: Tensor = self.lm_head(hidden)
         return logits
 
 
 class Ring25Layer(nn.Module):
-    """A mixer and an MLP or experts, each after a norm and added to what went in."""
+    """A mixer, then an MLP or experts, each behind a norm and with a residual."""
 
     def __init__(self, config: Ring25Config, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Ring25Layer(nn.Module):
         )
 
     def forward(self, x: Tensor, rotary: dict[str, Rotary], step: LayerStep) -> Tensor:
-        """[T, dim] -> [T, dim]."""
+        """Map [T, dim] to [T, dim]; the mixer mutates its cache."""
         entry, plan, cache = step.mixer()
         x = x + self.mixer(self.input_norm(x), plan, cache, rotary[entry.kind])
         out: Tensor = x + self.mlp(self.mlp_norm(x))
@@ -188,7 +188,7 @@ class Ring25Layer(nn.Module):
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """Projections to queries and latents, attention over all latents so far, projection."""
+    """MLA: projections to queries and latents, attention over all latents so far, projection."""
 
     def __init__(self, config: Ring25Config, dtype: torch.dtype) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.out_proj = linear(spec.num_heads * spec.v_dim, dim, dtype)
 
     def forward(self, x: Tensor, plan: LatentPlan, cache: LayerCache, rotary: Rotary) -> Tensor:
-        """[T, dim] -> [T, dim]; ``cache`` is mutated at the rows that the plan names."""
+        """Map [T, dim] to [T, dim]; ``cache`` is mutated at the rows that the plan names."""
         spec = self.spec
         q = self.q_proj(x).unflatten(-1, (spec.num_heads, spec.qk_dim))
         q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
@@ -243,9 +243,9 @@ class MultiHeadLatentAttention(nn.Module):
 
 
 def layer_factor(config: Ring25Config, layer_id: int) -> float:
-    """How fast the heads of a layer forget, against the first: hardly at all in the last.
+    """Compute the factor on the decay rates of a layer: 1 in the first, nearly 0 in the last.
 
-    As the engines that serve the model count, from 0; the model file that is published with the
-    weights takes ``layer_id - 1`` here.
+    Layers count from 0, as in the engines that serve the model. The model file that is published
+    with the weights uses ``layer_id - 1`` here.
     """
     return 1 - layer_id / max(config.num_hidden_layers - 1, 1) + 1e-5

@@ -12,12 +12,12 @@ from torch_hybrid.models.ring_2_5.config import Ring25Config
 
 
 def linear(inputs: int, outputs: int, dtype: torch.dtype) -> nn.Linear:
-    """A projection without bias, its weight to be loaded."""
+    """Make a projection without bias, on the meta device until it is loaded."""
     return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device="meta")
 
 
 class MLP(nn.Module):
-    """``down(silu(gate x) * up x)``; one projection gives ``[gate | up]``."""
+    """An MLP, ``down(silu(gate x) * up x)``; one projection gives ``[gate | up]``."""
 
     def __init__(self, dim: int, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -25,16 +25,17 @@ class MLP(nn.Module):
         self.down_proj = linear(width, dim, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, dim] -> [T, dim]."""
+        """Map [T, dim] to [T, dim]."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
 
 
 class GroupLimitedRouter(nn.Module):
-    """Chooses experts by biased sigmoid scores, within the best groups; weighs by the bare scores.
+    """Router that chooses experts by biased sigmoid scores, within the best groups.
 
-    A group's score is the sum of its two best.
+    A group's score is the sum of its two best. The weights of the experts come from the scores
+    without bias.
     """
 
     expert_bias: Tensor
@@ -50,7 +51,7 @@ class GroupLimitedRouter(nn.Module):
         self.register_buffer("expert_bias", bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, dim] -> expert ids and their float32 weights, [T, k] each."""
+        """Choose experts for x [T, dim]: ids and float32 weights, [T, k] each."""
         scores = F.linear(x.float(), self.weight.float()).sigmoid()
         groups = (scores + self.expert_bias).unflatten(-1, (self.num_groups, -1))
         best = groups.topk(2, dim=-1).values.sum(-1).topk(self.topk_group, dim=-1).indices
@@ -64,7 +65,7 @@ class GroupLimitedRouter(nn.Module):
 
 
 class ExpertWeights(nn.Module):
-    """The weights of the routed experts, as they are loaded, until an implementation takes them."""
+    """Loaded weights of the routed experts, until an implementation takes them."""
 
     def __init__(self, config: Ring25Config, dtype: torch.dtype) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class ExpertWeights(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The chosen experts of each token, and one MLP that all tokens take."""
+    """The chosen experts of each token, and one shared MLP."""
 
     def __init__(self, config: Ring25Config, dtype: torch.dtype) -> None:
         super().__init__()
@@ -87,6 +88,6 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = MLP(config.hidden_size, config.shared_width, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, dim] -> [T, dim]."""
+        """Map [T, dim] to [T, dim]."""
         out: Tensor = self.experts(x, *self.router(x)) + self.shared_experts(x)
         return out

@@ -16,7 +16,7 @@ from torch_hybrid.layers.rotary import Rotary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotarySpec:
-    """How many dims of a head are rotated, how fast, and YaRN's parameters or None."""
+    """Rotated dims of a head, their base frequency, and the parameters of YaRN or None."""
 
     dim: int
     theta: float
@@ -31,13 +31,13 @@ class RotarySpec:
 
 
 def rope_type(scaling: Mapping[str, Any] | None) -> str:
-    """The kind of scaling, under its new name or its old one."""
+    """Look up the kind of scaling, under its new name or its old one."""
     given = scaling or {}
     return str(given.get("rope_type", given.get("type", "default")))
 
 
 def mscale(scaling: Mapping[str, Any] | None, field: str) -> float:
-    """What YaRN's ``field`` multiplies by: a function of the factor, 1 where it is not set."""
+    """Compute YaRN's attention scale for ``field``; 1 if that is not set."""
     if rope_type(scaling) == "default" or not scaling or not scaling.get(field):
         return 1.0
     factor: float = scaling["factor"]
@@ -61,24 +61,24 @@ class RotaryTable(nn.Module):
         self.amplitude = 1.0 if is_plain else _yarn_amplitude(spec.scaling or {})
 
     def forward(self, positions: Tensor) -> Rotary:
-        """[T] int64 positions to their rotary table."""
+        """Make the rotary table of positions [T] int64."""
         angles = positions[:, None].float() * self.inv_freq
         return Rotary(angles.cos() * self.amplitude, angles.sin() * self.amplitude)
 
 
 def _plain(spec: RotarySpec) -> Tensor:
-    """[R / 2] float64 ``theta^(-2 i / R)``."""
+    """Compute plain frequencies, [R / 2] float64: ``theta^(-2 i / R)``."""
     dims = torch.arange(0, spec.dim, 2, dtype=torch.float64, device="cpu")
     return spec.theta ** -(dims / max(spec.dim, 1))
 
 
 def _yarn(spec: RotarySpec) -> Tensor:
-    """Fast dims as they are, slow dims slowed by the factor, those between them blended."""
+    """Compute YaRN's frequencies: slow dims are divided by the factor, middle ones blended."""
     scaling = spec.scaling or {}
     length = scaling["original_max_position_embeddings"]
 
     def dim_of(rotations: float) -> float:
-        """The dim that turns so often over the original length."""
+        """Find the dim that makes this many rotations over the original length."""
         turns = math.log(length / (rotations * 2 * math.pi))
         return spec.dim * turns / (2 * math.log(spec.theta))
 
@@ -91,7 +91,7 @@ def _yarn(spec: RotarySpec) -> Tensor:
 
 
 def _yarn_amplitude(scaling: Mapping[str, Any]) -> float:
-    """The factor on cosines and sines."""
+    """Compute YaRN's factor on cosines and sines."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):

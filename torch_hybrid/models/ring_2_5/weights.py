@@ -1,4 +1,4 @@
-"""Loading Ring-2.5 from safetensors of the published layout."""
+"""Weights of Ring-2.5 from safetensors of the published layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.ring_2_5.config import Ring25Config
 from torch_hybrid.models.ring_2_5.model import Ring25
 
-# Our weights and the published ones, whose rows they hold one after the other.
+# Our weights, each with the published ones that it concatenates by rows.
 Sources = Mapping[str, Sequence[str]]
 
 _NORMS: Sources = {
@@ -55,7 +55,7 @@ _OUTER: Sources = {
 
 
 def sources(config: Ring25Config) -> dict[str, Sequence[str]]:
-    """Every weight of ours, but those of routed experts, and the published ones it is made of."""
+    """List our weights, but for routed experts, with the published ones that make up each."""
     outer = dict(_OUTER)
     if config.tie_word_embeddings:
         outer["lm_head.weight"] = outer["word_embeddings.weight"]
@@ -86,7 +86,7 @@ def _mlp_sources(name: str) -> Sources:
 
 
 def expert_sources(config: Ring25Config) -> dict[str, list[Sequence[str]]]:
-    """The weights of routed experts: for each expert, the published ones it is made of."""
+    """List our weights of routed experts, with each expert's published ones."""
     return {
         f"layers.{layer_id}.mlp.experts.{ours}": [
             [f"model.layers.{layer_id}.mlp.experts.{expert}.{name}.weight" for name in published]
@@ -101,7 +101,7 @@ def expert_sources(config: Ring25Config) -> dict[str, list[Sequence[str]]]:
 
 
 def _is_of_draft(name: str, num_layers: int) -> bool:
-    """Whether a weight is of the layers after the last, which predict further tokens."""
+    """Tell whether a weight belongs to the layers after the last, which are an MTP head."""
     head, _, rest = name.partition("model.layers.")
     return head == "" and rest != "" and int(rest.partition(".")[0]) >= num_layers
 
@@ -113,14 +113,14 @@ def make_unread_ring_2_5(
     dtype: torch.dtype | str,
     device: torch.device,
 ) -> Ring25:
-    """A model of the weights of a checkpoint, of which none is read.
+    """Make a model of the unread weights of a checkpoint.
 
     Args:
-        checkpoint: its tensors.
-        sizes: what its ``config.json`` says of the model.
-        config: all that it says.
-        dtype: of the weights; "auto" takes the config's.
-        device: where they will be.
+        checkpoint: the tensors of the checkpoint.
+        sizes: sizes of the model, from its ``config.json``.
+        config: the whole ``config.json``.
+        dtype: dtype of the weights; "auto" takes the config's.
+        device: the device to which they will be read.
 
     Raises:
         ValueError: a weight is missing, unexpected, or of another shape than the config says.
@@ -154,7 +154,7 @@ def make_unread_ring_2_5(
 
 
 def _check_names(checkpoint: Checkpoint, needed: set[str], num_layers: int) -> None:
-    """Raise ValueError unless it has the weights needed, and no others of these layers."""
+    """Raise ValueError if needed weights are missing, or these layers have others."""
     given = checkpoint.tensors.keys()
     foreign = {name for name in given if not _is_of_draft(name, num_layers)} - needed
     if missing := needed - given:
@@ -168,7 +168,7 @@ def _check_names(checkpoint: Checkpoint, needed: set[str], num_layers: int) -> N
 def _check_rows(
     folder: Path, names: Sequence[str], parts: Sequence[Tensor], shape: Sequence[int]
 ) -> None:
-    """Raise ValueError unless the rows of some weights, one after the other, have a shape."""
+    """Raise ValueError unless some weights, row after row, make up ``shape``."""
     shapes = [[*part.shape] for part in parts]
     rows, *rest = shape
     if sum(given[0] for given in shapes) != rows or any(given[1:] != rest for given in shapes):
@@ -186,7 +186,7 @@ def _dtype(dtype: torch.dtype | str, config: Mapping[str, Any]) -> torch.dtype:
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:
-    """How the checkpoint asks for its tokens to be drawn; empty where it does not say."""
+    """Read the checkpoint's sampling and end tokens; return nothing if it has none."""
     file = folder / "generation_config.json"
     config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return config
