@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_models import BUILDERS
-from torch_hybrid.models.families import FAMILIES, NOT_SERVED, table_of
+from torch_hybrid.models.families import FAMILIES, NOT_SERVED, architecture_of
 from torch_hybrid.models.ring_2_5.config import ARCHITECTURE as RING_2_5
 from torch_hybrid.ops.block_attention import op as block_attention
 from torch_hybrid.ops.capability import Implementation
@@ -174,7 +174,7 @@ def _model_rows() -> Iterator[str]:
         config = build().config
         family = FAMILIES[config.model_type]
         kinds = mixers.setdefault(family.model_types, {})
-        kinds.update(dict.fromkeys(table_of(config).kinds))
+        kinds.update(dict.fromkeys(architecture_of(config).table.kinds))
         axes[family.model_types] = family.num_position_axes
     assert {model_type for types in mixers for model_type in types} == set(FAMILIES)
     for types, kinds in mixers.items():

@@ -15,6 +15,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.biased_attention import BiasedAttention, BranchConvolution
 from torch_hybrid.models.family import (
     Family,
+    Logits,
     Swap,
     joined_projection,
     listed,
@@ -26,19 +27,6 @@ from torch_hybrid.models.family import (
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH, MIN_WIDTH
 from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
-
-
-def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
-    require(config, "hidden_act", config.hidden_act, ["silu"])
-    require_fields(config, shared_expert_sink=True)
-    for mlp_type in config.mlp_layer_types:
-        require(config, "mlp_layer_types", mlp_type, ["dense", "sparse"])
-    if config.n_shared_experts < 1:
-        raise UnsupportedError(
-            f"{config.model_type}: config field n_shared_experts must be positive, "
-            f"got {config.n_shared_experts}"
-        )
-    return layer_specs(config, scale=lambda head_dim: 1 / head_dim)
 
 
 def layer_specs(
@@ -157,20 +145,6 @@ class _Mixture(nn.Module):
         return out[None]
 
 
-def _prepare(model: Any) -> None:
-    """Put ours in the place of attention's branch convolution, and make shared experts the last of
-    all experts."""
-    for layer in model.layers:
-        own, dtype = layer.self_attn, layer.input_layernorm.weight.dtype
-        for convolution in (own.k_sconv, own.v_sconv, layer.attn_sconv, layer.mlp_sconv):
-            conv1d = convolution.conv1d  # which transformers keeps in float32
-            conv1d.weight = parameter(conv1d.weight.detach().to(dtype))
-        ours = _branch_convolution(layer.attn_sconv, "attention")
-        layer.attn_sconv = _ConvolutionAdapter(ours, BranchConvolutionSpec.kind)
-        if "experts" in layer.mlp._modules:
-            layer.mlp = _mixture(layer.mlp)
-
-
 def _branch_convolution(module: Any, branch: str) -> BranchConvolution:
     return BranchConvolution(parameter(module.conv1d.weight.detach().squeeze(1)), branch)
 
@@ -212,21 +186,55 @@ def _text_class() -> type[nn.Module]:
     return InklingForCausalLM
 
 
-INKLING = Family(
-    model_types=("inkling_mm_model", "inkling_text"),
-    specs=_specs,
-    swaps={
-        "paged_attention": Swap(attribute="self_attn", make=_attention, adapter=_AttentionAdapter),
-        "branch_convolution": Swap(
+class InklingFamily(Family):
+    model_types = ("inkling_mm_model", "inkling_text")
+    swaps = (
+        Swap(
+            kind="paged_attention",
+            attribute="self_attn",
+            make=_attention,
+            adapter=_AttentionAdapter,
+        ),
+        Swap(
+            kind="branch_convolution",
             attribute="mlp_sconv",
             make=lambda module, spec: _branch_convolution(module, "feed_forward"),
             adapter=_ConvolutionAdapter,
         ),
-    },
-    vocab_size=lambda config: config.unpadded_vocab_size or config.vocab_size,
-    logits_scale=lambda config: 1 / config.logits_mup_width_multiplier,
-    step_names=("step", "past_key_values"),
-    prepare=_prepare,
-    taken=(".attn_sconv", ".shared_experts"),
-    text_class=_text_class,
-)
+    )
+    hf_layer_step_arguments = ("step", "past_key_values")
+    hf_taken_modules = (".attn_sconv", ".shared_experts")
+
+    def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
+        require(config, "hidden_act", config.hidden_act, ["silu"])
+        require_fields(config, shared_expert_sink=True)
+        for mlp_type in config.mlp_layer_types:
+            require(config, "mlp_layer_types", mlp_type, ["dense", "sparse"])
+        if config.n_shared_experts < 1:
+            raise UnsupportedError(
+                f"{config.model_type}: config field n_shared_experts must be positive, "
+                f"got {config.n_shared_experts}"
+            )
+        return layer_specs(config, scale=lambda head_dim: 1 / head_dim)
+
+    def backbone(self, model: Any) -> None:
+        """Put ours in the place of attention's branch convolution, and make shared experts the last
+        of all experts."""
+        for layer in model.layers:
+            own, dtype = layer.self_attn, layer.input_layernorm.weight.dtype
+            for convolution in (own.k_sconv, own.v_sconv, layer.attn_sconv, layer.mlp_sconv):
+                conv1d = convolution.conv1d  # which transformers keeps in float32
+                conv1d.weight = parameter(conv1d.weight.detach().to(dtype))
+            ours = _branch_convolution(layer.attn_sconv, "attention")
+            layer.attn_sconv = _ConvolutionAdapter(ours, BranchConvolutionSpec.kind)
+            if "experts" in layer.mlp._modules:
+                layer.mlp = _mixture(layer.mlp)
+
+    def logits(self, config: Any) -> Logits:
+        return Logits(
+            vocab_size=config.unpadded_vocab_size or config.vocab_size,
+            scale=1 / config.logits_mup_width_multiplier,
+        )
+
+    def text_class(self) -> type[nn.Module]:
+        return _text_class()

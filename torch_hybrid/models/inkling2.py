@@ -18,6 +18,7 @@ from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.sink_attention import DynamicSinkAttention, SinkAttention
 from torch_hybrid.models.family import (
     Family,
+    Logits,
     Swap,
     joined_projection,
     parameter,
@@ -30,20 +31,6 @@ from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
 
 Streams = tuple[Tensor, Tensor]  # the present block's sum [1, T, dim], all others' [1, T, B, dim]
-
-
-def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
-    # What Inkling has, and transformers does not read here.
-    require_fields(config, hidden_act="silu", n_shared_experts=0, logits_mup_width_multiplier=1.0)
-    for mlp_type in config.to_dict().get("mlp_layer_types") or ():
-        require(config, "mlp_layer_types", mlp_type, ["sparse"])
-    for name in ("mlp_gate_softcap", "mlp_up_softcap", "n_layers_per_attn_res_block"):
-        if getattr(config, name) <= 0:
-            raise UnsupportedError(
-                f"{config.model_type}: config field {name} must be positive, "
-                f"got {getattr(config, name)}"
-            )
-    return layer_specs(config, scale=lambda head_dim: head_dim**-0.5, sinks=True)
 
 
 def _attention(module: Any, spec: AttentionSpec) -> SinkAttention:
@@ -194,28 +181,6 @@ class _FinalInput(nn.Module):
         return mixed
 
 
-def _prepare(model: Any) -> None:
-    """Put layers of ours around the modules of the model's."""
-    config = model.config
-    blocks_of = config.n_layers_per_attn_res_block
-    num_blocks = -(-config.num_hidden_layers // blocks_of)
-    for number, layer in enumerate(model.layers):
-        dtype = layer.self_attn.q_proj.weight.dtype
-        for part in layer.modules():
-            if isinstance(part, nn.Conv1d):  # which transformers keeps in float32
-                part.weight = parameter(part.weight.detach().to(dtype))
-        gate = layer.mlp.gate  # which transformers multiplies in float32
-        gate.weight = parameter(gate.weight.detach().float())
-        model.layers[number] = _DecoderLayer(layer, number, blocks_of, num_blocks)
-    model.final_input = _FinalInput(_residual(model.final_input, num_blocks, num_blocks))
-
-
-def _experts(module: Any) -> FusedExperts:
-    activation = module.act_fn
-    softcaps = activation.gate_softcap.softcap, activation.up_softcap.softcap
-    return FusedExperts(module.gate_up_proj, module.down_proj, softcaps=softcaps)
-
-
 @cache
 def _text_class() -> type[nn.Module]:
     from transformers.core_model_loading import WeightRenaming
@@ -238,20 +203,65 @@ def _text_class() -> type[nn.Module]:
     return Inkling2ForCausalLM
 
 
-INKLING2 = Family(
-    model_types=("inkling2", "inkling2_text"),
-    specs=_specs,
-    swaps={
-        "paged_attention": Swap(attribute="self_attn", make=_attention, adapter=_AttentionAdapter),
-        "branch_convolution": Swap(
+class Inkling2Family(Family):
+    model_types = ("inkling2", "inkling2_text")
+    swaps = (
+        Swap(
+            kind="paged_attention",
+            attribute="self_attn",
+            make=_attention,
+            adapter=_AttentionAdapter,
+        ),
+        Swap(
+            kind="branch_convolution",
             attribute="post_mlp_convolution",
             make=lambda module, spec: _branch_convolution(module, "feed_forward"),
         ),
-    },
-    experts=_experts,
-    vocab_size=lambda config: config.unpadded_vocab_size,
-    logits_softcap=lambda config: config.final_logit_softcapping,
-    prepare=_prepare,
-    taken=(".post_attention_convolution", ".attention_input", ".mlp_input", ".final_input"),
-    text_class=_text_class,
-)
+    )
+    hf_taken_modules = (
+        ".post_attention_convolution",
+        ".attention_input",
+        ".mlp_input",
+        ".final_input",
+    )
+
+    def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
+        # What Inkling has, and transformers does not read here.
+        require_fields(
+            config, hidden_act="silu", n_shared_experts=0, logits_mup_width_multiplier=1.0
+        )
+        for mlp_type in config.to_dict().get("mlp_layer_types") or ():
+            require(config, "mlp_layer_types", mlp_type, ["sparse"])
+        for name in ("mlp_gate_softcap", "mlp_up_softcap", "n_layers_per_attn_res_block"):
+            if getattr(config, name) <= 0:
+                raise UnsupportedError(
+                    f"{config.model_type}: config field {name} must be positive, "
+                    f"got {getattr(config, name)}"
+                )
+        return layer_specs(config, scale=lambda head_dim: head_dim**-0.5, sinks=True)
+
+    def backbone(self, model: Any) -> None:
+        """Put layers of ours around the modules of the model's."""
+        config = model.config
+        blocks_of = config.n_layers_per_attn_res_block
+        num_blocks = -(-config.num_hidden_layers // blocks_of)
+        for number, layer in enumerate(model.layers):
+            dtype = layer.self_attn.q_proj.weight.dtype
+            for part in layer.modules():
+                if isinstance(part, nn.Conv1d):  # which transformers keeps in float32
+                    part.weight = parameter(part.weight.detach().to(dtype))
+            gate = layer.mlp.gate  # which transformers multiplies in float32
+            gate.weight = parameter(gate.weight.detach().float())
+            model.layers[number] = _DecoderLayer(layer, number, blocks_of, num_blocks)
+        model.final_input = _FinalInput(_residual(model.final_input, num_blocks, num_blocks))
+
+    def experts(self, module: Any) -> FusedExperts:
+        activation = module.act_fn
+        softcaps = activation.gate_softcap.softcap, activation.up_softcap.softcap
+        return FusedExperts(module.gate_up_proj, module.down_proj, softcaps=softcaps)
+
+    def logits(self, config: Any) -> Logits:
+        return Logits(vocab_size=config.unpadded_vocab_size, softcap=config.final_logit_softcapping)
+
+    def text_class(self) -> type[nn.Module]:
+        return _text_class()

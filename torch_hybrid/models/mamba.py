@@ -38,19 +38,6 @@ class MaskedMambaAdapter(LinearAttentionAdapter):
         return super().forward(hidden_states, step=attention_mask)
 
 
-def _specs(config: Any) -> list[MambaSpec]:
-    require(config, "hidden_act", config.hidden_act, ["silu"])
-    spec = MambaSpec(
-        channels=config.intermediate_size,
-        state_dim=config.state_size,
-        dt_rank=int(config.time_step_rank),
-        conv_width=config.conv_kernel,
-        activation=config.hidden_act,
-        norm_eps=config.mixer_rms_eps if config.model_type == "falcon_mamba" else None,
-    )
-    return [spec] * config.num_hidden_layers
-
-
 def _mixer(module: Any, spec: MambaSpec) -> Mamba:
     mixer = mamba_from(module, spec)
     if spec.norm_eps is not None:
@@ -68,11 +55,21 @@ def _mixer(module: Any, spec: MambaSpec) -> Mamba:
     return mixer
 
 
-MAMBA = Family(
-    model_types=("mamba", "falcon_mamba"),
-    specs=_specs,
-    swaps={"mamba": Swap(attribute="mixer", make=_mixer, adapter=MaskedMambaAdapter)},
-    takes_masks=False,
-    step_names=("attention_mask",),
-    given_as="attention_mask",
-)
+class MambaFamily(Family):
+    model_types = ("mamba", "falcon_mamba")
+    swaps = (Swap(kind="mamba", attribute="mixer", make=_mixer, adapter=MaskedMambaAdapter),)
+    hf_takes_masks = False
+    hf_layer_step_arguments = ("attention_mask",)
+    hf_step_argument = "attention_mask"
+
+    def specs(self, config: Any) -> list[MambaSpec]:
+        require(config, "hidden_act", config.hidden_act, ["silu"])
+        spec = MambaSpec(
+            channels=config.intermediate_size,
+            state_dim=config.state_size,
+            dt_rank=int(config.time_step_rank),
+            conv_width=config.conv_kernel,
+            activation=config.hidden_act,
+            norm_eps=config.mixer_rms_eps if config.model_type == "falcon_mamba" else None,
+        )
+        return [spec] * config.num_hidden_layers

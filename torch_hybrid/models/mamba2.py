@@ -47,28 +47,25 @@ def mamba2_from(module: Any, spec: Mamba2Spec) -> Mamba2:
     return mixer
 
 
-def _specs(config: Any) -> list[Mamba2Spec]:
-    require(config, "hidden_act", config.hidden_act, ["silu"])
-    dt_min, dt_max = config.time_step_limit
-    spec = Mamba2Spec(
-        num_heads=config.num_heads,
-        head_dim=config.head_dim,
-        state_dim=config.state_size,
-        num_groups=config.n_groups,
-        conv_width=config.conv_kernel,
-        activation=config.hidden_act,
-        dt_min=dt_min,
-        dt_max=dt_max,
-        gate="before_norm",
-        norm_groups=config.n_groups,
-        norm_eps=config.layer_norm_epsilon,
-    )
-    return [spec] * config.num_hidden_layers
+class Mamba2Family(Family):
+    model_types = ("mamba2",)
+    swaps = (Swap(kind="mamba2", attribute="mixer", make=mamba2_from),)
+    hf_takes_masks = False
 
-
-MAMBA2 = Family(
-    model_types=("mamba2",),
-    specs=_specs,
-    swaps={"mamba2": Swap(attribute="mixer", make=mamba2_from)},
-    takes_masks=False,
-)
+    def specs(self, config: Any) -> list[Mamba2Spec]:
+        require(config, "hidden_act", config.hidden_act, ["silu"])
+        dt_min, dt_max = config.time_step_limit
+        spec = Mamba2Spec(
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            state_dim=config.state_size,
+            num_groups=config.n_groups,
+            conv_width=config.conv_kernel,
+            activation=config.hidden_act,
+            dt_min=dt_min,
+            dt_max=dt_max,
+            gate="before_norm",
+            norm_groups=config.n_groups,
+            norm_eps=config.layer_norm_epsilon,
+        )
+        return [spec] * config.num_hidden_layers

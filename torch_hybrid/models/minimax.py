@@ -16,17 +16,6 @@ from torch_hybrid.specs import LayerSpec, LightningSpec
 NORM_EPS = 1e-6  # of the gated norm: fixed by the model, whatever config.rms_norm_eps says
 
 
-def _specs(config: Any) -> list[LayerSpec]:
-    require(config, "sliding_window", config.sliding_window, [None])
-    linear = LightningSpec(
-        num_heads=config.num_attention_heads,
-        head_dim=head_dim_of(config),
-        activation=config.hidden_act,
-        norm_eps=NORM_EPS,
-    )
-    return specs_by_layer_type(config, linear, head_dim=linear.head_dim)
-
-
 def layer_factor(layer_idx: int, num_layers: int) -> float:
     """How fast the heads of a layer forget, against the first: hardly at all in the last."""
     return 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5
@@ -45,12 +34,23 @@ def _mixer(module: Any, spec: LightningSpec) -> LightningAttention:
     return mixer
 
 
-MINIMAX = Family(
-    model_types=("minimax",),
-    specs=_specs,
-    swaps={
-        "lightning_attention": Swap(
-            attribute="self_attn", make=_mixer, adapter=LinearAttentionPairAdapter
+class MiniMaxFamily(Family):
+    model_types = ("minimax",)
+    swaps = (
+        Swap(
+            kind="lightning_attention",
+            attribute="self_attn",
+            make=_mixer,
+            adapter=LinearAttentionPairAdapter,
+        ),
+    )
+
+    def specs(self, config: Any) -> list[LayerSpec]:
+        require(config, "sliding_window", config.sliding_window, [None])
+        linear = LightningSpec(
+            num_heads=config.num_attention_heads,
+            head_dim=head_dim_of(config),
+            activation=config.hidden_act,
+            norm_eps=NORM_EPS,
         )
-    },
-)
+        return specs_by_layer_type(config, linear, head_dim=linear.head_dim)

@@ -14,7 +14,7 @@ from torch_hybrid.models.family import (
 )
 from torch_hybrid.models.mtp import MTP_OF_QWEN
 from torch_hybrid.models.tower import IMAGES_AND_VIDEOS
-from torch_hybrid.specs import DeltaRuleSpec
+from torch_hybrid.specs import DeltaRuleSpec, LayerSpec
 
 
 def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
@@ -22,11 +22,12 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
     return mixer_from(module, spec, rows, norm=module.norm, out=module.out_proj)
 
 
-QWEN3_5 = Family(
-    model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-    specs=gated_delta_rule_specs,
-    swaps={"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)},
-    num_position_axes=3,
-    vision=IMAGES_AND_VIDEOS,
-    mtp=MTP_OF_QWEN,
-)
+class Qwen35Family(Family):
+    model_types = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+    swaps = (Swap(kind="gated_delta_rule", attribute="linear_attn", make=_mixer),)
+    num_position_axes = 3
+    vision = IMAGES_AND_VIDEOS
+    mtp = MTP_OF_QWEN
+
+    def specs(self, config: Any) -> list[LayerSpec]:
+        return gated_delta_rule_specs(config)

@@ -13,7 +13,7 @@ from torch_hybrid.models.family import (
     weights_of,
 )
 from torch_hybrid.models.mtp import MTP_OF_QWEN
-from torch_hybrid.specs import DeltaRuleSpec
+from torch_hybrid.specs import DeltaRuleSpec, LayerSpec
 
 
 def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
@@ -32,9 +32,10 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
     return mixer_from(module, spec, rows, norm=module.norm, out=module.out_proj)
 
 
-QWEN3_NEXT = Family(
-    model_types=("qwen3_next",),
-    specs=gated_delta_rule_specs,
-    swaps={"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)},
-    mtp=MTP_OF_QWEN,
-)
+class Qwen3NextFamily(Family):
+    model_types = ("qwen3_next",)
+    swaps = (Swap(kind="gated_delta_rule", attribute="linear_attn", make=_mixer),)
+    mtp = MTP_OF_QWEN
+
+    def specs(self, config: Any) -> list[LayerSpec]:
+        return gated_delta_rule_specs(config)

@@ -18,7 +18,7 @@ from torch_hybrid.layers.indexed_attention import IndexedAttention
 from torch_hybrid.layers.ngram_embedding import NgramEmbedding
 from torch_hybrid.layers.rotary import Rotary
 from torch_hybrid.models.family import ROPE_TYPES, Family, Swap, delta_rule_spec, require
-from torch_hybrid.models.qwen3_5 import QWEN3_5
+from torch_hybrid.models.qwen3_5 import Qwen35Family
 from torch_hybrid.models.tower import IMAGES_AND_VIDEOS
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH
@@ -26,24 +26,6 @@ from torch_hybrid.specs import IndexedAttentionSpec, LayerSpec, NgramSpec
 
 # Whose reciprocals are exact in any dtype, and which a convolution can hold.
 _BLOCK_SIZES = (2, 4, 8, 16)
-
-
-def _specs(config: Any) -> list[LayerSpec | tuple[LayerSpec, ...]]:
-    require(config, "hidden_act", config.hidden_act, ["silu"])
-    gate = config.output_gate_type or "silu"
-    require(config, "output_gate_type", gate, ["silu", "sigmoid"])
-    linear = delta_rule_spec(config, norm_eps=config.rms_norm_eps, gate=gate)
-    if "indexed_attention" in config.layer_types:
-        indexed = _indexed_spec(config)
-    if config.ple_layer_ids:
-        ngrams = _ngram_spec(config)
-
-    def layer(number: int, layer_type: str) -> LayerSpec | tuple[LayerSpec, ...]:
-        if layer_type == "indexed_attention":
-            return indexed
-        return (linear, ngrams) if number in config.ple_layer_ids else linear
-
-    return [layer(*numbered) for numbered in enumerate(config.layer_types, start=1)]
 
 
 def _indexed_spec(config: Any) -> IndexedAttentionSpec:
@@ -146,18 +128,36 @@ class _NgramAdapter(LinearAttentionAdapter):
         return out[None]
 
 
-QWEN4_EXP = Family(
-    model_types=("qwen4_exp", "qwen4_exp_text"),
-    specs=_specs,
-    swaps={
-        "gated_delta_rule": QWEN3_5.swaps["gated_delta_rule"],
-        "indexed_attention": Swap(
-            attribute="self_attn", make=_indexed_attention, adapter=_IndexedAttentionAdapter
+class Qwen4ExpFamily(Family):
+    model_types = ("qwen4_exp", "qwen4_exp_text")
+    swaps = (
+        *Qwen35Family.swaps,
+        Swap(
+            kind="indexed_attention",
+            attribute="self_attn",
+            make=_indexed_attention,
+            adapter=_IndexedAttentionAdapter,
         ),
-        "ngram_embedding": Swap(attribute="ple", make=_ngram_embedding, adapter=_NgramAdapter),
-    },
-    num_position_axes=3,
-    step_names=("step", "past_key_values"),
-    token_names=("ple_input_ids",),
-    vision=IMAGES_AND_VIDEOS,
-)
+        Swap(kind="ngram_embedding", attribute="ple", make=_ngram_embedding, adapter=_NgramAdapter),
+    )
+    num_position_axes = 3
+    hf_layer_step_arguments = ("step", "past_key_values")
+    hf_token_arguments = ("ple_input_ids",)
+    vision = IMAGES_AND_VIDEOS
+
+    def specs(self, config: Any) -> list[LayerSpec | tuple[LayerSpec, ...]]:
+        require(config, "hidden_act", config.hidden_act, ["silu"])
+        gate = config.output_gate_type or "silu"
+        require(config, "output_gate_type", gate, ["silu", "sigmoid"])
+        linear = delta_rule_spec(config, norm_eps=config.rms_norm_eps, gate=gate)
+        if "indexed_attention" in config.layer_types:
+            indexed = _indexed_spec(config)
+        if config.ple_layer_ids:
+            ngrams = _ngram_spec(config)
+
+        def layer(number: int, layer_type: str) -> LayerSpec | tuple[LayerSpec, ...]:
+            if layer_type == "indexed_attention":
+                return indexed
+            return (linear, ngrams) if number in config.ple_layer_ids else linear
+
+        return [layer(*numbered) for numbered in enumerate(config.layer_types, start=1)]

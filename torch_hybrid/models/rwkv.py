@@ -17,13 +17,6 @@ from torch_hybrid.models.family import Family, Swap, parameter
 from torch_hybrid.specs import ChannelMixSpec, TimeMixSpec
 
 
-def _specs(config: Any) -> list[tuple[TimeMixSpec, ChannelMixSpec]]:
-    dim = config.hidden_size
-    time_mix = TimeMixSpec(dim=dim, channels=config.attention_hidden_size)
-    channel_mix = ChannelMixSpec(dim=dim, width=config.intermediate_size)
-    return [(time_mix, channel_mix)] * config.num_hidden_layers
-
-
 def _shift(*mixes: Tensor) -> TokenShift:
     return TokenShift.of(torch.cat([mix.detach().squeeze(0) for mix in mixes]))
 
@@ -67,32 +60,34 @@ class _Block(nn.Module):
         return hidden * self.scale
 
 
-def _backbone(model: Any) -> Backbone:
-    """After every ``rescale_every`` layers the residual is halved, and so is all that later layers
-    add to it: norms see the same but for their eps."""
-    every, layers = model.config.rescale_every, []
-    for number, block in enumerate(model.blocks):
-        if every > 0 and not model.layers_are_rescaled:  # as its first forward would do
-            _divide(block.attention.output, 2 ** (number // every))
-            _divide(block.feed_forward.value, 2 ** (number // every))
-        is_last_of_some = every > 0 and (number + 1) % every == 0
-        layers.append(_Block(block, 0.5 if is_last_of_some else 1.0))
-    return Backbone(model.embeddings, layers, model.ln_out, first_norm=model.blocks[0].pre_ln)
-
-
 def _divide(linear: nn.Linear, factor: int) -> None:
     if factor > 1:
         linear.weight = parameter(linear.weight.detach() * (1 / factor))
 
 
-RWKV = Family(
-    model_types=("rwkv",),
-    specs=_specs,
-    swaps={
-        "time_mix": Swap(attribute="attention", make=_time_mix),
-        "channel_mix": Swap(attribute="feed_forward", make=_channel_mix),
-    },
-    takes_masks=False,
-    base=_backbone,
-    layers_name="blocks",
-)
+class RwkvFamily(Family):
+    model_types = ("rwkv",)
+    swaps = (
+        Swap(kind="time_mix", attribute="attention", make=_time_mix),
+        Swap(kind="channel_mix", attribute="feed_forward", make=_channel_mix),
+    )
+    hf_takes_masks = False
+    hf_layers = "blocks"
+
+    def specs(self, config: Any) -> list[tuple[TimeMixSpec, ChannelMixSpec]]:
+        dim = config.hidden_size
+        time_mix = TimeMixSpec(dim=dim, channels=config.attention_hidden_size)
+        channel_mix = ChannelMixSpec(dim=dim, width=config.intermediate_size)
+        return [(time_mix, channel_mix)] * config.num_hidden_layers
+
+    def backbone(self, model: Any) -> Backbone:
+        """Halve the residual after every ``rescale_every`` layers, and all that later layers add to
+        it: norms see the same but for their eps."""
+        every, layers = model.config.rescale_every, []
+        for number, block in enumerate(model.blocks):
+            if every > 0 and not model.layers_are_rescaled:  # as its first forward would do
+                _divide(block.attention.output, 2 ** (number // every))
+                _divide(block.feed_forward.value, 2 ** (number // every))
+            is_last_of_some = every > 0 and (number + 1) % every == 0
+            layers.append(_Block(block, 0.5 if is_last_of_some else 1.0))
+        return Backbone(model.embeddings, layers, model.ln_out, first_norm=model.blocks[0].pre_ln)

@@ -20,38 +20,6 @@ from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH
 from torch_hybrid.specs import AttentionSpec, ConvolvedProjectionSpec, LayerSpec
 
 
-def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
-    require(config, "hidden_act", config.hidden_act, ["silu"])
-    require(config, "attention_bias", config.attention_bias, [False])
-    heads = {
-        "num_q_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-    }
-    projection = ConvolvedProjectionSpec(
-        **heads, channel_width=config.cca_time0, head_width=config.cca_time1
-    )
-    if projection.conv_width > MAX_WIDTH:
-        raise UnsupportedError(
-            f"{config.model_type}: convolutions of queries and keys must see at most {MAX_WIDTH} "
-            f"tokens, got {projection.conv_width} of config fields cca_time0 {config.cca_time0} "
-            f"and cca_time1 {config.cca_time1}"
-        )
-
-    def attention(window: int) -> tuple[LayerSpec, ...]:
-        scale = config.head_dim**-0.5
-        return projection, AttentionSpec(**heads, scale=scale, window=window)
-
-    known = {"hybrid": attention(0)}
-    if config.sliding_window:
-        known["hybrid_sliding"] = attention(config.sliding_window)
-    found = listed(config, known)
-    for layer_type in {*config.layer_types}:
-        rope_type = config.rope_parameters[layer_type]["rope_type"]
-        require(config, f"rope_parameters.{layer_type}.rope_type", rope_type, ROPE_TYPES)
-    return found
-
-
 def _projection(module: Any, spec: ConvolvedProjectionSpec) -> ConvolvedProjection:
     with on_meta():
         ours = ConvolvedProjection(module.hidden_size, spec)
@@ -85,18 +53,48 @@ def _hand_step(
     return args, {**options, "attention_mask": {"conv": options["step"]}}
 
 
-def _hook_attention(model: Any) -> None:
-    for layer in model.layers:
-        layer.self_attn.register_forward_pre_hook(_hand_step, with_kwargs=True)
+class ZayaFamily(Family):
+    model_types = ("zaya",)
+    swaps = (
+        Swap(
+            kind="convolved_projection",
+            attribute="qkv_proj",
+            make=_projection,
+            adapter=_ProjectionAdapter,
+        ),
+    )
 
-
-ZAYA = Family(
-    model_types=("zaya",),
-    specs=_specs,
-    swaps={
-        "convolved_projection": Swap(
-            attribute="qkv_proj", make=_projection, adapter=_ProjectionAdapter
+    def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
+        require(config, "hidden_act", config.hidden_act, ["silu"])
+        require(config, "attention_bias", config.attention_bias, [False])
+        heads = {
+            "num_q_heads": config.num_attention_heads,
+            "num_kv_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+        }
+        projection = ConvolvedProjectionSpec(
+            **heads, channel_width=config.cca_time0, head_width=config.cca_time1
         )
-    },
-    prepare=_hook_attention,
-)
+        if projection.conv_width > MAX_WIDTH:
+            raise UnsupportedError(
+                f"{config.model_type}: convolutions of queries and keys must see at most "
+                f"{MAX_WIDTH} tokens, got {projection.conv_width} of config fields "
+                f"cca_time0 {config.cca_time0} and cca_time1 {config.cca_time1}"
+            )
+
+        def attention(window: int) -> tuple[LayerSpec, ...]:
+            scale = config.head_dim**-0.5
+            return projection, AttentionSpec(**heads, scale=scale, window=window)
+
+        known = {"hybrid": attention(0)}
+        if config.sliding_window:
+            known["hybrid_sliding"] = attention(config.sliding_window)
+        found = listed(config, known)
+        for layer_type in {*config.layer_types}:
+            rope_type = config.rope_parameters[layer_type]["rope_type"]
+            require(config, f"rope_parameters.{layer_type}.rope_type", rope_type, ROPE_TYPES)
+        return found
+
+    def backbone(self, model: Any) -> None:
+        for layer in model.layers:
+            layer.self_attn.register_forward_pre_hook(_hand_step, with_kwargs=True)
