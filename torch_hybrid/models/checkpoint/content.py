@@ -1,4 +1,4 @@
-"""What an unread weight is made of: strided slices of stored tensors, joined.
+"""The content of an unread weight: strided slices of stored tensors, joined.
 
 The adapters of the families and ``shard`` merge, sort and cut weights with torch's own operations.
 Of a weight that has not been read those operations end here, and leave the same thing said of
@@ -11,15 +11,15 @@ slices; nothing is read, or copied, before it is known which bytes are wanted an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Size, Tensor
 
-# What becomes of the values as they are read, in this order: a cast, a product with a factor of the
-# shape of the slice, or what a function makes of them, in that shape.
+# Done to the values as they are read: a cast, a product with a factor of the shape of the slice, or
+# what a function makes of them, in that shape.
 Step = torch.dtype | Tensor | Callable[[Tensor], Tensor]
 
 
@@ -27,7 +27,7 @@ Step = torch.dtype | Tensor | Callable[[Tensor], Tensor]
 class Stored:
     """A tensor in a file: its values lie from byte ``start``, row-major.
 
-    ``scales`` are those of its blocks of 128 x 128, where its values are numbers of 8 bits. What is
+    ``scales`` are those of its blocks of 128 x 128, where its values are FP8 (e4m3). What is
     ``packed`` has the shape of the weight, whose integers lie otherwise, and in tensors of their
     own. A ``refusal`` is raised where a model takes the tensor.
     """
@@ -49,7 +49,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Where the integers of a weight [N, K] are, their scales and zero points: see
+    """The tensors that hold the integers of a weight [N, K], scales and zero points: see
     ``packed_integers.py``."""
 
     layout: str
@@ -70,25 +70,24 @@ class Slice:
     stored: Stored
     where: Tensor
     steps: tuple[Step, ...] = ()
+    shape: Size = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", self.where.shape)
 
     @classmethod
     def whole(cls, stored: Stored) -> Slice:
-        """All of a stored tensor, as it is stored."""
+        """Take all of a stored tensor, as it is stored."""
         where = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
         return cls(stored=stored, where=where)
 
-    @property
-    def shape(self) -> Size:
-        """Of the slice."""
-        return self.where.shape
-
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Slice:
-        """Another view of the same: of the slice, and of the factors on it."""
+        """Take another view of the slice, and of the factors on it."""
         steps = tuple(view(step) if isinstance(step, Tensor) else step for step in self.steps)
         return replace(self, where=view(self.where), steps=steps)
 
     def made_of(self, values: Tensor) -> Tensor:
-        """What becomes of values of the slice's shape."""
+        """Do to values of the slice's shape what its steps say."""
         for step in self.steps:
             if isinstance(step, torch.dtype):
                 values = values.to(step)
@@ -105,20 +104,29 @@ class Joined:
 
     parts: tuple[Content, ...]
     dim: int
+    shape: Size = field(init=False)  # of all parts together
 
-    @property
-    def shape(self) -> Size:
-        """Of all parts together."""
+    def __post_init__(self) -> None:
         sizes = list(self.parts[0].shape)
         sizes[self.dim] = sum(part.shape[self.dim] for part in self.parts)
-        return Size(sizes)
+        object.__setattr__(self, "shape", Size(sizes))
 
 
 Content = Slice | Joined
 
 
+def wholes(
+    tensors: Mapping[str, Stored], dtype: torch.dtype
+) -> dict[str, tuple[Slice, torch.dtype]]:
+    """Take all of each tensor, with the dtype of its values: ``dtype`` where they need scales."""
+    return {
+        name: (Slice.whole(stored), dtype if stored.is_scaled else stored.dtype)
+        for name, stored in tensors.items()
+    }
+
+
 def join(parts: Sequence[Content], dim: int) -> Content:
-    """Parts side by side along ``dim``.
+    """Put parts side by side along ``dim``.
 
     Raises:
         ValueError: their other dims differ, or there is none.
@@ -134,7 +142,7 @@ def join(parts: Sequence[Content], dim: int) -> Content:
 
 
 def narrow(content: Content, dim: int, start: int, length: int) -> Content:
-    """As ``Tensor.narrow``."""
+    """Narrow a content, like ``Tensor.narrow``."""
     if isinstance(content, Slice):
         return content.viewed(lambda tensor: tensor.narrow(dim, start, length))
     if dim != content.dim:
@@ -151,7 +159,7 @@ def narrow(content: Content, dim: int, start: int, length: int) -> Content:
 
 
 def transpose(content: Content, a: int, b: int) -> Content:
-    """As ``Tensor.transpose``."""
+    """Transpose a content, like ``Tensor.transpose``."""
     if isinstance(content, Slice):
         return content.viewed(lambda tensor: tensor.transpose(a, b))
     dim = {a: b, b: a}.get(content.dim, content.dim)
@@ -159,7 +167,7 @@ def transpose(content: Content, a: int, b: int) -> Content:
 
 
 def reshape(content: Content, shape: Sequence[int]) -> Content:
-    """As ``Tensor.reshape``, to sizes that are all given.
+    """Reshape a content, like ``Tensor.reshape``, to sizes that are all given.
 
     Raises:
         NotImplementedError: seams lie so that no rows of the new shape are made of whole ones.
@@ -179,7 +187,7 @@ def _rows(content: Content) -> Joined:
 
 
 def _reshape_parts(joined: Joined, shape: Sequence[int]) -> Content:
-    """Each part on its own, where the sizes let them lie side by side along one dim again."""
+    """Reshape each part on its own, where they can lie side by side along one dim again."""
     before, size = math.prod(joined.shape[: joined.dim]), joined.shape[joined.dim]
     dims = [dim for dim in range(len(shape)) if math.prod(shape[:dim]) == before]
     for dim in dims:
@@ -206,7 +214,7 @@ def _reshape_parts(joined: Joined, shape: Sequence[int]) -> Content:
 
 
 def followed_by(content: Content, step: Step) -> Content:
-    """The same, with one more thing done to the values; a factor has the shape of ``content``."""
+    """Do one more step to the values; a factor has the shape of ``content``."""
     if isinstance(content, Slice):
         return replace(content, steps=(*content.steps, step))
     if not isinstance(step, Tensor):
@@ -217,22 +225,27 @@ def followed_by(content: Content, step: Step) -> Content:
 
 
 def leaves(content: Content) -> list[Slice]:
-    """The slices of a content."""
+    """Return the slices of a content."""
     if isinstance(content, Slice):
         return [content]
     return [leaf for part in content.parts for leaf in leaves(part)]
 
 
-def slices(content: Content, where: Tensor) -> Iterator[tuple[Slice, Tensor]]:
-    """Each slice, and the part of ``where``, a tensor of the content's shape, that it fills."""
+def has_scales(content: Content) -> bool:
+    """Tell whether some of a content is stored smaller, with scales."""
+    return any(leaf.stored.is_scaled for leaf in leaves(content))
+
+
+def slices(content: Content, where: Tensor) -> list[tuple[Slice, Tensor]]:
+    """Return each slice, and the part of ``where`` that it fills, a tensor of the content's
+    shape."""
     if isinstance(content, Slice):
-        yield content, where
-        return
+        return [(content, where)]
     sizes = [part.shape[content.dim] for part in content.parts]
-    for part, place in zip(content.parts, where.split(sizes, content.dim), strict=True):
-        yield from slices(part, place)
+    pairs = zip(content.parts, where.split(sizes, content.dim), strict=True)
+    return [found for part, place in pairs for found in slices(part, place)]
 
 
 def name_of(content: Content) -> str:
-    """The first stored tensor of it."""
+    """Return the name of the first stored tensor of a content."""
     return content.stored.name if isinstance(content, Slice) else name_of(content.parts[0])

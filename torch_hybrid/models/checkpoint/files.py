@@ -1,4 +1,4 @@
-"""The tensors of a folder of safetensors: where they lie, by headers and index alone."""
+"""The tensors of a folder of safetensors: their places, by headers and index alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 import torch
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.models.checkpoint.content import Slice, Stored
+from torch_hybrid.models.checkpoint.content import Stored
 from torch_hybrid.models.checkpoint.folder import Listed, listed, not_there
-from torch_hybrid.models.checkpoint.unread import Unread
+from torch_hybrid.models.checkpoint.unread import Unread, unread_tensors
 from torch_hybrid.ops import block_scales
 
-_SCALES = "_scale_inv"  # behind the name of a weight of 8 bits
+_SCALES = "_scale_inv"  # behind the name of an FP8 weight
 _PREFIX = 8  # bytes, which say how long the header is
 _LONGEST_HEADER = 100_000_000  # bytes, as the format has it
 
@@ -74,15 +74,11 @@ class Checkpoint:
     def unread(
         self, device: torch.device, dtype: torch.dtype = torch.bfloat16
     ) -> dict[str, Unread]:
-        """All tensors, to be read to ``device``; those that have scales are of ``dtype``."""
-        return {
-            name: Unread(Slice.whole(stored), dtype if stored.is_scaled else stored.dtype, device)
-            for name, stored in self.tensors.items()
-        }
+        """Return all tensors, to be read to ``device``; those that have scales are of ``dtype``."""
+        return unread_tensors(self.tensors, dtype, device)
 
     def with_block_scales(self) -> Checkpoint:
-        """The same where numbers of 8 bits have their scales, and scales are no tensors beside
-        them.
+        """Give FP8 numbers their scales, which are then no tensors beside them.
 
         Numbers whose scales are missing, or of another shape or dtype than blocks have, are refused
         where a model takes them.
@@ -112,7 +108,7 @@ class Checkpoint:
 
     @contextmanager
     def opened(self, paths: Iterable[Path]) -> Iterator[dict[Path, int]]:
-        """The descriptors of some files, which at the end must be as they were.
+        """Open some files, which at the end must be as they were.
 
         Raises:
             ValueError: one is gone, or was written to or replaced.
@@ -187,7 +183,7 @@ def open_checkpoint(folder: Path, named: str | None = None) -> Checkpoint:
 
 
 def _chosen(folder: Path, files: Listed, found: list[Stored]) -> Stored:
-    """The tensor that counts, of those of one name."""
+    """Choose the tensor that counts, of those of one name."""
     *others, last = found
     name = files.weight_map.get(last.name)
     for each in others:
@@ -201,7 +197,7 @@ def _chosen(folder: Path, files: Listed, found: list[Stored]) -> Stored:
 
 
 def _read_header(path: Path) -> tuple[list[Stored], Stamp]:
-    """The tensors of a file.
+    """Read which tensors a file has.
 
     Raises:
         ValueError: its header cannot be, or says more or fewer bytes than the file has.
@@ -221,7 +217,7 @@ def _read_header(path: Path) -> tuple[list[Stored], Stamp]:
 
 
 def _header_of(file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
-    """Where the values begin, and what the header says."""
+    """Return the byte at which values begin, and the header."""
     length = int.from_bytes(file.read(_PREFIX), "little")
     name = Path(file.name).name
     if size < _PREFIX or length > min(_LONGEST_HEADER, size - _PREFIX):

@@ -1,4 +1,4 @@
-"""The bytes of slices: in pieces that are read at once, each to its place.
+"""The bytes of slices, in pieces that are read at once, each to its place.
 
 Pieces that follow one another in a file are read by one call. A piece that lies in one run, is of
 the dtype that its place has, and goes to the host is read into that memory; any other passes
@@ -45,7 +45,7 @@ class Piece:
 
     @classmethod
     def of(cls, part: Slice, place: Tensor) -> Piece:
-        """How a slice is read."""
+        """Describe how a slice is read."""
         stored, where = part.stored, part.where
         is_one_run = where.is_contiguous() and place.is_contiguous()
         steps = zip(where.shape, where.stride(), strict=True)
@@ -58,48 +58,43 @@ class Piece:
             is_plain=is_one_run and not part.steps and stored.dtype == place.dtype,
         )
 
-    @property
-    def file(self) -> Path:
-        return self.part.stored.file
 
-
-def pieces_of(part: Slice, place: Tensor) -> Iterator[Piece]:
-    """A slice cut along its longest strides, until a thread can read each part of it at once."""
+def pieces_of(part: Slice, place: Tensor) -> list[Piece]:
+    """Cut a slice along its longest strides, until a thread can read each part of it at once."""
     if not place.numel():
-        return
+        return []
     piece, itemsize = Piece.of(part, place), part.where.itemsize
     if piece.is_plain and piece.num_bytes <= PIECE_BYTES:
-        yield piece
-        return
+        return [piece]
     strides = [s * (n > 1) for n, s in zip(place.shape, part.where.stride(), strict=True)]
     row_bytes = max(strides, default=0) * itemsize
     is_sparse = 3 * place.numel() * itemsize < 2 * piece.num_bytes
     has_gaps = is_sparse and row_bytes >= LONG_RUN_BYTES
     if piece.num_bytes <= PIECE_BYTES and not has_gaps:
-        yield piece
-        return
+        return [piece]
     dim = strides.index(max(strides))
     num_rows = 1 if has_gaps else max(1, PIECE_BYTES // row_bytes)
+    found: list[Piece] = []
     for first in range(0, place.shape[dim], num_rows):
         count = min(num_rows, place.shape[dim] - first)
         rows = part.viewed(lambda tensor: tensor.narrow(dim, first, count))  # noqa: B023
-        yield from pieces_of(rows, place.narrow(dim, first, count))
+        found += pieces_of(rows, place.narrow(dim, first, count))
+    return found
 
 
 def stretches_of(pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """Pieces in the order of the files; those that are read at once together, of at most
-    ``PIECE_BYTES``."""
+    """Sort pieces by file, and join those that are read at once, of at most ``PIECE_BYTES``."""
     found: list[list[Piece]] = []
     file, end, num_bytes = Path(), 0, 0
-    for piece in sorted(pieces, key=lambda piece: (str(piece.file), piece.start)):
+    for piece in sorted(pieces, key=lambda piece: (str(piece.part.stored.file), piece.start)):
         num_bytes += piece.num_bytes
-        follows = found and piece.start == end and piece.file == file
+        follows = found and piece.start == end and piece.part.stored.file == file
         if follows and num_bytes <= PIECE_BYTES and len(found[-1]) < _MOST_AT_ONCE:
             found[-1].append(piece)
         else:
             found.append([piece])
             num_bytes = piece.num_bytes
-        file, end = piece.file, piece.start + piece.num_bytes
+        file, end = piece.part.stored.file, piece.start + piece.num_bytes
     return found
 
 
@@ -129,7 +124,7 @@ class Reader:
         buffer.was_used()
 
     def _put(self, piece: Piece, raw: Tensor) -> None:
-        """Bytes of the host to where a piece belongs, as what becomes of them."""
+        """Bring bytes of the host to where a piece belongs, as its steps say."""
         part, place = piece.part, piece.place
         if piece.is_plain:
             place.view(-1).view(torch.uint8).copy_(raw, non_blocking=True)
@@ -142,7 +137,7 @@ class Reader:
         place.copy_(part.made_of(values))
 
     def _next_buffer(self) -> _Buffer:
-        """That which was used longest ago, when it is free."""
+        """Return the buffer that was used longest ago, when it is free."""
         if len(self._buffers) < (1 if self._device.type == "cpu" else _NUM_BUFFERS):
             self._buffers.append(_Buffer(self._device))
         self._turn += 1
@@ -156,7 +151,7 @@ class Reader:
             memoryview((ctypes.c_char * piece.num_bytes).from_address(target.data_ptr()))
             for target, piece in zip(memory, stretch, strict=True)
         ]
-        descriptor, first = self._files[stretch[0].file], stretch[0].start
+        descriptor, first = self._files[stretch[0].part.stored.file], stretch[0].start
         while targets:
             count = os.preadv(descriptor, targets, first)
             if count == 0:
@@ -179,18 +174,18 @@ class _Buffer:
         self._copied = torch.cuda.Event() if is_cuda else None
 
     def was_used(self) -> None:
-        """What the device was told so far reads it."""
+        """Note that what the device was told so far reads it."""
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Until the device has read it."""
+        """Wait until the device has read it."""
         if self._copied is not None:
             self._copied.synchronize()
 
 
 def count_not_finite(values: Tensor) -> int:
-    """How many values are NaN or infinite."""
+    """Count the values that are NaN or infinite."""
     if not values.is_floating_point() or not _may_be_not_finite(values):
         return 0
     if values.dtype == torch.float8_e4m3fn:
@@ -199,7 +194,7 @@ def count_not_finite(values: Tensor) -> int:
 
 
 def _may_be_not_finite(values: Tensor) -> Tensor:
-    """Whether floats hold a NaN or infinity, or their sum overflows; read where it is asked for."""
+    """Tell whether floats hold a NaN or infinity, or their sum overflows."""
     if values.dtype == torch.float8_e4m3fn:  # of which nothing is infinite, and torch has no sums
         return (_without_sign(values) == _NAN).any()
     # A sum of 16 bits soon overflows; on a CPU one in another dtype is that of a copy.
@@ -212,10 +207,10 @@ def _without_sign(values: Tensor) -> Tensor:
 
 
 def not_finite(weights: Sequence[Tensor], pieces: Sequence[Piece]) -> Counter[str]:
-    """How many values are NaN or infinite, by the stored tensor that they are of.
+    """Count the values that are NaN or infinite, by the stored tensor that they are of.
 
     Args:
-        weights: on one device, of which one number each is looked at if all are finite.
+        weights: on one device; if all are finite, one number of each comes to the host.
         pieces: that they were read in.
     """
     doubts = [_may_be_not_finite(weight) for weight in weights if weight.is_floating_point()]
@@ -228,7 +223,7 @@ def not_finite(weights: Sequence[Tensor], pieces: Sequence[Piece]) -> Counter[st
 
 @contextmanager
 def reader_of(*contents: Content) -> Iterator[Reader]:
-    """Reads some contents to the host, now."""
+    """Open a reader of some contents to the host."""
     files: dict[Path, int] = {}
     try:
         for file in {part.stored.file for content in contents for part in leaves(content)}:
@@ -240,14 +235,14 @@ def reader_of(*contents: Content) -> Iterator[Reader]:
 
 
 def read_content(reader: Reader, content: Content, place: Tensor) -> None:
-    """All of a content to a tensor of its shape."""
+    """Read all of a content to a tensor of its shape."""
     for part, where in slices(content, place):
         for piece in pieces_of(part, where):
             reader.read([piece])
 
 
 def values_of(content: Content, dtype: torch.dtype) -> Tensor:
-    """What a content is, read now, on the host."""
+    """Read a content now, to the host."""
     values = torch.empty(content.shape, dtype=dtype, device="cpu")
     with reader_of(content) as reader:
         read_content(reader, content, values)

@@ -1,4 +1,4 @@
-"""The bytes of unread weights, from files straight to where a model keeps them.
+"""The way of unread weights from files straight to where a model keeps them.
 
 Threads take pieces in the order of the files, each the next.
 """
@@ -60,7 +60,7 @@ def read_weights(
         label: of the progress bar, which is shown on a terminal.
 
     Returns:
-        What each weight was made of.
+        The content of each weight.
 
     Raises:
         UnsupportedError: the values of a weight are stored as no floats of 16 bits or more.
@@ -77,7 +77,7 @@ def read_weights(
             if part.stored.packed is not None:
                 widened.append(_Widened.of_integers(part, place))
             elif part.stored.scales is None or part.stored.dtype == place.dtype:
-                pieces.extend(_pieces(part, place))
+                pieces += pieces_of(part, place)
             else:
                 widened.extend(_Widened.of(*block) for block in blocks_of(part, place))
     for found in widened:
@@ -114,7 +114,8 @@ def _sizes(weights: Sequence[Unread]) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def needed_bytes(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> int:
-    """What the unread weights of ``module`` will take, but those that only parts ``without`` have.
+    """Count the bytes of the unread weights of ``module``, but those that only parts ``without``
+    have.
 
     Raises:
         UnsupportedError: as :func:`read_weights`.
@@ -132,7 +133,7 @@ def needed_bytes(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> int
 def read_rows(
     weight: Tensor, first: int, count: int, checkpoint: Checkpoint, device: torch.device
 ) -> Tensor:
-    """Rows of an unread weight, at most ``count`` of them, on ``device``.
+    """Read rows of an unread weight, at most ``count`` of them, to ``device``.
 
     Raises:
         UnsupportedError, ValueError: as ``read_weights`` does.
@@ -141,18 +142,17 @@ def read_rows(
     _check_dtypes([weight])
     rows = narrow(weight.content, 0, first, min(count, len(weight) - first))
     values = torch.empty(rows.shape, dtype=weight.dtype, device=device)
-    _read_all(list(_pieces(rows, values)), checkpoint, device, label=None)
+    _read_all(_pieces(rows, values), checkpoint, device, label=None)
     return values
 
 
-def _pieces(content: Content, place: Tensor) -> Iterator[Piece]:
-    for part, where in slices(content, place):
-        yield from pieces_of(part, where)
+def _pieces(content: Content, place: Tensor) -> list[Piece]:
+    return [piece for part in slices(content, place) for piece in pieces_of(*part)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Widened:
-    """Numbers and their scales, read to be multiplied where nothing takes both."""
+    """Numbers and scales that are read to be multiplied: nothing takes both."""
 
     place: Tensor
     numbers: Tensor
@@ -199,7 +199,7 @@ def _places(module: nn.Module) -> _Places:
 
 
 def _unread_of(places: _Places) -> list[Unread]:
-    """The weights that are to be read, checked."""
+    """Return the weights that are to be read, checked."""
     for weight, where in places.items():
         if weight.is_meta:
             raise NotImplementedError(f"{where[0][1]} is made of values that are not read yet")
@@ -209,8 +209,8 @@ def _unread_of(places: _Places) -> list[Unread]:
 
 
 def _check_dtypes(weights: Iterable[Unread]) -> None:
-    """Refuse tensors that cannot be read, and integers and floats of 8 bits where floats are
-    wanted: they are worth nothing without scales."""
+    """Refuse tensors that cannot be read, and integers and FP8 where floats are wanted: without
+    scales they are worth nothing."""
     for weight in weights:
         for part in leaves(weight.content):
             stored, made = part.stored, part.steps[-1:]
@@ -227,19 +227,18 @@ def _check_dtypes(weights: Iterable[Unread]) -> None:
 def _read_all(
     pieces: list[Piece], checkpoint: Checkpoint, device: torch.device, label: str | None
 ) -> None:
-    """Read all pieces in several threads, with a bar unless there is no label; the first error ends
-    it."""
+    """Read all pieces in several threads until the first error, with a bar if there is a label."""
     num_bytes = sum(piece.num_bytes for piece in pieces)
     num_threads = _MOST_THREADS if device.type == "cpu" else min(_DEVICE_THREADS, _MOST_THREADS)
     with (
-        checkpoint.opened({piece.file for piece in pieces}) as files,
+        checkpoint.opened({piece.part.stored.file for piece in pieces}) as files,
         progress_bar(num_bytes, label) as bar,
         _worker_threads(num_threads) as threads,
     ):
         todo, stop, lock = iter(stretches_of(pieces)), threading.Event(), threading.Lock()
 
         def work() -> Counter[str]:
-            """How many values of each stored tensor are NaN or infinite."""
+            """Read stretches, and count by stored tensor the values that are NaN or infinite."""
             torch.set_num_threads(1)  # else each copy starts as many as there are cores
             reader, found = Reader(files, device), Counter[str]()
             for stretch in todo:  # of all threads: each takes the next
@@ -269,7 +268,7 @@ def _refuse_not_finite(found: Counter[str]) -> None:
 
 
 def progress_bar(num_bytes: int, label: str | None) -> Any:
-    """Shown on a terminal alone."""
+    """Return a bar that is shown on a terminal alone."""
     from tqdm import tqdm
 
     disable = None if label else True
@@ -278,7 +277,7 @@ def progress_bar(num_bytes: int, label: str | None) -> Any:
 
 @contextmanager
 def _worker_threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that may change how many threads torch uses."""
+    """Start threads that may change how many threads torch uses."""
     num_threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(count, thread_name_prefix="read weights") as threads:

@@ -1,19 +1,18 @@
-"""Unread weights that have scales, whatever their format: what is kept of them, and how."""
+"""Unread weights that have scales, whatever their format, and the tensors that are kept of them."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from torch_hybrid.models.checkpoint import block_scales, packed_integers
+from torch_hybrid.models.checkpoint import content as contents
 from torch_hybrid.models.checkpoint.content import Content, leaves
 from torch_hybrid.models.checkpoint.unread import Unread
 
 
 def has_scales(weight: Tensor | None) -> bool:
-    """Whether some of a weight is stored smaller, with scales."""
-    if not isinstance(weight, Unread):
-        return False
-    return any(part.stored.is_scaled for part in leaves(weight.content))
+    """Tell whether some of a weight is stored smaller, with scales."""
+    return isinstance(weight, Unread) and contents.has_scales(weight.content)
 
 
 def _is_packed(content: Content) -> bool:
@@ -21,8 +20,8 @@ def _is_packed(content: Content) -> bool:
 
 
 def stretches(weight: Unread) -> list[tuple[Unread, bool]]:
-    """A weight [N, K] in as few stretches of rows as can each be one tensor, and whether it is one
-    that keeps scales: the others are floats, or become such as they are read."""
+    """Cut a weight [N, K] into as few stretches of rows as can each be one tensor, and tell of each
+    whether it keeps scales: the others are floats, or become such as they are read."""
     content = weight.content
     is_packed = _is_packed(content)
     parts = (packed_integers if is_packed else block_scales).stretches(content)
@@ -35,7 +34,7 @@ def stretches(weight: Unread) -> list[tuple[Unread, bool]]:
 
 
 def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, Unread]:
-    """The numbers of a weight [..., N, K] and their scales, as products take them.
+    """Return the numbers of a weight [..., N, K] and their scales, for products.
 
     Args:
         weight: unread, all of it with scales of one kind.

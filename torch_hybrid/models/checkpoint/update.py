@@ -38,8 +38,8 @@ class Origin:
         """As it is now."""
         return self.store.get(self.name)
 
-    def places(self) -> Iterator[tuple[Slice, Tensor]]:
-        """Each slice of stored tensors, and the part of the weight that it fills."""
+    def places(self) -> list[tuple[Slice, Tensor]]:
+        """Return each slice of stored tensors, and the part of the weight that it fills."""
         assert self.weight is not None
         return slices(self.content, self.weight.detach().view(self.unit).view(self.content.shape))
 
