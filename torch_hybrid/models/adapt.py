@@ -29,7 +29,6 @@ from torch_hybrid.models.transformers_hooks import (
     ATTENTION_NAME,
     hand_steps,
     join_latent_attention,
-    path_of,
     refuse_as_transformers,
     register_attention,
 )
@@ -88,13 +87,12 @@ def adapted(hf_model: Any, architecture: Architecture, tower: Tower | None = Non
         setattr(hf_model, hf_model.base_model_prefix, backbone)
         hf_model.config._attn_implementation = ATTENTION_NAME
     hf_model.eval().requires_grad_(False)
-    layers = hf_model.base_model.layers
+    layers, logits = hf_model.base_model.layers, family.logits(hf_model.config.get_text_config())
     _swap_mixers(layers, architecture)
     hand_steps(layers, family.hf_step_argument, family.hf_layer_step_arguments)
-    _swap_experts(hf_model, family)
-    logits = family.logits(hf_model.config.get_text_config())
-    _drop_padding(hf_model.get_output_embeddings(), logits.vocab_size)
     refuse_as_transformers(hf_model)
+    _swap_experts(hf_model, family)
+    _drop_padding(hf_model.get_output_embeddings(), logits.vocab_size)
     head = None
     if architecture.num_head:
         head = take_head(hf_model, architecture.table, architecture.num_head)
@@ -104,15 +102,14 @@ def adapted(hf_model: Any, architecture: Architecture, tower: Tower | None = Non
 def _check_taken_weights(hf_model: Any, architecture: Architecture) -> None:
     """Look at every module that is about to be swapped, or read by its weights."""
     family = architecture.family
-    attributes = {swap.kind: swap.attribute for swap in family.swaps}
     layers = f"{hf_model.base_model_prefix}.{family.hf_layers}"
     for layer_id, layer in enumerate(hf_model.get_submodule(layers)):
         for entry in architecture.table.layers[layer_id]:
             if entry.kind == LatentSpec.kind:
                 name = f"{layers}.{layer_id}.self_attn.kv_b_proj"
                 check_weights_say_all(name, layer.self_attn.kv_b_proj)
-            elif entry.kind in attributes:
-                path = path_of(layer, attributes[entry.kind])
+            elif swap := family.swaps.get(entry.kind):
+                path = _path_of(layer, swap.attribute)
                 check_weights_say_all(f"{layers}.{layer_id}.{path}", layer.get_submodule(path))
     for name, module in hf_model.named_modules():
         if name.endswith((".experts", *family.hf_taken_modules)):
@@ -132,18 +129,25 @@ def _swap_mixers(layers: Iterable[Any], architecture: Architecture) -> None:
 
     Modules of plain attention stay, and call our attention function.
     """
-    swaps = {swap.kind: swap for swap in architecture.family.swaps}
     ours: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
     for layer, entries in zip(layers, architecture.table.layers, strict=True):
         for entry in entries:
             if isinstance(entry.spec, LatentSpec):
                 join_latent_attention(layer.self_attn, entry.spec)
-            elif swap := swaps.get(entry.kind):
-                path = path_of(layer, swap.attribute)
+            elif swap := architecture.family.swaps.get(entry.kind):
+                path = _path_of(layer, swap.attribute)
                 module = layer.get_submodule(path)
                 if module not in ours:
                     ours[module] = swap.adapter(swap.make(module, entry.spec), entry.kind)
                 layer.set_submodule(path, ours[module])
+
+
+def _path_of(layer: nn.Module, attribute: str) -> str:
+    """Find the mixer of this name in a decoder layer, or else in one of its children."""
+    if attribute in layer._modules:
+        return attribute
+    holders = (name for name, child in layer.named_children() if attribute in child._modules)
+    return f"{next(holders)}.{attribute}"
 
 
 def _swap_experts(hf_model: nn.Module, family: Family) -> None:

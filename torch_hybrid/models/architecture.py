@@ -18,13 +18,14 @@ class Architecture:
         config: of transformers, that of the whole of a multimodal model.
         family: of the model.
         table: mixers of all layers.
-        num_head: layers of the head that predicts further tokens: the config and the table have
-            them after the model's own. 0: the head is not read.
+        head: place of a head that predicts further tokens, if it is read.
+        num_head: its layers, which the config and the table have after the model's own.
     """
 
     config: Any
     family: Family
     table: LayerTable
+    head: MtpLayout | None = None
     num_head: int = 0
 
     @classmethod
@@ -35,17 +36,12 @@ class Architecture:
             UnsupportedError: a field of the config is not known here, or ``mtp`` asks for a head
                 and none is known.
         """
-        num_head = 0
+        head, num_head = family.mtp if mtp else None, 0
         if mtp:
-            config, num_head = lengthened(config, family.mtp)
+            config, num_head = lengthened(config, head)
         text = config.get_text_config()
         require(config, "text_config.model_type", text.model_type, family.model_types)
         table = LayerTable.from_specs(family.specs(text))
         if num_head:
             table = with_previous_hidden(table, num_head, text.hidden_size)
-        return cls(config=config, family=family, table=table, num_head=num_head)
-
-    @property
-    def mtp(self) -> MtpLayout | None:
-        """The place of the head that is read."""
-        return self.family.mtp if self.num_head else None
+        return cls(config=config, family=family, table=table, head=head, num_head=num_head)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.layers.kimi_delta_attention import KimiDeltaAttention
 from torch_hybrid.models.family import Family, Swap, latent_spec, require_fields, weights_of
@@ -25,7 +25,7 @@ def _mixer(module: Any, spec: KimiDeltaSpec) -> KimiDeltaAttention:
 
 class BailingHybridFamily(Family):
     model_types = ("bailing_hybrid",)
-    swaps = (Swap(kind="kimi_delta_attention", attribute="self_attn", make=_mixer),)
+    swaps: ClassVar = {"kimi_delta_attention": Swap(attribute="self_attn", make=_mixer)}
     mtp = next_layer(norm="final_layernorm")
 
     def specs(self, config: Any) -> list[LayerSpec]:

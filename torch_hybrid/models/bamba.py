@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.models.family import (
     Family,
@@ -17,7 +17,7 @@ from torch_hybrid.specs import LayerSpec
 
 class BambaFamily(Family):
     model_types = ("bamba",)
-    swaps = (Swap(kind="mamba2", attribute="mamba", make=mamba2_from),)
+    swaps: ClassVar = {"mamba2": Swap(attribute="mamba", make=mamba2_from)}
 
     def specs(self, config: Any) -> list[LayerSpec]:
         require_fields(config, attn_rotary_emb=head_dim_of(config) // 2)

@@ -6,7 +6,7 @@ and on each part of its projection, are folded into the projection's rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -29,7 +29,7 @@ def _mixer(module: Any, spec: Mamba2Spec) -> Mamba2:
 
 class FalconH1Family(Family):
     model_types = ("falcon_h1",)
-    swaps = (Swap(kind="mamba2", attribute="mamba", make=_mixer),)
+    swaps: ClassVar = {"mamba2": Swap(attribute="mamba", make=_mixer)}
 
     def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
         rope_type = (config.rope_parameters or {}).get("rope_type", "default")

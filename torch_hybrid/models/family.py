@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +36,11 @@ class Swap:
     """The swap of a decoder layer's mixer of one kind for ours.
 
     Attributes:
-        kind: of the mixer, as its spec says.
         attribute: name of the module that is swapped, in the layer or in one of its children.
         make: what takes the module, whose weights ours keeps, and the spec, and makes ours.
         adapter: what wraps ours in the interface that the decoder layer calls.
     """
 
-    kind: str
     attribute: str
     make: Callable[[Any, Any], nn.Module]
     adapter: Callable[[nn.Module, str], nn.Module] = LinearAttentionAdapter
@@ -71,7 +69,7 @@ class Family:
 
     Attributes:
         model_types: as configs name them.
-        swaps: of mixers, one for each kind.
+        swaps: of mixers, by kind.
         num_position_axes: 3 where rotary positions are 3-D (mrope).
         vision: modalities of its tower; empty where it has none.
         mtp: place of the head that predicts further tokens in checkpoints; None: none is known.
@@ -86,7 +84,7 @@ class Family:
     """
 
     model_types: tuple[str, ...]
-    swaps: tuple[Swap, ...] = ()
+    swaps: ClassVar[Mapping[str, Swap]] = {}
     num_position_axes: int = 1
     vision: tuple[Modality, ...] = ()
     mtp: MtpLayout | None = None
@@ -118,8 +116,8 @@ class Family:
         return Logits(vocab_size=config.vocab_size)
 
     def text_class(self) -> Any:
-        """Return a class of the text part with its head, or None where transformers has the right
-        one: with the head, and with all names that checkpoints have for weights."""
+        """Return the class of the text part with its head; None where transformers has one that
+        knows all names of its weights."""
         return None
 
 

@@ -8,7 +8,7 @@ them before and after every mixer and every mixture of experts.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -48,22 +48,22 @@ def _indexed_latent_attention(module: Any, spec: IndexedLatentSpec) -> IndexedLa
 
 
 class _KimiDeltaAdapter(LinearAttentionAdapter):
-    """The decoder layer hands its mixer the tokens too."""
+    """Our mixer, which the decoder layer hands the tokens too."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, step: LayerStep, **_options: object
     ) -> Tensor:
-        """[1, T, dim] -> [1, T, dim]."""
+        """Map [1, T, dim] to [1, T, dim]."""
         return super().forward(hidden_states, step=step)
 
 
 class _IndexedLatentAdapter(LinearAttentionAdapter):
-    """Stands where the model has its attention."""
+    """Our attention in the place of the model's."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, step: LayerStep, **_options: object
     ) -> tuple[Tensor, None, None]:
-        """[1, T, dim] -> [1, T, dim], and neither attention weights nor what was picked."""
+        """Map [1, T, dim] to [1, T, dim], and neither attention weights nor what was picked."""
         return super().forward(hidden_states, step=step), None, None
 
 
@@ -91,20 +91,14 @@ def _text_class() -> type[nn.Module]:
 
 class Glm5NextFamily(Family):
     model_types = ("glm5_next", "glm5_next_text")
-    swaps = (
-        Swap(
-            kind="kimi_delta_attention",
-            attribute="self_attn",
-            make=kimi_linear_mixer,
-            adapter=_KimiDeltaAdapter,
+    swaps: ClassVar = {
+        "kimi_delta_attention": Swap(
+            attribute="self_attn", make=kimi_linear_mixer, adapter=_KimiDeltaAdapter
         ),
-        Swap(
-            kind="indexed_latent_attention",
-            attribute="self_attn",
-            make=_indexed_latent_attention,
-            adapter=_IndexedLatentAdapter,
+        "indexed_latent_attention": Swap(
+            attribute="self_attn", make=_indexed_latent_attention, adapter=_IndexedLatentAdapter
         ),
-    )
+    }
     vision = IMAGES_AND_VIDEOS_OF_IMAGES
 
     def specs(self, config: Any) -> list[LayerSpec]:

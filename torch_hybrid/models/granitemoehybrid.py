@@ -5,7 +5,7 @@ The model's own modules apply its embedding and residual multipliers.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.models.family import (
     Family,
@@ -22,7 +22,7 @@ from torch_hybrid.specs import LayerSpec
 
 class GraniteMoeHybridFamily(Family):
     model_types = ("granitemoehybrid",)
-    swaps = (Swap(kind="mamba2", attribute="mamba", make=mamba2_from),)
+    swaps: ClassVar = {"mamba2": Swap(attribute="mamba", make=mamba2_from)}
 
     def specs(self, config: Any) -> list[LayerSpec]:
         positions = config.position_embedding_type

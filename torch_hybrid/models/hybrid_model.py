@@ -47,7 +47,7 @@ class HybridModel(nn.Module):
         self.mtp = mtp
         family = architecture.family
         self.table = architecture.table
-        self.mixer_names = {swap.kind: swap.attribute for swap in family.swaps}
+        self.mixer_names = {kind: swap.attribute for kind, swap in family.swaps.items()}
         self.num_position_axes = family.num_position_axes
         self.logits_scale, self.logits_softcap = logits.scale, logits.softcap
         self.vision = vision

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
 def layer_specs(
     config: Any, *, scale: Callable[[int], float], sinks: bool = False
 ) -> list[tuple[LayerSpec, ...]]:
-    """The facts of both kinds of attention, each with the convolutions of its layers.
+    """Return the specs of each layer: one of two kinds of attention, with its convolutions.
 
     Args:
         config: of the text model.
@@ -103,24 +103,24 @@ def _attention(module: Any, spec: AttentionSpec) -> BiasedAttention:
 
 
 class _AttentionAdapter(LinearAttentionAdapter):
-    """Stands where the model has its attention."""
+    """Our attention in the place of the model's."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, step: LayerStep, **_options: object
     ) -> tuple[Tensor, None]:
-        """[1, T, dim] -> [1, T, dim] and no attention weights."""
+        """Map [1, T, dim] to [1, T, dim] and no attention weights."""
         _, plan, cache = step.mixer(self.kind)
         _, *convolutions = step.mixer(BranchConvolutionSpec.kind)
         return self.mixer(hidden_states[0], plan, cache, *convolutions)[None], None
 
 
 class _ConvolutionAdapter(LinearAttentionAdapter):
-    """Stands where the model has a convolution of a branch, which is handed no other options."""
+    """Our convolution in the place of a branch's, which is handed no other options."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, past_key_values: LayerStep, conv_mask: None = None
     ) -> Tensor:
-        """[1, T, dim] -> [1, T, dim]."""
+        """Map [1, T, dim] to [1, T, dim]."""
         return super().forward(hidden_states, step=past_key_values)
 
 
@@ -134,7 +134,7 @@ class _Mixture(nn.Module):
         self.gate, self.experts = gate, experts
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[1, T, dim] -> [1, T, dim]."""
+        """Map [1, T, dim] to [1, T, dim]."""
         x = hidden_states[0]
         _, weights, chosen, shared_weights = self.gate(x)
         num_chosen, num_shared = self.gate.num_experts, shared_weights.shape[1]
@@ -188,20 +188,14 @@ def _text_class() -> type[nn.Module]:
 
 class InklingFamily(Family):
     model_types = ("inkling_mm_model", "inkling_text")
-    swaps = (
-        Swap(
-            kind="paged_attention",
-            attribute="self_attn",
-            make=_attention,
-            adapter=_AttentionAdapter,
-        ),
-        Swap(
-            kind="branch_convolution",
+    swaps: ClassVar = {
+        "paged_attention": Swap(attribute="self_attn", make=_attention, adapter=_AttentionAdapter),
+        "branch_convolution": Swap(
             attribute="mlp_sconv",
             make=lambda module, spec: _branch_convolution(module, "feed_forward"),
             adapter=_ConvolutionAdapter,
         ),
-    )
+    }
     hf_layer_step_arguments = ("step", "past_key_values")
     hf_taken_modules = (".attn_sconv", ".shared_experts")
 
@@ -218,8 +212,8 @@ class InklingFamily(Family):
         return layer_specs(config, scale=lambda head_dim: 1 / head_dim)
 
     def backbone(self, model: Any) -> None:
-        """Put ours in the place of attention's branch convolution, and make shared experts the last
-        of all experts."""
+        """Replace attention's branch convolution, and make shared experts the last of all
+        experts."""
         for layer in model.layers:
             own, dtype = layer.self_attn, layer.input_layernorm.weight.dtype
             for convolution in (own.k_sconv, own.v_sconv, layer.attn_sconv, layer.mlp_sconv):

@@ -5,7 +5,7 @@ from those of earlier blocks of layers; experts of softcapped SwiGLU; the text p
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -72,23 +72,23 @@ def _attention(module: Any, spec: AttentionSpec) -> SinkAttention:
 
 
 def _oldest_first(taps: Tensor, dim: int) -> Tensor:
-    """Taps that begin at the token itself along a dim, in the other order."""
+    """Reverse taps along a dim, where they begin at the token itself."""
     return torch.cat(taps.split(1, dim)[::-1], dim)
 
 
 def _taps_of_heads(convolution: Any, spec: AttentionSpec) -> Tensor:
-    """Rows that project to taps, by head."""
+    """Return the rows that project to taps, by head."""
     [rows] = weights_of(convolution.weight_proj)
     return _oldest_first(rows.unflatten(0, (spec.num_kv_heads, -1)), 1).flatten(0, 1)
 
 
 class _AttentionAdapter(LinearAttentionAdapter):
-    """Stands where the model has its attention; an input for each of its projections."""
+    """Our attention in the place of the model's, which has an input for each of its projections."""
 
     def forward(  # type: ignore[override]
         self, *inputs: Tensor, step: LayerStep
     ) -> Tensor:
-        """[1, T, dim] each -> [1, T, dim]."""
+        """Map inputs of [1, T, dim] to [1, T, dim]."""
         _, plan, cache = step.mixer(self.kind)
         _, *convolution = step.mixer(BranchConvolutionSpec.kind)
         out: Tensor = self.mixer(*(x[0] for x in inputs), plan, cache, *convolution)
@@ -138,7 +138,7 @@ class _DecoderLayer(nn.Module):
     def forward(
         self, streams: Tensor | Streams, _: Tensor, *, step: LayerStep, **_options: object
     ) -> Streams:
-        """Embeddings [1, T, dim], or what the layer before gives."""
+        """Run the layer on embeddings [1, T, dim], or on what the layer before gives."""
         if self.attention_input is None:
             assert isinstance(streams, Tensor)
             present, blocks = streams, streams.new_zeros(())
@@ -168,14 +168,14 @@ def _residual(module: Any, num_blocks: int, num_known: int) -> BlockResidual:
 
 
 class _FinalInput(nn.Module):
-    """Stands where the model mixes what its last layer gives."""
+    """The mix of what the last layer gives, in the place of the model's."""
 
     def __init__(self, residual: BlockResidual) -> None:
         super().__init__()
         self.residual = residual
 
     def forward(self, _: Tensor, streams: Streams) -> tuple[Tensor, ...]:
-        """To [1, T, dim]."""
+        """Mix the streams to [1, T, dim]."""
         present, blocks = streams
         mixed: tuple[Tensor, ...] = self.residual(blocks, present)
         return mixed
@@ -205,19 +205,13 @@ def _text_class() -> type[nn.Module]:
 
 class Inkling2Family(Family):
     model_types = ("inkling2", "inkling2_text")
-    swaps = (
-        Swap(
-            kind="paged_attention",
-            attribute="self_attn",
-            make=_attention,
-            adapter=_AttentionAdapter,
-        ),
-        Swap(
-            kind="branch_convolution",
+    swaps: ClassVar = {
+        "paged_attention": Swap(attribute="self_attn", make=_attention, adapter=_AttentionAdapter),
+        "branch_convolution": Swap(
             attribute="post_mlp_convolution",
             make=lambda module, spec: _branch_convolution(module, "feed_forward"),
         ),
-    )
+    }
     hf_taken_modules = (
         ".post_attention_convolution",
         ".attention_input",

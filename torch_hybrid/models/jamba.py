@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.layers.mamba import Mamba
 from torch_hybrid.models.family import (
@@ -27,7 +27,7 @@ def _mixer(module: Any, spec: MambaSpec) -> Mamba:
 
 class JambaFamily(Family):
     model_types = ("jamba",)
-    swaps = (Swap(kind="mamba", attribute="mamba", make=_mixer, adapter=MaskedMambaAdapter),)
+    swaps: ClassVar = {"mamba": Swap(attribute="mamba", make=_mixer, adapter=MaskedMambaAdapter)}
     hf_layer_step_arguments = ("step", "attention_mask")
 
     def specs(self, config: Any) -> list[LayerSpec]:

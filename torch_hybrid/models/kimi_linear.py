@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.layers.kimi_delta_attention import KimiDeltaAttention
 from torch_hybrid.models.family import Family, Swap, latent_spec, require_fields, weights_of
@@ -28,7 +28,7 @@ def kimi_linear_mixer(module: Any, spec: KimiDeltaSpec) -> KimiDeltaAttention:
 
 class KimiLinearFamily(Family):
     model_types = ("kimi_linear",)
-    swaps = (Swap(kind="kimi_delta_attention", attribute="self_attn", make=kimi_linear_mixer),)
+    swaps: ClassVar = {"kimi_delta_attention": Swap(attribute="self_attn", make=kimi_linear_mixer)}
 
     def specs(self, config: Any) -> list[LayerSpec]:
         require_fields(

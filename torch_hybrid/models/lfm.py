@@ -5,7 +5,7 @@ LFM3 has windows in some of those, longer convolutions, and rotary embeddings by
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -48,7 +48,7 @@ def _mixer(module: Any, spec: ShortConvolutionSpec) -> ShortConvolution:
 
 class Lfm2Family(Family):
     model_types = ("lfm2", "lfm2_moe", "lfm2_vl")
-    swaps = (Swap(kind="short_convolution", attribute="conv", make=_mixer),)
+    swaps: ClassVar = {"short_convolution": Swap(attribute="conv", make=_mixer)}
     vision = TILES
 
     def specs(self, config: Any) -> list[LayerSpec]:

@@ -115,9 +115,9 @@ def from_pretrained(
     with Together(ranks):
         path_or_id = checked_path(path_or_id)
         dtype, device = checked_dtype(dtype), checked_device(device)
-        make_cache_folder()
-        check_weights(weights, group)
         check_tables(tables)
+        check_weights(weights, group)
+        make_cache_folder()
         checkpoint, model = unread(path_or_id, dtype, device, vision=vision, mtp=mtp)
         if ranks is not None:
             check_can_be_cut(model, experts)
@@ -180,14 +180,14 @@ def unread(
     if vision and mtp:
         raise UnsupportedError("a model that is given images cannot have its MTP head: load either")
     folder, fields = _read_config(path_or_id)
-    weights_name = fields.get("transformers_weights")
+    named = fields.get("transformers_weights")
     if is_ring_2_5(fields):
         if vision:
             raise UnsupportedError(no_tower(fields["model_type"]))
         if mtp:
             raise UnsupportedError("Ring-2.5 has no MTP head that is known here")
         sizes = Ring25Config.from_dict(fields)
-        checkpoint = open_checkpoint(_folder_of(path_or_id, folder, weights_name), weights_name)
+        checkpoint = open_checkpoint(fetch_weights(path_or_id, folder, named), named)
         return checkpoint, make_unread_ring_2_5(checkpoint, sizes, fields, dtype, device)
     family, config = _transformers_config(path_or_id, folder, fields)
     made_weights = take_quantization(config)
@@ -196,7 +196,7 @@ def unread(
         check_has_tower(architecture)
     else:
         warn_of_dropped(config)
-    checkpoint = open_checkpoint(_folder_of(path_or_id, folder, weights_name), weights_name)
+    checkpoint = open_checkpoint(fetch_weights(path_or_id, folder, named), named)
     if made_weights is not None:
         checkpoint = made_weights(checkpoint)
     hf_model, tower = make_unread(checkpoint, architecture, dtype, device, vision=vision), None
@@ -240,15 +240,3 @@ def _transformers_config(
     except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
         told = " ".join(str(error).split())
         raise ValueError(f"cannot read a model config from {path_or_id}: {told}") from error
-
-
-def _folder_of(
-    path_or_id: str, folder: Path | None = None, weights_name: str | None = None
-) -> Path:
-    """Find the folder of a checkpoint; fetch that of a hub id, with the weights that are read."""
-    try:
-        folder = folder or fetch_config(path_or_id)
-        fetch_weights(path_or_id, folder, weights_name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read the weights in {path_or_id}: {error}") from error
-    return folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,12 +17,12 @@ NORM_EPS = 1e-6  # of the gated norm: fixed by the model, whatever config.rms_no
 
 
 def layer_factor(layer_idx: int, num_layers: int) -> float:
-    """How fast the heads of a layer forget, against the first: hardly at all in the last."""
+    """Return a layer's factor on the decay of the first layer's heads: almost 0 in the last."""
     return 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5
 
 
 def _mixer(module: Any, spec: LightningSpec) -> LightningAttention:
-    """The model interleaves ``[q, k, v]`` by head; sort the rows apart."""
+    """Sort rows apart, which the model interleaves by head as ``[q, k, v]``."""
     qkv = module.qkv_proj.weight.detach().unflatten(0, (spec.num_heads, 3, spec.head_dim))
     in_weight = torch.cat([qkv.transpose(0, 1).flatten(0, 2), module.output_gate.weight.detach()])
     factor = layer_factor(module.layer_idx, module.num_hidden_layers)
@@ -36,14 +36,11 @@ def _mixer(module: Any, spec: LightningSpec) -> LightningAttention:
 
 class MiniMaxFamily(Family):
     model_types = ("minimax",)
-    swaps = (
-        Swap(
-            kind="lightning_attention",
-            attribute="self_attn",
-            make=_mixer,
-            adapter=LinearAttentionPairAdapter,
-        ),
-    )
+    swaps: ClassVar = {
+        "lightning_attention": Swap(
+            attribute="self_attn", make=_mixer, adapter=LinearAttentionPairAdapter
+        )
+    }
 
     def specs(self, config: Any) -> list[LayerSpec]:
         require(config, "sliding_window", config.sliding_window, [None])

@@ -131,8 +131,8 @@ class MtpHead(nn.Module):
         return result.to(hidden.dtype)
 
     def before(self, hidden: Tensor, tokens: Tensor, step: Step) -> Tensor | None:
-        """Return [T, dim] of the token before each, if the head is to read the tokens of the step;
-        keep the last of ``hidden`` and ``tokens``."""
+        """Keep the last of ``hidden`` and ``tokens``. Return [T, dim] of the token before each,
+        if the head is to read the tokens of the step."""
         plan, cache = self._kept(step)
         before = previous_hidden(hidden, tokens, plan, cache)
         return before if plan.is_read else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.models.family import Family, Swap, listed, require, require_fields
@@ -36,7 +36,7 @@ def _mamba2_spec(config: Any) -> Mamba2Spec:
 
 class NemotronHFamily(Family):
     model_types = ("nemotron_h", "nemotron_h_omni")
-    swaps = (Swap(kind="mamba2", attribute="mixer", make=mamba2_from),)
+    swaps: ClassVar = {"mamba2": Swap(attribute="mixer", make=mamba2_from)}
     mtp = MtpLayout(
         layers="mtp.layers.{}",
         numbered_on=False,

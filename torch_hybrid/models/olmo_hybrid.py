@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.models.family import (
@@ -33,7 +33,7 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
 
 class OlmoHybridFamily(Family):
     model_types = ("olmo_hybrid",)
-    swaps = (Swap(kind="gated_delta_rule", attribute="linear_attn", make=_mixer),)
+    swaps: ClassVar = {"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)}
 
     def specs(self, config: Any) -> list[LayerSpec]:
         beta_scale = 2.0 if config.linear_allow_neg_eigval else 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.models.family import (
@@ -24,7 +24,7 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
 
 class Qwen35Family(Family):
     model_types = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-    swaps = (Swap(kind="gated_delta_rule", attribute="linear_attn", make=_mixer),)
+    swaps: ClassVar = {"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)}
     num_position_axes = 3
     vision = IMAGES_AND_VIDEOS
     mtp = MTP_OF_QWEN

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.models.family import (
@@ -17,7 +17,8 @@ from torch_hybrid.specs import DeltaRuleSpec, LayerSpec
 
 
 def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
-    """The model interleaves ``[q, k, v, z]`` and ``[b, a]`` by key head; sort the rows apart."""
+    """Sort rows apart, which the model interleaves by key head as ``[q, k, v, z]`` and ``[b,
+    a]``."""
     ratio = spec.num_v_heads // spec.num_k_heads
     value = ratio * spec.head_v_dim
     qkvz, ba = (
@@ -34,7 +35,7 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
 
 class Qwen3NextFamily(Family):
     model_types = ("qwen3_next",)
-    swaps = (Swap(kind="gated_delta_rule", attribute="linear_attn", make=_mixer),)
+    swaps: ClassVar = {"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)}
     mtp = MTP_OF_QWEN
 
     def specs(self, config: Any) -> list[LayerSpec]:

@@ -7,7 +7,7 @@ model's own modules mix them before and after every mixer and every mixture of e
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ def _indexed_attention(module: Any, spec: IndexedAttentionSpec) -> IndexedAttent
 
 
 def _ngram_embedding(module: Any, spec: NgramSpec) -> NgramEmbedding:
-    """The convolution is dilated: between two taps there are others, of zero."""
+    """Make our embedding; its convolution has taps of zero where the model's is dilated."""
     hashed = module.ple_embedding
     taps = module.conv1d.weight.detach().squeeze(1).split(1, dim=1)
     apart = [tap * factor for tap in taps for factor in (1.0, *[0.0] * (spec.ngram_size - 1))]
@@ -99,7 +99,7 @@ def _ngram_embedding(module: Any, spec: NgramSpec) -> NgramEmbedding:
 
 
 class _IndexedAttentionAdapter(LinearAttentionAdapter):
-    """Stands where the model has its attention."""
+    """Our attention in the place of the model's."""
 
     def forward(  # type: ignore[override]
         self,
@@ -109,7 +109,7 @@ class _IndexedAttentionAdapter(LinearAttentionAdapter):
         step: LayerStep,
         **_options: object,
     ) -> tuple[Tensor, None]:
-        """[1, T, dim] -> [1, T, dim] and no attention weights."""
+        """Map [1, T, dim] to [1, T, dim] and no attention weights."""
         _, plan, cache = step.mixer(self.kind)
         # Each half of a rotated head has the same angles.
         cos, sin = (x[0, :, : x.shape[-1] // 2] for x in position_embeddings)
@@ -117,12 +117,12 @@ class _IndexedAttentionAdapter(LinearAttentionAdapter):
 
 
 class _NgramAdapter(LinearAttentionAdapter):
-    """Stands where the model has its per-layer embedding, which is handed no options."""
+    """Our per-layer embedding in the place of the model's, which is handed no options."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, tokens: Tensor, step: LayerStep, conv_mask: None = None
     ) -> Tensor:
-        """Streams [1, T, channels] and tokens [1, T] to [1, T, channels]."""
+        """Map streams [1, T, channels] and tokens [1, T] to [1, T, channels]."""
         _, plan, cache = step.mixer(self.kind)
         out: Tensor = self.mixer(hidden_states[0], tokens[0], plan, cache)
         return out[None]
@@ -130,16 +130,13 @@ class _NgramAdapter(LinearAttentionAdapter):
 
 class Qwen4ExpFamily(Family):
     model_types = ("qwen4_exp", "qwen4_exp_text")
-    swaps = (
-        *Qwen35Family.swaps,
-        Swap(
-            kind="indexed_attention",
-            attribute="self_attn",
-            make=_indexed_attention,
-            adapter=_IndexedAttentionAdapter,
+    swaps: ClassVar = {
+        **Qwen35Family.swaps,
+        "indexed_attention": Swap(
+            attribute="self_attn", make=_indexed_attention, adapter=_IndexedAttentionAdapter
         ),
-        Swap(kind="ngram_embedding", attribute="ple", make=_ngram_embedding, adapter=_NgramAdapter),
-    )
+        "ngram_embedding": Swap(attribute="ple", make=_ngram_embedding, adapter=_NgramAdapter),
+    }
     num_position_axes = 3
     hf_layer_step_arguments = ("step", "past_key_values")
     hf_token_arguments = ("ple_input_ids",)

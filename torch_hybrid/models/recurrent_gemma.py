@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from torch_hybrid.defaults import on_meta
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.rg_lru import RgLru
-from torch_hybrid.models.family import Family, Logits, Swap, attention_specs, listed, require
+from torch_hybrid.models.family import (
+    Family,
+    Logits,
+    Swap,
+    attention_specs,
+    listed,
+    parameter,
+    require,
+)
 from torch_hybrid.models.transformers_hooks import LinearAttentionPairAdapter
 from torch_hybrid.specs import LayerSpec, RgLruSpec
 
@@ -19,14 +26,10 @@ def _mixer(module: Any, spec: RgLruSpec) -> RgLru:
     with on_meta():
         mixer = RgLru(module.linear_x.in_features, spec)
     lru, inputs = module.rg_lru, (module.linear_x, module.linear_y)
-
-    def parameter(weight: torch.Tensor) -> nn.Parameter:
-        return nn.Parameter(weight.detach(), requires_grad=False)
-
     mixer.in_proj.weight = parameter(torch.cat([linear.weight.detach() for linear in inputs]))
     mixer.in_proj.bias = parameter(torch.cat([linear.bias.detach() for linear in inputs]))
     mixer.out_proj = module.linear_out
-    mixer.conv_weight = parameter(module.conv_1d.weight.squeeze(1))
+    mixer.conv_weight = parameter(module.conv_1d.weight.detach().squeeze(1))
     mixer.conv_bias = module.conv_1d.bias
     weights = (lru.input_gate_weight.detach(), lru.recurrent_gate_weight.detach())
     biases = (lru.input_gate_bias.detach(), lru.recurrent_gate_bias.detach())
@@ -38,14 +41,9 @@ def _mixer(module: Any, spec: RgLruSpec) -> RgLru:
 
 class RecurrentGemmaFamily(Family):
     model_types = ("recurrent_gemma",)
-    swaps = (
-        Swap(
-            kind="rg_lru",
-            attribute="temporal_block",
-            make=_mixer,
-            adapter=LinearAttentionPairAdapter,
-        ),
-    )
+    swaps: ClassVar = {
+        "rg_lru": Swap(attribute="temporal_block", make=_mixer, adapter=LinearAttentionPairAdapter)
+    }
 
     def specs(self, config: Any) -> list[LayerSpec]:
         require(config, "hidden_activation", config.hidden_activation, ["gelu_pytorch_tanh"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,8 @@ def _channel_mix(module: Any, spec: ChannelMixSpec) -> ChannelMix:
 
 
 class _Block(nn.Module):
-    """A decoder layer that takes the step, and leaves the residual ``scale`` times as large: a
-    tensor, so that layers that halve it are of the kind of all others."""
+    """A decoder layer that takes the step and multiplies the residual by ``scale``. That is a
+    tensor, so that layers that halve it compile as all others do."""
 
     scale: Tensor
 
@@ -54,7 +54,7 @@ class _Block(nn.Module):
         self.register_buffer("scale", factor, persistent=False)
 
     def forward(self, hidden: Tensor, *, step: LayerStep) -> Tensor:
-        """[1, T, dim] -> [1, T, dim]."""
+        """Map [1, T, dim] to [1, T, dim]."""
         hidden = hidden + self.attention(self.ln1(hidden), step=step)
         hidden = hidden + self.feed_forward(self.ln2(hidden), step=step)
         return hidden * self.scale
@@ -67,10 +67,10 @@ def _divide(linear: nn.Linear, factor: int) -> None:
 
 class RwkvFamily(Family):
     model_types = ("rwkv",)
-    swaps = (
-        Swap(kind="time_mix", attribute="attention", make=_time_mix),
-        Swap(kind="channel_mix", attribute="feed_forward", make=_channel_mix),
-    )
+    swaps: ClassVar = {
+        "time_mix": Swap(attribute="attention", make=_time_mix),
+        "channel_mix": Swap(attribute="feed_forward", make=_channel_mix),
+    }
     hf_takes_masks = False
     hf_layers = "blocks"
 

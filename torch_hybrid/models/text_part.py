@@ -64,7 +64,7 @@ def text_part(hf_model: Any, family: Family) -> Any:
 
 
 def warn_of_dropped(config: Any) -> None:
-    """Say that prompts are texts alone, where a checkpoint could see or hear."""
+    """Warn that prompts are texts alone, where a checkpoint could see or hear."""
     given = config.to_dict()
     names = [name for name in config.sub_configs if name != "text_config" and given.get(name)]
     dropped = [name.removesuffix("_config") for name in names]

@@ -68,14 +68,6 @@ def hand_steps(
         layer.register_forward_pre_hook(hand_step, with_kwargs=True)
 
 
-def path_of(layer: nn.Module, attribute: str) -> str:
-    """Find the mixer of this name in a decoder layer, or else in one of its children."""
-    if attribute in layer._modules:
-        return attribute
-    holders = (name for name, child in layer.named_children() if attribute in child._modules)
-    return f"{next(holders)}.{attribute}"
-
-
 def refuse_as_transformers(hf_model: Any) -> None:
     """Make the model's own ``generate`` and ``save_pretrained`` say what to use instead."""
     hf_model.generate = refuse_generate

@@ -29,8 +29,8 @@ _OF_TEXT = re.compile(r"(?:(model\.)(?:language_model|llm)\.|language_model\.|(l
 
 
 def take_quantization(config: Any) -> AsWeights | None:
-    """Take the quantization out of a config, and return how tensors make weights of it, if it has
-    one: transformers would put layers of its own in their place.
+    """Take a quantization out of a config, of which transformers would make layers of its own,
+    and return how its tensors make weights.
 
     Raises:
         UnsupportedError: the config says that they are quantized in a way that is not served.
@@ -69,7 +69,7 @@ def make_unread(
 
     from torch_hybrid.models.stacked_experts import check_experts
 
-    given, config, head = checkpoint, architecture.config, architecture.mtp
+    given, config, head = checkpoint, architecture.config, architecture.head
     text_class = None if vision else architecture.family.text_class()
     classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if vision else MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in classes:
@@ -132,8 +132,8 @@ def _text_part(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> Any:
-    """Derive a class whose loader is given experts as stacks, and raises where a weight is missing
-    or of another shape than its config says, before it makes all of those."""
+    """Derive a class whose loader is given experts as stacks. It raises where a weight is
+    missing, or of another shape than its config says, before it makes all of those."""
     from transformers import initialization as init
     from transformers.monkey_patching import apply_patches
 
@@ -189,8 +189,8 @@ def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> An
 
 @contextmanager
 def _without_dtypes_of_parts(config: Any) -> Iterator[None]:
-    """Hide the dtypes of a config's parts, each of which transformers would make the default of the
-    whole process while it builds that part."""
+    """Hide the dtypes of a config's parts: transformers would make each the default of the whole
+    process while it builds that part."""
     parts = list(_parts_of(config))
     dtypes = [part.dtype for part in parts]
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ class _FeedForward(nn.Module):
         self.down_proj = module.proj_down
 
     def forward(self, x: Tensor) -> Tensor:
-        """[1, T, dim] -> [1, T, dim]."""
+        """Map [1, T, dim] to [1, T, dim]."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -72,7 +72,7 @@ class _Block(nn.Module):
         self.norm_ffn, self.ffn = block.norm_ffn, _FeedForward(block.ffn)
 
     def forward(self, hidden: Tensor, *, step: LayerStep) -> Tensor:
-        """[1, T, dim] -> [1, T, dim]."""
+        """Map [1, T, dim] to [1, T, dim]."""
         hidden = hidden + self.mlstm_layer(self.norm_mlstm(hidden), step=step)
         out: Tensor = hidden + self.ffn(self.norm_ffn(hidden))
         return out
@@ -80,7 +80,7 @@ class _Block(nn.Module):
 
 class XlstmFamily(Family):
     model_types = ("xlstm",)
-    swaps = (Swap(kind="mlstm", attribute="mlstm_layer", make=_mixer),)
+    swaps: ClassVar = {"mlstm": Swap(attribute="mlstm_layer", make=_mixer)}
     hf_takes_masks = False
     hf_taken_modules = (".ffn",)
     hf_layers = "blocks"

@@ -6,7 +6,7 @@ state.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -23,11 +23,11 @@ def _mixer(module: Any, spec: MambaSpec) -> Mamba:
         mixer = Mamba(module.in_proj.in_features, spec, bias=has_bias, conv_bias=False)
 
     def halves(rows: Tensor) -> nn.Parameter:
-        """Of x and of the gate, which are every other row."""
+        """Return the rows of x and then those of the gate, which alternate."""
         return parameter(rows.detach().unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
 
     def by_head(weight: Tensor) -> nn.Parameter:
-        """[H, outputs, inputs] as a layer of heads has it, or a plain one."""
+        """Transpose [H, outputs, inputs] for a layer of heads; drop H for a plain layer."""
         weight = weight.detach()
         alone = spec.num_heads == 1
         return parameter(weight.squeeze(0) if alone else weight.transpose(1, 2).contiguous())
@@ -49,7 +49,7 @@ def _mixer(module: Any, spec: MambaSpec) -> Mamba:
 
 class ZambaFamily(Family):
     model_types = ("zamba",)
-    swaps = (Swap(kind="mamba", attribute="mamba", make=_mixer),)
+    swaps: ClassVar = {"mamba": Swap(attribute="mamba", make=_mixer)}
 
     def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
         require(config, "hidden_mamba_act", config.hidden_mamba_act, ["silu"])
@@ -74,8 +74,8 @@ class ZambaFamily(Family):
         return listed(config, mixers)
 
     def backbone(self, model: Any) -> None:
-        """Share the block's children: integers made of their weights are then shared as well, and
-        so is a rank's part."""
+        """Share the block's children. Integers that are made of their weights, or a rank's part,
+        are then shared as well."""
         found = (layer._modules.get("shared_transf") for layer in model.layers)
         blocks: list[Any] = [block for block in found if block is not None]
         share_children(part for block in blocks for part in (block.self_attn, block.feed_forward))

@@ -7,7 +7,7 @@ embedding beside the hidden state.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -26,7 +26,7 @@ _ADAPTERS = {
 
 
 def share_children(parts: Iterable[nn.Module]) -> None:
-    """Make those children of some modules one whose weights are one, and say all."""
+    """Make children of some modules one where their weights are one, and say all."""
     ours: dict[tuple[Any, ...], nn.Module] = {}
     for part in parts:
         for name, child in list(part.named_children()):
@@ -36,7 +36,7 @@ def share_children(parts: Iterable[nn.Module]) -> None:
 
 class Zamba2Family(Family):
     model_types = ("zamba2",)
-    swaps = (Swap(kind="mamba2", attribute="mamba", make=mamba2_from),)
+    swaps: ClassVar = {"mamba2": Swap(attribute="mamba", make=mamba2_from)}
 
     def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
         rope_type = (config.rope_parameters or {}).get("rope_type", "default")
@@ -69,8 +69,8 @@ class Zamba2Family(Family):
         return listed(config, mixers)
 
     def backbone(self, model: Any) -> None:
-        """Leave each layer its own adapters alone, of those of all layers among which it looks them
-        up by its number; and share the rest.
+        """Leave each layer its own adapters alone, which it would look up among those of all
+        layers, and share the rest.
 
         Integers that are made of shared weights are then shared as well, and so is a rank's part.
         """

@@ -5,7 +5,7 @@ The router's state goes from layer to layer within a step, and is not kept.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,12 @@ def _projection(module: Any, spec: ConvolvedProjectionSpec) -> ConvolvedProjecti
 
 
 class _ProjectionAdapter(LinearAttentionAdapter):
-    """Stands where attention has its projection, which is handed a mask of tokens: the step."""
+    """Our projection in the place of attention's, which is handed the step as a mask of tokens."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, past_key_values: None, conv_mask: LayerStep
     ) -> tuple[Tensor, ...]:
-        """[1, T, dim] -> q, k and v [1, T, heads, head_dim]."""
+        """Map [1, T, dim] to q, k and v [1, T, heads, head_dim]."""
         _, plan, cache = conv_mask.mixer(self.kind)
         outputs: tuple[Tensor, ...] = self.mixer(hidden_states[0], plan, cache)  # type: ignore[arg-type]
         return tuple(output[None] for output in outputs)
@@ -49,20 +49,17 @@ class _ProjectionAdapter(LinearAttentionAdapter):
 def _hand_step(
     _attention: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A hook of attention, which hands its projection the mask of tokens and not the step."""
+    """Hand attention's projection the step as its mask of tokens: it is handed no other option."""
     return args, {**options, "attention_mask": {"conv": options["step"]}}
 
 
 class ZayaFamily(Family):
     model_types = ("zaya",)
-    swaps = (
-        Swap(
-            kind="convolved_projection",
-            attribute="qkv_proj",
-            make=_projection,
-            adapter=_ProjectionAdapter,
-        ),
-    )
+    swaps: ClassVar = {
+        "convolved_projection": Swap(
+            attribute="qkv_proj", make=_projection, adapter=_ProjectionAdapter
+        )
+    }
 
     def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
         require(config, "hidden_act", config.hidden_act, ["silu"])

@@ -1,4 +1,4 @@
-"""Unread weights of 8 bits: which scales belong to what is kept of them.
+"""Unread FP8 weights, and the scales that belong to what is kept of them.
 
 A stored weight [..., N, K] has the scales [..., ceil(N / 128), ceil(K / 128)] of its blocks. Where
 a part of it lies is known by its strides, and so are the scales of its blocks: nothing about scales
@@ -31,8 +31,8 @@ def _is_scaled(part: Slice) -> bool:
 
 
 def stretches(content: Content) -> list[Content]:
-    """A weight [N, K] in as few stretches of rows as can each be one tensor: of 16 bits or more, or
-    of 8 and such that scales of their blocks say all."""
+    """Cut a weight [N, K] into as few stretches of rows as can each be one tensor: floats of 16
+    bits or more, or FP8 of whole blocks."""
     found: list[Content] = []
     for rows in _rows(content):
         if found and _follows(found[-1], rows):
@@ -50,13 +50,13 @@ def _rows(content: Content) -> list[Content]:
 
 
 def _follows(before: Content, rows: Content) -> bool:
-    are_scaled = {_is_scaled(leaf) for part in (before, rows) for leaf in leaves(part)}
+    are_scaled = {_is_scaled(leaf) for leaf in leaves(before, rows)}
     return are_scaled == {False} or (are_scaled == {True} and before.shape[0] % BLOCK == 0)
 
 
 def cut_at_block(content: Content, dim: int, start: int) -> list[Content]:
-    """A content that begins at ``start`` of a stored dim, in two where it goes on past the end of a
-    block that it does not begin."""
+    """Cut a content, which begins at ``start`` of a stored dim, at the end of a block that it
+    does not begin."""
     size, rest = content.shape[dim], -start % BLOCK
     if rest == 0 or rest >= size:
         return [content]
@@ -64,7 +64,8 @@ def cut_at_block(content: Content, dim: int, start: int) -> list[Content]:
 
 
 def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, Unread]:
-    """The numbers of a weight [..., N, K] as they are stored, and the scales of their blocks.
+    """Return the numbers of a weight [..., N, K] as they are stored, and the scales of their
+    blocks.
 
     Args:
         weight: unread, all of it stored in 8 bits.
@@ -85,7 +86,7 @@ def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, U
 
 
 def _bare(content: Content) -> Content:
-    """Numbers as they are stored: what weights are worth is rounded where they are multiplied."""
+    """Return numbers as they are stored: their worth is rounded where they are multiplied."""
     if isinstance(content, Joined):
         return Joined(tuple(map(_bare, content.parts)), content.dim)
     _check_scaled(content)
@@ -128,7 +129,7 @@ def _scales_of(content: Content) -> Content:
 
 
 def _blocks(part: Slice, row: int, column: int) -> Content:
-    """The scales of all blocks that a slice touches."""
+    """Return the scales of all blocks that a slice touches."""
     stored = part.stored
     scales = stored.scales
     assert scales is not None
@@ -149,7 +150,7 @@ def _blocks(part: Slice, row: int, column: int) -> Content:
 
 
 def place_of(part: Slice) -> tuple[int, int]:
-    """The stored row and column at which a slice [..., n, k] begins.
+    """Return the stored row and column at which a slice [..., n, k] begins.
 
     Raises:
         UnsupportedError: its rows and columns are not some that follow on one another.
@@ -167,8 +168,8 @@ def place_of(part: Slice) -> tuple[int, int]:
 
 
 def blocks_of(part: Slice, place: Tensor) -> list[tuple[Slice, Content, Tensor]]:
-    """A slice of 8 bits in such as have whole blocks of their own: each with its scales, and with
-    its place in a tensor of the slice's shape."""
+    """Cut an FP8 slice into slices of whole blocks: each with its scales, and with its place in
+    a tensor of the slice's shape."""
     found = []
     row, column = place_of(part)
     for rows, place_rows in _cut_both(part, place, -2, row):

@@ -43,7 +43,7 @@ class Stored:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether its values are worth nothing without scales."""
+        """True where its values are worth nothing without scales."""
         return self.scales is not None or self.packed is not None
 
 
@@ -118,7 +118,8 @@ Content = Slice | Joined
 def wholes(
     tensors: Mapping[str, Stored], dtype: torch.dtype
 ) -> dict[str, tuple[Slice, torch.dtype]]:
-    """Take all of each tensor, with the dtype of its values: ``dtype`` where they need scales."""
+    """Take all of each tensor, and tell the dtype of its values: ``dtype`` where they need
+    scales."""
     return {
         name: (Slice.whole(stored), dtype if stored.is_scaled else stored.dtype)
         for name, stored in tensors.items()
@@ -224,11 +225,12 @@ def followed_by(content: Content, step: Step) -> Content:
     return Joined(tuple(followed_by(part, factor) for part, factor in pairs), content.dim)
 
 
-def leaves(content: Content) -> list[Slice]:
-    """Return the slices of a content."""
-    if isinstance(content, Slice):
-        return [content]
-    return [leaf for part in content.parts for leaf in leaves(part)]
+def leaves(*contents: Content) -> list[Slice]:
+    """Return the slices of contents."""
+    found: list[Slice] = []
+    for content in contents:
+        found += [content] if isinstance(content, Slice) else leaves(*content.parts)
+    return found
 
 
 def has_scales(content: Content) -> bool:

@@ -45,7 +45,7 @@ Stamp = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The tensors of a folder by name, and what its files were when their headers were read.
+    """The tensors of a folder by name, and the stamps of its files when their headers were read.
 
     ``gone`` has the tensors that the index names and no file has, and why, of files that are there;
     ``lost`` those of files that are not.

@@ -226,7 +226,7 @@ def reader_of(*contents: Content) -> Iterator[Reader]:
     """Open a reader of some contents to the host."""
     files: dict[Path, int] = {}
     try:
-        for file in {part.stored.file for content in contents for part in leaves(content)}:
+        for file in {part.stored.file for part in leaves(*contents)}:
             files[file] = os.open(file, os.O_RDONLY)
         yield Reader(files, torch.device("cpu"))
     finally:

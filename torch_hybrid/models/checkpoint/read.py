@@ -208,20 +208,19 @@ def _unread_of(places: _Places) -> list[Unread]:
     return unread
 
 
-def _check_dtypes(weights: Iterable[Unread]) -> None:
+def _check_dtypes(weights: Sequence[Unread]) -> None:
     """Refuse tensors that cannot be read, and integers and FP8 where floats are wanted: without
     scales they are worth nothing."""
-    for weight in weights:
-        for part in leaves(weight.content):
-            stored, made = part.stored, part.steps[-1:]
-            if stored.refusal is not None:
-                raise stored.refusal
-            is_taken = stored.dtype in _FLOATS or stored.is_scaled or any(map(callable, made))
-            if weight.is_floating_point() and not is_taken:
-                raise UnsupportedError(
-                    f"weight {stored.name} is stored as {stored.dtype}: quantized checkpoints are "
-                    "not read"
-                )
+    for part in leaves(*(weight.content for weight in weights)):
+        if part.stored.refusal is not None:
+            raise part.stored.refusal
+    for part in leaves(*(weight.content for weight in weights if weight.is_floating_point())):
+        stored, made = part.stored, part.steps[-1:]
+        if not (stored.dtype in _FLOATS or stored.is_scaled or any(map(callable, made))):
+            raise UnsupportedError(
+                f"weight {stored.name} is stored as {stored.dtype}: quantized checkpoints are not "
+                "read"
+            )
 
 
 def _read_all(

@@ -20,8 +20,8 @@ def _is_packed(content: Content) -> bool:
 
 
 def stretches(weight: Unread) -> list[tuple[Unread, bool]]:
-    """Cut a weight [N, K] into as few stretches of rows as can each be one tensor, and tell of each
-    whether it keeps scales: the others are floats, or become such as they are read."""
+    """Cut a weight [N, K] into as few stretches of rows as can each be one tensor. Each comes
+    with whether it keeps scales: others are floats, or become such as they are read."""
     content = weight.content
     is_packed = _is_packed(content)
     parts = (packed_integers if is_packed else block_scales).stretches(content)

@@ -23,7 +23,7 @@ _INNER = "hf_model."  # before the names that transformers has for weights
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a weight was made of as it was read, and where a module keeps it.
+    """The content of a weight that was read, and the place where a module keeps it.
 
     ``unit`` is the dtype of what the content has of its bytes.
     """
@@ -35,7 +35,7 @@ class Origin:
 
     @property
     def weight(self) -> Tensor | None:
-        """As it is now."""
+        """The weight as it is now."""
         return self.store.get(self.name)
 
     def places(self) -> list[tuple[Slice, Tensor]]:
@@ -45,7 +45,7 @@ class Origin:
 
 
 class Origins:
-    """Of all weights of a model that were read from a checkpoint.
+    """The origins of all weights of a model that were read from a checkpoint.
 
     Args:
         origins: one for each weight.
@@ -63,8 +63,8 @@ class Origins:
                 self._of[name].append(origin)
 
     def tied(self, model: nn.Module) -> dict[str, str]:
-        """Return by name the tensors of the checkpoint that were not read since layers of their
-        names share a weight, and the tensor that it was read from."""
+        """Find the tensors that were not read since layers share a weight, and the tensor that
+        it was read from, by name."""
         read = {
             id(origin.weight): name
             for name, origins in self._of.items()
@@ -133,7 +133,7 @@ class Origins:
 def checked_update(
     model: nn.Module, origins: Origins | None, weights: Weights, *, partial: bool
 ) -> Callable[[], None]:
-    """What writes new weights, after all that can be known before is checked.
+    """Check all that can be known of new weights, and return what writes them.
 
     Args:
         model: whose weights are written.
