@@ -199,12 +199,6 @@ def delta_rule_spec(
     )
 
 
-def gated_delta_rule_specs(config: Any) -> list[LayerSpec]:
-    """Return the specs of each layer of the Qwen families, whose norms share one eps."""
-    linear = delta_rule_spec(config, norm_eps=config.rms_norm_eps)
-    return specs_by_layer_type(config, linear, head_dim=config.head_dim)
-
-
 def mixer_from(
     module: Any, spec: DeltaRuleSpec, rows: Sequence[Tensor], *, norm: nn.Module, out: nn.Linear
 ) -> GatedDeltaNet:

@@ -59,17 +59,6 @@ class MtpLayout:
     layer_types: Callable[[Any], list[str]] = lambda config: ["full_attention"]
 
 
-# Layouts that several families share: ``mtp.*`` of the Qwens, and a layer after the model's own.
-MTP_OF_QWEN = MtpLayout(
-    layers="mtp.layers.{}",
-    numbered_on=False,
-    fc="mtp.fc",
-    embedding_norm="mtp.pre_fc_norm_embedding",
-    hidden_norm="mtp.pre_fc_norm_hidden",
-    norm="mtp.norm",
-)
-
-
 def next_layer(norm: str) -> MtpLayout:
     """Return the layout of a head that is one more layer, with its last norm at ``norm``."""
     return MtpLayout(

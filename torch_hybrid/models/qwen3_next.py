@@ -8,11 +8,12 @@ from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.models.family import (
     Family,
     Swap,
-    gated_delta_rule_specs,
+    delta_rule_spec,
     mixer_from,
+    specs_by_layer_type,
     weights_of,
 )
-from torch_hybrid.models.mtp import MTP_OF_QWEN
+from torch_hybrid.models.mtp import MtpLayout
 from torch_hybrid.specs import DeltaRuleSpec, LayerSpec
 
 
@@ -36,7 +37,15 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
 class Qwen3NextFamily(Family):
     model_types = ("qwen3_next",)
     swaps: ClassVar = {"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)}
-    mtp = MTP_OF_QWEN
+    mtp = MtpLayout(
+        layers="mtp.layers.{}",
+        numbered_on=False,
+        fc="mtp.fc",
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        norm="mtp.norm",
+    )
 
     def specs(self, config: Any) -> list[LayerSpec]:
-        return gated_delta_rule_specs(config)
+        linear = delta_rule_spec(config, norm_eps=config.rms_norm_eps)
+        return specs_by_layer_type(config, linear, head_dim=config.head_dim)
