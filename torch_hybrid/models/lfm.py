@@ -21,7 +21,7 @@ from torch_hybrid.models.family import (
     listed,
     require,
 )
-from torch_hybrid.models.tower import IMAGES_AND_VIDEOS, TILES
+from torch_hybrid.models.tower import IMAGES_AND_VIDEOS, TILES, Modality
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH, MIN_WIDTH
 from torch_hybrid.specs import LayerSpec, ShortConvolutionSpec
 
@@ -47,9 +47,9 @@ def _mixer(module: Any, spec: ShortConvolutionSpec) -> ShortConvolution:
 
 
 class Lfm2Family(Family):
-    model_types = ("lfm2", "lfm2_moe", "lfm2_vl")
+    model_types: tuple[str, ...] = ("lfm2", "lfm2_moe", "lfm2_vl")
     swaps: ClassVar = {"short_convolution": Swap(attribute="conv", make=_mixer)}
-    vision = TILES
+    vision: tuple[Modality, ...] = TILES
 
     def specs(self, config: Any) -> list[LayerSpec]:
         rope_type = config.rope_parameters["rope_type"]

@@ -35,7 +35,7 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
 
 
 class Qwen3NextFamily(Family):
-    model_types = ("qwen3_next",)
+    model_types: tuple[str, ...] = ("qwen3_next",)
     swaps: ClassVar = {"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)}
     mtp = MtpLayout(
         layers="mtp.layers.{}",
