@@ -2,9 +2,9 @@
 
     python -m tests.models.changes_of_file
 
-A call is a change of file where its frame and the nearest frame of ours below it lie in two files:
-another function is called, or a generator is resumed. Frames of torch and transformers are none of
-ours. Stops are what a reader sees, who reads each function when it is first called.
+A call, or the resumption of a generator, changes file where its frame and the nearest frame of ours
+below it lie in two files. Frames of torch and transformers are none of ours. Stops are what a
+reader sees, who reads each function when it is first called.
 """
 
 from __future__ import annotations

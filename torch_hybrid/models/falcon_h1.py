@@ -1,7 +1,7 @@
 """Falcon-H1: attention and Mamba2 side by side in every layer, with fixed multipliers (muP).
 
-The model's own modules apply the multipliers around the mixers; those within Mamba2, on the input
-and on each part of its projection, are folded into the projection's rows.
+The model's own modules apply the multipliers around the mixers. Those within Mamba2, on the input
+and on parts of its projection, are folded into the projection's rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GLM-5.3 (transformers' ``glm5_next``): Kimi delta attention of bounded decay, latent attention to
-blocks that an indexer picks, several residual streams, experts of clamped SwiGLU; images, videos.
+picked blocks, several residual streams, experts of clamped SwiGLU; images, videos.
 
-The streams are one tensor, which is all that a layer hands to the next: the model's own modules mix
-them before and after every mixer and every mixture of experts.
+The streams are one tensor, which is all that a layer hands to the next. The model's own modules mix
+them before and after mixers and mixtures of experts.
 """
 
 from __future__ import annotations

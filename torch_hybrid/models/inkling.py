@@ -1,5 +1,5 @@
-"""Inkling: attention without positions but for biases by distance, to a window in most layers, and
-convolutions of keys, values and every branch; experts, of which each token takes some always."""
+"""Inkling: attention with biases by distance alone, to a window in most layers. Convolutions of
+keys, values and every branch; experts, of which each token takes some always."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Inkling-2: attention with biases by distance, sinks and gates, to a window in most layers; in the
-others, convolutions of keys and values whose taps each token changes; residuals that are picked
-from those of earlier blocks of layers; experts of softcapped SwiGLU; the text part."""
+"""Inkling-2, its text part: attention with biases by distance, sinks and gates, to a window in most
+layers. In the others, each token changes the taps that convolve keys and values. Residuals are
+picked from those of earlier blocks of layers; experts are of softcapped SwiGLU."""
 
 from __future__ import annotations
 

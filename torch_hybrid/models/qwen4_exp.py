@@ -1,8 +1,8 @@
 """Qwen4-Exp: gated delta rule, attention to blocks that an indexer picks, several residual streams,
 and embeddings of n-grams that enter them; images and videos.
 
-The streams stand side by side in one tensor, which is all that a layer hands to the next: the
-model's own modules mix them before and after every mixer and every mixture of experts.
+The streams stand side by side in one tensor, which is all that a layer hands to the next. The
+model's own modules mix them before and after mixers and mixtures of experts.
 """
 
 from __future__ import annotations

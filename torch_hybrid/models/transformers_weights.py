@@ -226,7 +226,7 @@ def _quiet() -> Iterator[None]:
     """Show no bar for what reads no bytes, and no report of what is raised, or said, here.
 
     transformers has one verbosity for the process, and exchanges functions of classes while it
-    makes a model: one thread after another, else a setting of one would be put back by another.
+    makes a model. Threads take turns, else one would put back another's setting.
     """
     from transformers.utils import logging
 

@@ -1,8 +1,8 @@
 """Unread FP8 weights, and the scales that belong to what is kept of them.
 
-A stored weight [..., N, K] has the scales [..., ceil(N / 128), ceil(K / 128)] of its blocks. Where
-a part of it lies is known by its strides, and so are the scales of its blocks: nothing about scales
-is said in adapters, nor where models are cut.
+A stored weight [..., N, K] has the scales [..., ceil(N / 128), ceil(K / 128)] of its blocks. The
+strides of a part tell its place, and so the scales of its blocks. Adapters know nothing of scales,
+and neither does the cut of a model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _is_scaled(part: Slice) -> bool:
 
 
 def stretches(content: Content) -> list[Content]:
-    """Cut a weight [N, K] into as few stretches of rows as can each be one tensor: floats of 16
-    bits or more, or FP8 of whole blocks."""
+    """Cut a weight [N, K] into the fewest stretches of rows that are tensors: floats of 16 bits or
+    more, or FP8 of whole blocks."""
     found: list[Content] = []
     for rows in _rows(content):
         if found and _follows(found[-1], rows):

@@ -1,8 +1,8 @@
 """The content of an unread weight: strided slices of stored tensors, joined.
 
 The adapters of the families and ``shard`` merge, sort and cut weights with torch's own operations.
-Of a weight that has not been read those operations end here, and leave the same thing said of
-slices; nothing is read, or copied, before it is known which bytes are wanted and where they go.
+On an unread weight those operations end here, and say the same of slices. Nothing is read, or
+copied, before it is known which bytes go where.
 
     Slice     a view of one stored tensor, by sizes and strides
     Joined    several of these side by side along one dim

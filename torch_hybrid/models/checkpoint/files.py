@@ -47,8 +47,8 @@ Stamp = tuple[int, int, int]
 class Checkpoint:
     """The tensors of a folder by name, and the stamps of its files when their headers were read.
 
-    ``gone`` has the tensors that the index names and no file has, and why, of files that are there;
-    ``lost`` those of files that are not.
+    ``gone`` has the tensors that the index names and no file has, and why. ``lost`` has those of
+    files that are missing.
     """
 
     folder: Path

@@ -1,8 +1,7 @@
 """The bytes of slices, in pieces that are read at once, each to its place.
 
-Pieces that follow one another in a file are read by one call. A piece that lies in one run, is of
-the dtype that its place has, and goes to the host is read into that memory; any other passes
-through a buffer.
+Pieces that follow one another in a file are read by one call. A piece on its way to the host is
+read in place, if it lies in one run and has its place's dtype. Any other passes through a buffer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """New values for weights that were read from a checkpoint, by the names that it has for them.
 
-What each weight is made of is known since it was read (``content.py``): a stored tensor's parts go
-to the same places through the same casts and factors, those of merged projections, of stacked
-experts and of this rank's share alike.
+The content of each weight is known since it was read (``content.py``). A stored tensor's parts go
+to the same places through the same casts and factors. That holds for merged projections, stacked
+experts and a rank's share.
 """
 
 from __future__ import annotations
