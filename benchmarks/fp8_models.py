@@ -16,7 +16,7 @@ from torch_hybrid.models.adapt import adapted
 from torch_hybrid.models.checkpoint.content import Stored
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.unread import Unread
-from torch_hybrid.models.families import table_of
+from torch_hybrid.models.families import architecture_of
 from torch_hybrid.models.scaled_weights import hold_scales
 from torch_hybrid.models.transformers_weights import make_unread
 from torch_hybrid.ops.formats.block_scales import BLOCK, DTYPE, num_blocks
@@ -28,10 +28,9 @@ _FROM_ZERO = re.compile(r".*(layernorm|[qk]_norm|model\.norm)\.weight")  # 1 is 
 
 
 def make_fp8_model(config: Any, device: torch.device) -> HybridModel:
-    """A transformers model of that config in 8 bits, its mixers ours."""
-    checkpoint = random_checkpoint(config)
-    family_model = make_unread(checkpoint, config, torch.bfloat16, device)
-    model = adapted(family_model, config.model_type, table_of(config))
+    """Make a transformers model of that config in FP8, its mixers ours."""
+    checkpoint, architecture = random_checkpoint(config), architecture_of(config)
+    model = adapted(make_unread(checkpoint, architecture, torch.bfloat16, device), architecture)
     hold_scales(model)
     fill_unread(model, device)
     return model

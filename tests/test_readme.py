@@ -8,7 +8,7 @@ import pytest
 from tests.ops.registered import public_ops
 from tests.tiny_models import BUILDERS
 from torch_hybrid.backends.step import _BACKENDS
-from torch_hybrid.models.families import FAMILIES, NOT_SERVED, table_of
+from torch_hybrid.models.families import FAMILIES, NOT_SERVED, architecture_of
 from torch_hybrid.models.ring_2_5.config import ARCHITECTURE as RING_2_5
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.registration import REGISTERED
@@ -131,7 +131,7 @@ def _model_rows() -> Iterator[str]:
         config = build().config
         family = FAMILIES[config.model_type]
         kinds = mixers.setdefault(family.model_types, {})
-        kinds.update(dict.fromkeys(table_of(config).kinds))
+        kinds.update(dict.fromkeys(architecture_of(config).table.kinds))
         axes[family.model_types] = family.num_position_axes
     assert {model_type for types in mixers for model_type in types} == set(FAMILIES)
     for types, kinds in mixers.items():

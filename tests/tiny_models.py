@@ -17,7 +17,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 from torch_hybrid.models.adapt import adapt
-from torch_hybrid.models.families import table_of
+from torch_hybrid.models.families import architecture_of
 from torch_hybrid.models.hybrid_model import HybridModel
 
 VOCAB_SIZE = 199
@@ -627,7 +627,7 @@ def make_model(family: str, *, seed: int = 0, **options: Any) -> Any:
 def kinds_of(families: Iterable[str]) -> set[str]:
     """The kinds of mixers that these families have."""
     with torch.device("meta"):
-        tables = [table_of(BUILDERS[family]().config) for family in families]
+        tables = [architecture_of(BUILDERS[family]().config).table for family in families]
     return {kind for table in tables for kind in table.kinds}
 
 

@@ -22,7 +22,7 @@ import torch_hybrid as th
 from tests.layers.test_layers import TABLE, TwoLayers
 from tests.tiny_models import BUILDERS, make_hybrid, make_model
 from torch_hybrid.backends.mode import MODES
-from torch_hybrid.models.families import table_of
+from torch_hybrid.models.families import architecture_of
 
 MODES = list(MODES)
 
@@ -50,7 +50,7 @@ def planned(table: th.LayerTable, mode: th.Mode, lens: list[int], **options: Any
 
 @pytest.mark.parametrize("family", BUILDERS)
 def test_the_structure_of_a_step_survives_as_text(family: str):
-    table = table_of(make_model(family).config)
+    table = architecture_of(make_model(family).config).table
     prefixes = [th.PrefixPolicy(absorbed=absorbed) for absorbed in ("always", "never")]
     for mode in MODES:
         for prefix in prefixes:

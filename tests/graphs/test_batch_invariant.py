@@ -24,7 +24,7 @@ from torch_hybrid.graphs.options.check_options import check_invariant
 from torch_hybrid.graphs.passes.row_sums import row_sums
 from torch_hybrid.graphs.stepping import model_choices, steps
 from torch_hybrid.graphs.two_batch import OverlapPolicy
-from torch_hybrid.models.families import table_of
+from torch_hybrid.models.families import architecture_of
 from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.core.registration import REGISTERED
 
@@ -105,7 +105,7 @@ def test_an_op_of_every_family_can_serve_on_a_gpu():
     sizes = PoolSizes(num_pages=80, page_size=8, num_slots=5, **cuda)
     for family, build in BUILDERS.items():
         with torch.device("meta"):
-            table = table_of(build().config)
+            table = architecture_of(build().config).table
         backends = make_backends(table, sizes, wanted, [Mode.DECODE, Mode.EXTEND])
         assert backends.keys() == set(table.kinds), family
         for backend in backends.values():  # a token of a decode step is as any other

@@ -5,7 +5,6 @@ What several layers share, and two kinds of attention, in models that transforme
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from tests.models.oracle import Oracle, ask, assert_equal_logits, make_texts, mi
 from tests.tiny_models import make_model, randomize
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models import families
-from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
+from torch_hybrid.models.deepseek_v3 import DeepseekV3Family
+from torch_hybrid.specs import LayerSpec
 
 LENGTHS = (70, 33, 41)
 LAYERS = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
@@ -75,10 +75,11 @@ def test_two_kinds_of_attention(monkeypatch: pytest.MonkeyPatch):
         num_q_heads=4, num_kv_heads=2, head_dim=config.head_dim, scale=config.head_dim**-0.5
     )
 
-    def specs(config: Any) -> list[object]:
-        latent = DEEPSEEK_V3.specs(config)
-        return [latent[0], full, latent[2], full]
+    class Mixed(DeepseekV3Family):
+        def specs(self, config: Any) -> list[LayerSpec]:
+            latent = super().specs(config)
+            return [latent[0], full, latent[2], full]
 
-    monkeypatch.setitem(families.FAMILIES, "deepseek_v3", replace(DEEPSEEK_V3, specs=specs))
+    monkeypatch.setitem(families.FAMILIES, "deepseek_v3", Mixed())
     runner = assert_served(hf_model, ask(hf_model, make_texts(LENGTHS)))
     assert set(runner.cache.pools) == {"latent_attention", "paged_attention"}

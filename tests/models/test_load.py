@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import torch_hybrid as th
+from tests.models.changes_of_file import walk_through_loading
 from tests.models.oracle import ask, assert_equal_logits, make_texts, serve
 from tests.models.oracle import whole as whole_texts
 from tests.tiny_models import LINEAR, MROPE, SIZES, VOCAB_SIZE, make_model, randomize
@@ -367,3 +368,8 @@ def test_a_config_that_cannot_be_is_one_line(checkpoint: Path, fields: Any, mess
     text = refusal(checkpoint, ValueError)
     assert text.startswith(message)
     assert "\n" not in text
+
+
+def test_few_changes_of_file():
+    """A reader of the loader turns half as many pages as when each part asked for the family."""
+    assert walk_through_loading().changes <= 644

@@ -20,7 +20,7 @@ from tests.tiny_models import make_model, randomize
 from torch_hybrid.layers import GatedDeltaNet, KimiDeltaAttention
 from torch_hybrid.layers.lightning_attention import alibi_slopes, geometric_slopes
 from torch_hybrid.models.adapt import adapt
-from torch_hybrid.models.families import table_of
+from torch_hybrid.models.families import architecture_of
 from torch_hybrid.models.kimi_delta import kimi_delta_specs
 
 LENGTHS = (40, 70)
@@ -294,4 +294,4 @@ def test_blocks_of_qwen4_exp_lie_in_one_page():
 def test_the_convolution_over_n_grams_has_an_end():
     config = make_model("qwen4_exp", ple_conv_kernel_size=6, ngram_size=4).config
     with pytest.raises(th.UnsupportedError, match="back over 16 tokens, got 21"):
-        table_of(config)
+        architecture_of(config)

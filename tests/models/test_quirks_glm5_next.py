@@ -11,7 +11,7 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.models.oracle import ask, assert_equal_logits, decoded, make_texts, serve, whole
 from tests.tiny_models import VOCAB_SIZE, make_model
-from torch_hybrid.models.families import table_of
+from torch_hybrid.models.families import architecture_of
 
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["indexed_attention"]}
 
@@ -109,7 +109,7 @@ def test_config_field_that_is_not_served(field: str, value: object):
     config = make_model("glm5_next").config
     setattr(config.text_config, field, value)
     with pytest.raises(th.UnsupportedError, match=f"config field {field} must be one of"):
-        table_of(config)
+        architecture_of(config)
 
 
 def test_blocks_lie_in_one_page():

@@ -21,14 +21,15 @@ from tests.models.oracle import (
     whole,
 )
 from tests.tiny_models import make_model
-from torch_hybrid.models.families import table_of
+from torch_hybrid.models.families import architecture_of
 
 TINY = {"max_seqs": 2, "max_tokens": 256, "kv_tokens": 256, "page_size": 16, "compile": False}
 CONVOLUTIONS = {"layer_types": ["conv", "conv"], "num_hidden_layers": 2}
 
 
 def windows_of(hf_model: Any) -> list[int]:
-    return [entry.spec.window for entry in table_of(hf_model.config).of_kind("paged_attention")]
+    table = architecture_of(hf_model.config).table
+    return [entry.spec.window for entry in table.of_kind("paged_attention")]
 
 
 @pytest.mark.parametrize("window", [1, 16, 33])

@@ -20,7 +20,7 @@ from tests.models.oracle import (
     whole,
 )
 from tests.tiny_models import make_model
-from torch_hybrid.models.families import FAMILIES, table_of
+from torch_hybrid.models.families import FAMILIES, architecture_of
 
 TINY = {"max_seqs": 4, "max_tokens": 256, "kv_tokens": 256, "compile": False}
 ATTRIBUTES = {"mamba": "mixer", "falcon_mamba": "mixer", "jamba": "mamba"}
@@ -109,7 +109,7 @@ def test_falcon_normed_by_another_number():
 
 def test_jamba_has_attention_and_experts_by_period():
     config = make_model("jamba", attn_layer_period=3, attn_layer_offset=2).config
-    kinds = [layer[0].kind for layer in table_of(config).layers]
+    kinds = [layer[0].kind for layer in architecture_of(config).table.layers]
     assert kinds == ["mamba", "mamba", "paged_attention", "mamba"]
     hf_model = make_model("jamba", num_experts=1)
     oracle = ask(hf_model, make_texts([40]))

@@ -1,4 +1,4 @@
-"""From a transformers model to one that a runner can serve: its mixers are swapped for ours."""
+"""The way from a transformers model to one that a runner can serve: our mixers replace its own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import nn
 
 from torch_hybrid.host.memory import keep_weights, replace_inference_tensors
 from torch_hybrid.host.surroundings import in_isolation
-from torch_hybrid.models.families import family_of, table_of
+from torch_hybrid.models.architecture import Architecture
+from torch_hybrid.models.families import architecture_of
 from torch_hybrid.models.family import Family
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.merge_adapters import merge_adapters
-from torch_hybrid.models.mtp import take_head, with_previous_hidden
+from torch_hybrid.models.mtp import take_head
 from torch_hybrid.models.quantized import refuse_modules
 from torch_hybrid.models.taken_weights import check_weights_say_all
 from torch_hybrid.models.text_part import (
@@ -28,11 +29,10 @@ from torch_hybrid.models.transformers_hooks import (
     ATTENTION_NAME,
     hand_steps,
     join_latent_attention,
-    path_of,
     refuse_as_transformers,
     register_attention,
 )
-from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
+from torch_hybrid.specs import LatentSpec
 
 
 @in_isolation
@@ -58,84 +58,61 @@ def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
         raise ValueError(
             f"hf_model must be a causal language model of transformers, got {type(hf_model)}"
         )
-    model_type = hf_model.config.model_type
-    family, table = family_of(model_type), table_of(hf_model.config)
+    architecture = architecture_of(hf_model.config)
     tower = None
     if vision:
-        check_has_tower(hf_model.config)
-        hf_model, tower = text_and_tower(hf_model)
+        check_has_tower(architecture)
+        hf_model, tower = text_and_tower(hf_model, architecture.family)
         _check_finite(tower)
     elif not is_causal:
         warn_of_dropped(hf_model.config)
-        hf_model = text_part(hf_model, family)
+        hf_model = text_part(hf_model, architecture.family)
     if hf_model.config._attn_implementation == ATTENTION_NAME:
         raise ValueError("hf_model was adapted before")
     refuse_modules(hf_model)
-    _check_taken_weights(hf_model, family, table)
+    _check_taken_weights(hf_model, architecture)
     _check_finite(hf_model)
-    model = adapted(hf_model, model_type, table, tower)
+    model = adapted(hf_model, architecture, tower)
     keep_weights(model)
     return model
 
 
-def adapted(
-    hf_model: Any,
-    model_type: str,
-    table: LayerTable,
-    tower: Tower | None = None,
-    num_head: int = 0,
-) -> HybridModel:
-    """The same of a model that is known to be one, and whose weights may be unread; its last
-    ``num_head`` layers are those of its head."""
-    family = family_of(model_type)
+def adapted(hf_model: Any, architecture: Architecture, tower: Tower | None = None) -> HybridModel:
+    """Swap the mixers of a model that was checked, and whose weights may be unread."""
+    family, base = architecture.family, hf_model.base_model
     register_attention()
-    if family.base is None:
+    if (backbone := family.backbone(base)) is None:
         hf_model.set_attn_implementation(ATTENTION_NAME)
     else:  # whose layers call no function of attention: transformers warns where it is set
+        setattr(hf_model, hf_model.base_model_prefix, backbone)
         hf_model.config._attn_implementation = ATTENTION_NAME
     hf_model.eval().requires_grad_(False)
-    family.prepare(hf_model.base_model)
-    if family.base is not None:
-        setattr(hf_model, hf_model.base_model_prefix, family.base(hf_model.base_model))
-    _swap_mixers(hf_model.base_model.layers, family, table)
-    hand_steps(hf_model.base_model.layers, family.step_names, family.given_as)
-    _swap_experts(hf_model, family)
-    vocab_size = family.vocab_size(hf_model.config.get_text_config())
-    _drop_padding(hf_model.get_output_embeddings(), vocab_size)
+    layers, logits = hf_model.base_model.layers, family.logits(hf_model.config.get_text_config())
+    _swap_mixers(layers, architecture)
+    hand_steps(layers, family.hf_step_argument, family.hf_layer_step_arguments)
     refuse_as_transformers(hf_model)
+    _swap_experts(hf_model, family)
+    _drop_padding(hf_model.get_output_embeddings(), logits.vocab_size)
     head = None
-    if num_head:
-        dim = hf_model.config.get_text_config().hidden_size
-        table = with_previous_hidden(table, num_head, dim)
-        head = take_head(hf_model, table, num_head)
-    return HybridModel(
-        hf_model,
-        table,
-        mixer_names={kind: swap.attribute for kind, swap in family.swaps.items()},
-        num_position_axes=family.num_position_axes,
-        logits_scale=family.logits_scale(hf_model.config.get_text_config()),
-        logits_softcap=family.logits_softcap(hf_model.config.get_text_config()),
-        takes_masks=family.takes_masks,
-        step_name=family.given_as,
-        token_names=family.token_names,
-        vision=tower,
-        mtp=head,
-    )
+    if architecture.num_head:
+        head = take_head(hf_model, architecture.table, architecture.num_head)
+    return HybridModel(hf_model, architecture, logits, vision=tower, mtp=head)
 
 
-def _check_taken_weights(hf_model: Any, family: Family, table: LayerTable) -> None:
+def _check_taken_weights(hf_model: Any, architecture: Architecture) -> None:
     """Look at every module that is about to be swapped, or read by its weights."""
-    layers = f"{hf_model.base_model_prefix}.{family.layers_name}"
+    family = architecture.family
+    layers = f"{hf_model.base_model_prefix}.{family.hf_layers}"
     for layer_id, layer in enumerate(hf_model.get_submodule(layers)):
-        for entry in table.layers[layer_id]:
-            if entry.kind == "latent_attention":
+        for entry in architecture.table.layers[layer_id]:
+            if entry.kind == LatentSpec.kind:
                 name = f"{layers}.{layer_id}.self_attn.kv_b_proj"
                 check_weights_say_all(name, layer.self_attn.kv_b_proj)
-            elif entry.kind in family.swaps:
-                path = path_of(layer, family.swaps[entry.kind].attribute)
+            elif swap := family.swaps.get(entry.kind):
+                path = _path_of(layer, swap.attribute)
                 check_weights_say_all(f"{layers}.{layer_id}.{path}", layer.get_submodule(path))
     for name, module in hf_model.named_modules():
-        if name.endswith((".experts", *family.taken)):
+        if name.endswith((".experts", *family.hf_taken_modules)):
             check_weights_say_all(name, module)
 
 
@@ -147,23 +124,30 @@ def _check_finite(hf_model: nn.Module) -> None:
             raise ValueError(f"weight {name} has {count} NaN or infinite values")
 
 
-def _swap_mixers(layers: Iterable[Any], family: Family, table: LayerTable) -> None:
-    """Put our mixers in the place of theirs; a module that several layers share stays one."""
+def _swap_mixers(layers: Iterable[Any], architecture: Architecture) -> None:
+    """Put our mixers in the place of theirs; a module that several layers share stays one.
+
+    Modules of plain attention stay, and call our attention function.
+    """
     ours: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
-    for layer, entries in zip(layers, table.layers, strict=True):
+    for layer, entries in zip(layers, architecture.table.layers, strict=True):
         for entry in entries:
-            match entry.spec:
-                case AttentionSpec() if entry.kind not in family.swaps:
-                    pass  # its module stays, and calls our attention function
-                case LatentSpec() as spec:
-                    join_latent_attention(layer.self_attn, spec)
-                case spec:
-                    swap = family.swaps[entry.kind]
-                    path = path_of(layer, swap.attribute)
-                    module = layer.get_submodule(path)
-                    if module not in ours:
-                        ours[module] = swap.adapter(swap.make(module, spec), entry.kind)
-                    layer.set_submodule(path, ours[module])
+            if isinstance(entry.spec, LatentSpec):
+                join_latent_attention(layer.self_attn, entry.spec)
+            elif swap := architecture.family.swaps.get(entry.kind):
+                path = _path_of(layer, swap.attribute)
+                module = layer.get_submodule(path)
+                if module not in ours:
+                    ours[module] = swap.adapter(swap.make(module, entry.spec), entry.kind)
+                layer.set_submodule(path, ours[module])
+
+
+def _path_of(layer: nn.Module, attribute: str) -> str:
+    """Find the mixer of this name in a decoder layer, or else in one of its children."""
+    if attribute in layer._modules:
+        return attribute
+    holders = (name for name, child in layer.named_children() if attribute in child._modules)
+    return f"{next(holders)}.{attribute}"
 
 
 def _swap_experts(hf_model: nn.Module, family: Family) -> None:
@@ -174,7 +158,7 @@ def _swap_experts(hf_model: nn.Module, family: Family) -> None:
 
 
 def _drop_padding(head: nn.Linear, vocab_size: int) -> None:
-    """Leave the head its first rows, so many."""
+    """Leave the head the rows of tokens."""
     if vocab_size < head.out_features:
         head.weight = nn.Parameter(head.weight.detach()[:vocab_size], requires_grad=False)
         head.out_features = vocab_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.models.family import (
     Family,
@@ -15,14 +15,11 @@ from torch_hybrid.models.mamba2 import mamba2_from, mamba2_spec
 from torch_hybrid.specs import LayerSpec
 
 
-def _specs(config: Any) -> list[LayerSpec]:
-    require_fields(config, attn_rotary_emb=head_dim_of(config) // 2)
-    linear = mamba2_spec(config, gate="before_norm")
-    return specs_by_layer_type(config, linear, head_dim=head_dim_of(config))
+class BambaFamily(Family):
+    model_types = ("bamba",)
+    swaps: ClassVar = {"mamba2": Swap(attribute="mamba", make=mamba2_from)}
 
-
-BAMBA = Family(
-    model_types=("bamba",),
-    specs=_specs,
-    swaps={"mamba2": Swap(attribute="mamba", make=mamba2_from)},
-)
+    def specs(self, config: Any) -> list[LayerSpec]:
+        require_fields(config, attn_rotary_emb=head_dim_of(config) // 2)
+        linear = mamba2_spec(config, gate="before_norm")
+        return specs_by_layer_type(config, linear, head_dim=head_dim_of(config))

@@ -9,11 +9,10 @@ from torch_hybrid.models.mtp import next_layer
 from torch_hybrid.specs import LayerSpec
 
 
-def _specs(config: Any) -> list[LayerSpec]:
-    require(config, "hidden_act", config.hidden_act, ["silu"])
-    return [latent_spec(config, config.rope_parameters or {})] * config.num_hidden_layers
+class DeepseekV3Family(Family):
+    model_types = ("deepseek_v3",)
+    mtp = next_layer(norm="shared_head.norm")
 
-
-DEEPSEEK_V3 = Family(
-    model_types=("deepseek_v3",), specs=_specs, mtp=next_layer(norm="shared_head.norm")
-)
+    def specs(self, config: Any) -> list[LayerSpec]:
+        require(config, "hidden_act", config.hidden_act, ["silu"])
+        return [latent_spec(config, config.rope_parameters or {})] * config.num_hidden_layers

@@ -1,33 +1,19 @@
 """Falcon-H1: attention and Mamba2 side by side in every layer, with fixed multipliers (muP).
 
-The model's own modules apply the multipliers around the mixers; those within Mamba2, on the input
-and on each part of its projection, are folded into the projection's rows.
+The model's own modules apply the multipliers around the mixers. Those within Mamba2, on the input
+and on parts of its projection, are folded into the projection's rows.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 from torch_hybrid.layers.mamba2 import Mamba2
-from torch_hybrid.models.family import ROPE_TYPES, Family, Swap, head_dim_of, require
+from torch_hybrid.models.family import ROPE_TYPES, Family, Logits, Swap, head_dim_of, require
 from torch_hybrid.models.mamba2 import mamba2_from, mamba2_spec
 from torch_hybrid.specs import AttentionSpec, LayerSpec, Mamba2Spec
-
-
-def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
-    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
-    require(config, "rope_parameters.rope_type", rope_type, ROPE_TYPES)
-    attention = AttentionSpec(
-        num_q_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim_of(config),
-        scale=head_dim_of(config) ** -0.5,
-    )
-    gate = "after_norm" if config.mamba_norm_before_gate else "before_norm"
-    linear = mamba2_spec(config, gate=gate if config.mamba_rms_norm else "no_norm")
-    return [(attention, linear)] * config.num_hidden_layers
 
 
 def _mixer(module: Any, spec: Mamba2Spec) -> Mamba2:
@@ -41,9 +27,22 @@ def _mixer(module: Any, spec: Mamba2Spec) -> Mamba2:
     return mixer
 
 
-FALCON_H1 = Family(
-    model_types=("falcon_h1",),
-    specs=_specs,
-    swaps={"mamba2": Swap(attribute="mamba", make=_mixer)},
-    logits_scale=lambda config: config.lm_head_multiplier,
-)
+class FalconH1Family(Family):
+    model_types = ("falcon_h1",)
+    swaps: ClassVar = {"mamba2": Swap(attribute="mamba", make=_mixer)}
+
+    def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
+        rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+        require(config, "rope_parameters.rope_type", rope_type, ROPE_TYPES)
+        attention = AttentionSpec(
+            num_q_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim_of(config),
+            scale=head_dim_of(config) ** -0.5,
+        )
+        gate = "after_norm" if config.mamba_norm_before_gate else "before_norm"
+        linear = mamba2_spec(config, gate=gate if config.mamba_rms_norm else "no_norm")
+        return [(attention, linear)] * config.num_hidden_layers
+
+    def logits(self, config: Any) -> Logits:
+        return Logits(vocab_size=config.vocab_size, scale=config.lm_head_multiplier)

@@ -5,65 +5,65 @@ from __future__ import annotations
 from typing import Any
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
-from torch_hybrid.models.bamba import BAMBA
-from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
-from torch_hybrid.models.falcon_h1 import FALCON_H1
-from torch_hybrid.models.family import Family, require
-from torch_hybrid.models.glm5_next import GLM5_NEXT
-from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
-from torch_hybrid.models.inkling import INKLING
-from torch_hybrid.models.inkling2 import INKLING2
-from torch_hybrid.models.jamba import JAMBA
-from torch_hybrid.models.kimi_linear import KIMI_LINEAR
-from torch_hybrid.models.lfm import LFM2, LFM3
-from torch_hybrid.models.mamba import MAMBA
-from torch_hybrid.models.mamba2 import MAMBA2
-from torch_hybrid.models.minimax import MINIMAX
-from torch_hybrid.models.nemotron_h import NEMOTRON_H
-from torch_hybrid.models.olmo_hybrid import OLMO_HYBRID
-from torch_hybrid.models.qwen3 import QWEN3
-from torch_hybrid.models.qwen3_5 import QWEN3_5
-from torch_hybrid.models.qwen3_next import QWEN3_NEXT
-from torch_hybrid.models.qwen4_exp import QWEN4_EXP
-from torch_hybrid.models.recurrent_gemma import RECURRENT_GEMMA
-from torch_hybrid.models.rwkv import RWKV
-from torch_hybrid.models.xlstm import XLSTM
-from torch_hybrid.models.zamba import ZAMBA
-from torch_hybrid.models.zamba2 import ZAMBA2
-from torch_hybrid.models.zaya import ZAYA
-from torch_hybrid.specs import LayerTable
+from torch_hybrid.models.architecture import Architecture
+from torch_hybrid.models.bailing_hybrid import BailingHybridFamily
+from torch_hybrid.models.bamba import BambaFamily
+from torch_hybrid.models.deepseek_v3 import DeepseekV3Family
+from torch_hybrid.models.falcon_h1 import FalconH1Family
+from torch_hybrid.models.family import Family
+from torch_hybrid.models.glm5_next import Glm5NextFamily
+from torch_hybrid.models.granitemoehybrid import GraniteMoeHybridFamily
+from torch_hybrid.models.inkling import InklingFamily
+from torch_hybrid.models.inkling2 import Inkling2Family
+from torch_hybrid.models.jamba import JambaFamily
+from torch_hybrid.models.kimi_linear import KimiLinearFamily
+from torch_hybrid.models.lfm import Lfm2Family, Lfm3Family
+from torch_hybrid.models.mamba import MambaFamily
+from torch_hybrid.models.mamba2 import Mamba2Family
+from torch_hybrid.models.minimax import MiniMaxFamily
+from torch_hybrid.models.nemotron_h import NemotronHFamily
+from torch_hybrid.models.olmo_hybrid import OlmoHybridFamily
+from torch_hybrid.models.qwen3 import Qwen3Family
+from torch_hybrid.models.qwen3_5 import Qwen35Family
+from torch_hybrid.models.qwen3_next import Qwen3NextFamily
+from torch_hybrid.models.qwen4_exp import Qwen4ExpFamily
+from torch_hybrid.models.recurrent_gemma import RecurrentGemmaFamily
+from torch_hybrid.models.rwkv import RwkvFamily
+from torch_hybrid.models.xlstm import XlstmFamily
+from torch_hybrid.models.zamba import ZambaFamily
+from torch_hybrid.models.zamba2 import Zamba2Family
+from torch_hybrid.models.zaya import ZayaFamily
 
 FAMILIES: dict[str, Family] = {
     model_type: family
     for family in (
-        BAILING_HYBRID,
-        BAMBA,
-        DEEPSEEK_V3,
-        FALCON_H1,
-        GLM5_NEXT,
-        GRANITEMOEHYBRID,
-        INKLING,
-        INKLING2,
-        JAMBA,
-        KIMI_LINEAR,
-        LFM2,
-        LFM3,
-        MAMBA,
-        MAMBA2,
-        MINIMAX,
-        NEMOTRON_H,
-        OLMO_HYBRID,
-        QWEN3,
-        QWEN3_5,
-        QWEN3_NEXT,
-        QWEN4_EXP,
-        RECURRENT_GEMMA,
-        RWKV,
-        XLSTM,
-        ZAMBA,
-        ZAMBA2,
-        ZAYA,
+        BailingHybridFamily(),
+        BambaFamily(),
+        DeepseekV3Family(),
+        FalconH1Family(),
+        Glm5NextFamily(),
+        GraniteMoeHybridFamily(),
+        InklingFamily(),
+        Inkling2Family(),
+        JambaFamily(),
+        KimiLinearFamily(),
+        Lfm2Family(),
+        Lfm3Family(),
+        MambaFamily(),
+        Mamba2Family(),
+        MiniMaxFamily(),
+        NemotronHFamily(),
+        OlmoHybridFamily(),
+        Qwen3Family(),
+        Qwen35Family(),
+        Qwen3NextFamily(),
+        Qwen4ExpFamily(),
+        RecurrentGemmaFamily(),
+        RwkvFamily(),
+        XlstmFamily(),
+        ZambaFamily(),
+        Zamba2Family(),
+        ZayaFamily(),
     )
     for model_type in family.model_types
 }
@@ -75,7 +75,7 @@ NOT_SERVED = {
 
 
 def family_of(model_type: Any) -> Family:
-    """The family of a model type.
+    """Return the family of a model type.
 
     Raises:
         UnsupportedError: none is served that has it.
@@ -91,12 +91,10 @@ def family_of(model_type: Any) -> Family:
     return FAMILIES[model_type]
 
 
-def table_of(config: Any) -> LayerTable:
-    """The mixers of a transformers config, before any weight is read.
+def architecture_of(config: Any) -> Architecture:
+    """Return the architecture that a transformers config describes.
 
     Raises:
         UnsupportedError: the model type, or a field of the config, is not known here.
     """
-    family, text = family_of(config.model_type), config.get_text_config()
-    require(config, "text_config.model_type", text.model_type, family.model_types)
-    return LayerTable.from_specs(family.specs(text))
+    return Architecture.of(config, family_of(config.model_type))

@@ -1,11 +1,11 @@
-"""What an adapter of a transformers family says, and the parts that several families share."""
+"""The base class of transformers families, and the parts that several of them share."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.models.backbone import Backbone
 from torch_hybrid.models.mtp import MtpLayout
 from torch_hybrid.models.tower import Modality
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
@@ -30,17 +31,14 @@ S = TypeVar("S")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def _gated_experts(module: Any) -> FusedExperts:
-    return FusedExperts(module.gate_up_proj, module.down_proj)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """Where a decoder layer has its mixer of one kind, and how ours is made of it.
+    """The swap of a decoder layer's mixer of one kind for ours.
 
-    ``make(module, spec)`` takes the family's module, whose weights ours keeps. ``adapter`` wraps
-    it in the interface that the decoder layer calls. ``attribute`` is of the layer, or else of one
-    of its children.
+    Attributes:
+        attribute: name of the module that is swapped, in the layer or in one of its children.
+        make: what takes the module, whose weights ours keeps, and the spec, and makes ours.
+        adapter: what wraps ours in the interface that the decoder layer calls.
     """
 
     attribute: str
@@ -49,51 +47,78 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One family of transformers models.
+class Logits:
+    """The last step from hidden states to logits.
 
-    ``specs(config)`` gives the mixers of each layer, from the text config. ``swaps`` has an entry
-    for every kind of linear attention; full attention, latent attention too, joins as a function
-    that transformers lets us register. ``vocab_size(config)`` is how many rows of the head are of
-    tokens: those after them are padding. ``num_position_axes`` is 3 where rotary positions are 3-D
-    (mrope). ``logits_scale(config)`` is a factor on the logits, ``logits_softcap(config)`` their
-    bound (0: none). ``experts(module)`` makes ours of the family's experts. ``takes_masks`` says
-    whether the model takes a mask for each type of layer. ``step_names`` are the options of a
-    decoder layer as which it is handed the step: a module that it hands no others finds it in one
-    of those. ``prepare(model)`` changes what else is to be changed in the model without its head,
-    before mixers are swapped; of modules whose names end as in ``taken`` it takes the weights.
-    ``base(model)`` is what stands in for that model then, where it does not hand its layers the
-    step; ``layers_name`` is the name that it has for them. ``kernel_fields`` are fields of its
-    config that name kernels, of packages that transformers may want to be installed: they are left
-    out of a checkpoint's.
-    ``text_class()`` is the class of the text part with a head, where transformers has that inside
-    of a multimodal model alone, or does not know its weights by all their names. ``given_as`` is
-    the option of the model as which it hands the step to its layers. ``token_names`` are options of
-    the model as which it is handed tokens where it is handed embeddings. ``vision`` is what its
-    tower takes, if it has one. ``mtp`` says where its checkpoints have a head that predicts further
-    tokens.
+    Attributes:
+        vocab_size: rows of the head that are of tokens; those after them are padding.
+        scale: factor on the logits.
+        softcap: their bound, ``softcap * tanh(logits / softcap)``; 0: none.
+    """
+
+    vocab_size: int
+    scale: float = 1.0
+    softcap: float = 0.0
+
+
+class Family:
+    """A family of transformers models; a subclass overrides what is peculiar to it.
+
+    Full attention and latent attention join as a function that transformers lets us register; every
+    other kind of mixer needs a swap. ``hf_*`` are names in the family's modeling file.
+
+    Attributes:
+        model_types: as configs name them.
+        swaps: of mixers, by kind.
+        num_position_axes: 3 where rotary positions are 3-D (mrope).
+        vision: modalities of its tower; empty where it has none.
+        mtp: place of the head that predicts further tokens in checkpoints; None: none is known.
+        hf_layers: attribute of the model, without its head, that has the decoder layers.
+        hf_takes_masks: whether the model takes a mask for each type of layer.
+        hf_step_argument: argument of the model as which it hands the step to its layers.
+        hf_layer_step_arguments: arguments of a decoder layer as which it is handed the step: a
+            module that is handed no others finds it in one of those.
+        hf_token_arguments: arguments of the model that are tokens where it is handed embeddings.
+        hf_taken_modules: endings of the names of modules whose weights ``backbone`` takes.
+        hf_kernel_fields: fields of the config that name kernels of packages that need not be there.
     """
 
     model_types: tuple[str, ...]
-    specs: Callable[[Any], Sequence[LayerSpec | tuple[LayerSpec, ...]]]
-    swaps: Mapping[str, Swap] = field(default_factory=dict)
-    vocab_size: Callable[[Any], int] = lambda config: config.vocab_size
+    swaps: ClassVar[Mapping[str, Swap]] = {}
     num_position_axes: int = 1
-    logits_scale: Callable[[Any], float] = lambda config: 1.0
-    logits_softcap: Callable[[Any], float] = lambda config: 0.0
-    experts: Callable[[Any], FusedExperts] = _gated_experts
-    takes_masks: bool = True
-    step_names: tuple[str, ...] = ("step",)
-    text_class: Callable[[], Any] | None = None
-    prepare: Callable[[Any], None] = lambda model: None
-    base: Callable[[Any], nn.Module] | None = None
-    layers_name: str = "layers"
-    kernel_fields: tuple[str, ...] = ()
-    taken: tuple[str, ...] = ()
-    given_as: str = "step"
-    token_names: tuple[str, ...] = ()
     vision: tuple[Modality, ...] = ()
     mtp: MtpLayout | None = None
+    hf_layers: str = "layers"
+    hf_takes_masks: bool = True
+    hf_step_argument: str = "step"
+    hf_layer_step_arguments: tuple[str, ...] = ("step",)
+    hf_token_arguments: tuple[str, ...] = ()
+    hf_taken_modules: tuple[str, ...] = ()
+    hf_kernel_fields: tuple[str, ...] = ()
+
+    def specs(self, config: Any) -> Sequence[LayerSpec | tuple[LayerSpec, ...]]:
+        """Return the mixers of each layer, from the text config."""
+        raise NotImplementedError
+
+    def backbone(self, model: Any) -> Backbone | None:
+        """Change a model without its head before its mixers are swapped.
+
+        Returns:
+            What stands in for the model, where its layers are not handed the step; else None.
+        """
+
+    def experts(self, module: Any) -> FusedExperts:
+        """Make our experts of the family's."""
+        return FusedExperts(module.gate_up_proj, module.down_proj)
+
+    def logits(self, config: Any) -> Logits:
+        """Return how logits are made, from the text config."""
+        return Logits(vocab_size=config.vocab_size)
+
+    def text_class(self) -> Any:
+        """Return the class of the text part with its head; None where transformers has one that
+        knows all names of its weights."""
+        return None
 
 
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:
@@ -106,7 +131,7 @@ def require(config: Any, name: str, value: object, allowed: Collection[object]) 
 
 
 def head_dim_of(config: Any) -> int:
-    """The width of an attention head, for configs that may leave it out."""
+    """Return the width of an attention head, for configs that may leave it out."""
     given: int | None = config.to_dict().get("head_dim")
     return given or config.hidden_size // config.num_attention_heads
 
@@ -114,7 +139,7 @@ def head_dim_of(config: Any) -> int:
 def specs_by_layer_type(
     config: Any, linear: LayerSpec | None, *, head_dim: int, scale: float | None = None
 ) -> list[LayerSpec]:
-    """The facts of each layer, for configs that list ``layer_types``.
+    """Return the specs of each layer, for configs that list ``layer_types``.
 
     ``scale`` is attention's factor on q k, by default the usual one.
     """
@@ -128,7 +153,7 @@ def specs_by_layer_type(
 
 
 def listed(config: Any, known: Mapping[str, S]) -> list[S]:
-    """What is known of each of the config's ``layer_types``."""
+    """Look up each of the config's ``layer_types``."""
     for layer_type in config.layer_types:
         require(config, "layer_types", layer_type, known)
     return [known[layer_type] for layer_type in config.layer_types]
@@ -137,7 +162,7 @@ def listed(config: Any, known: Mapping[str, S]) -> list[S]:
 def attention_specs(
     config: Any, *, head_dim: int, scale: float | None = None
 ) -> dict[str, LayerSpec]:
-    """The facts of attention by layer type: to all keys, and to those of a window."""
+    """Return the specs of attention by layer type: to all keys, and to those of a window."""
     full = AttentionSpec(
         num_q_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -160,7 +185,7 @@ def attention_specs(
 def delta_rule_spec(
     config: Any, *, norm_eps: float, beta_scale: float = 1.0, gate: str = "silu"
 ) -> DeltaRuleSpec:
-    """The facts of the linear layers, whose fields all families name alike."""
+    """Return the spec of the linear layers, whose fields all families name alike."""
     return DeltaRuleSpec(
         num_k_heads=config.linear_num_key_heads,
         num_v_heads=config.linear_num_value_heads,
@@ -174,16 +199,10 @@ def delta_rule_spec(
     )
 
 
-def gated_delta_rule_specs(config: Any) -> list[LayerSpec]:
-    """The facts of each layer of the Qwen families, whose norms share one eps."""
-    linear = delta_rule_spec(config, norm_eps=config.rms_norm_eps)
-    return specs_by_layer_type(config, linear, head_dim=config.head_dim)
-
-
 def mixer_from(
     module: Any, spec: DeltaRuleSpec, rows: Sequence[Tensor], *, norm: nn.Module, out: nn.Linear
 ) -> GatedDeltaNet:
-    """Our mixer with the weights of a transformers module.
+    """Make our mixer with the weights of a transformers module.
 
     ``rows`` are the rows of the projections to q, k, v, z, b and a, in that order.
     """
@@ -199,17 +218,17 @@ def mixer_from(
 
 
 def weights_of(*projections: nn.Linear) -> list[Tensor]:
-    """The weights of several projections, outside autograd."""
+    """Return the weights of several projections, outside autograd."""
     return [projection.weight.detach() for projection in projections]
 
 
 def parameter(weight: Tensor) -> nn.Parameter:
-    """A weight, as a module keeps it."""
+    """Wrap a weight as a module keeps it."""
     return nn.Parameter(weight, requires_grad=False)
 
 
 def joined_projection(rows: Sequence[Tensor]) -> nn.Linear:
-    """Projections of one input as one, without a bias."""
+    """Join projections of one input to one, without a bias."""
     weight = torch.cat(list(rows))
     width, dim = weight.shape
     joined = nn.Linear(dim, width, bias=False, dtype=weight.dtype, device="meta")
@@ -218,7 +237,7 @@ def joined_projection(rows: Sequence[Tensor]) -> nn.Linear:
 
 
 def latent_spec(config: Any, rope: Mapping[str, Any]) -> LatentSpec:
-    """The facts of MLA layers, whose fields all families name alike.
+    """Return the spec of MLA layers, whose fields all families name alike.
 
     ``rope`` are the parameters of the rotary embedding, empty where the model has none.
     """
@@ -243,7 +262,7 @@ def require_fields(config: Any, **fields: object) -> None:
 
 
 def yarn_mscale(rope: Mapping[str, Any]) -> float:
-    """What YaRN's ``mscale_all_dim`` multiplies queries and keys by, each; 1 without it."""
+    """Return YaRN's factor (``mscale_all_dim``) on queries and on keys, each; 1 without it."""
     factor: float = rope.get("factor", 1.0)
     mscale: float = rope.get("mscale_all_dim", 0)
     if rope.get("rope_type", "default") == "default" or not mscale or factor <= 1:

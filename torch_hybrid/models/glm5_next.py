@@ -1,14 +1,14 @@
 """GLM-5.3 (transformers' ``glm5_next``): Kimi delta attention of bounded decay, latent attention to
-blocks that an indexer picks, several residual streams, experts of clamped SwiGLU; images, videos.
+picked blocks, several residual streams, experts of clamped SwiGLU; images, videos.
 
-The streams are one tensor, which is all that a layer hands to the next: the model's own modules mix
-them before and after every mixer and every mixture of experts.
+The streams are one tensor, which is all that a layer hands to the next. The model's own modules mix
+them before and after mixers and mixtures of experts.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -17,32 +17,10 @@ from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.indexed_latent_attention import IndexedLatentAttention
 from torch_hybrid.models.family import Family, Swap, listed, require
 from torch_hybrid.models.kimi_delta import kimi_delta_spec
-from torch_hybrid.models.kimi_linear import KIMI_LINEAR
+from torch_hybrid.models.kimi_linear import kimi_linear_mixer
 from torch_hybrid.models.tower import IMAGES_AND_VIDEOS_OF_IMAGES
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.specs import IndexedLatentSpec, LayerSpec
-
-
-def _specs(config: Any) -> list[LayerSpec]:
-    require(config, "qk_rope_head_dim", config.qk_rope_head_dim, [0])
-    always_tail = config.index_kpool_always_select_tail
-    require(config, "index_kpool_always_select_tail", always_tail, [True])
-    # Others take what the layer before them picked.
-    for picks in config.indexer_types:
-        require(config, "indexer_types", picks, ["full"])
-    indexed = IndexedLatentSpec(
-        num_heads=config.num_attention_heads,
-        latent_rank=config.kv_lora_rank,
-        nope_dim=config.qk_nope_head_dim,
-        v_dim=config.v_head_dim,
-        scale=config.qk_nope_head_dim**-0.5,
-        num_index_heads=config.index_n_heads,
-        index_dim=config.index_head_dim,
-        block_size=config.index_kpool,
-        top_k=config.index_topk // config.index_kpool,
-    )
-    linear = kimi_delta_spec(config, gate_lower_bound=config.linear_lower_bound)
-    return listed(config, {"indexed_attention": indexed, "linear_attention": linear})
 
 
 def _indexed_latent_attention(module: Any, spec: IndexedLatentSpec) -> IndexedLatentAttention:
@@ -70,27 +48,23 @@ def _indexed_latent_attention(module: Any, spec: IndexedLatentSpec) -> IndexedLa
 
 
 class _KimiDeltaAdapter(LinearAttentionAdapter):
-    """The decoder layer hands its mixer the tokens too."""
+    """Our mixer, which the decoder layer hands the tokens too."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, step: LayerStep, **_options: object
     ) -> Tensor:
-        """[1, T, dim] -> [1, T, dim]."""
+        """Map [1, T, dim] to [1, T, dim]."""
         return super().forward(hidden_states, step=step)
 
 
 class _IndexedLatentAdapter(LinearAttentionAdapter):
-    """Stands where the model has its attention."""
+    """Our attention in the place of the model's."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, step: LayerStep, **_options: object
     ) -> tuple[Tensor, None, None]:
-        """[1, T, dim] -> [1, T, dim], and neither attention weights nor what was picked."""
+        """Map [1, T, dim] to [1, T, dim], and neither attention weights nor what was picked."""
         return super().forward(hidden_states, step=step), None, None
-
-
-def _experts(module: Any) -> FusedExperts:
-    return FusedExperts(module.gate_up_proj, module.down_proj, limit=module.swiglu_limit)
 
 
 @cache
@@ -115,20 +89,41 @@ def _text_class() -> type[nn.Module]:
     return Glm5NextForCausalLM
 
 
-GLM5_NEXT = Family(
-    model_types=("glm5_next", "glm5_next_text"),
-    specs=_specs,
-    swaps={
+class Glm5NextFamily(Family):
+    model_types = ("glm5_next", "glm5_next_text")
+    swaps: ClassVar = {
         "kimi_delta_attention": Swap(
-            attribute="self_attn",
-            make=KIMI_LINEAR.swaps["kimi_delta_attention"].make,
-            adapter=_KimiDeltaAdapter,
+            attribute="self_attn", make=kimi_linear_mixer, adapter=_KimiDeltaAdapter
         ),
         "indexed_latent_attention": Swap(
             attribute="self_attn", make=_indexed_latent_attention, adapter=_IndexedLatentAdapter
         ),
-    },
-    experts=_experts,
-    text_class=_text_class,
-    vision=IMAGES_AND_VIDEOS_OF_IMAGES,
-)
+    }
+    vision = IMAGES_AND_VIDEOS_OF_IMAGES
+
+    def specs(self, config: Any) -> list[LayerSpec]:
+        require(config, "qk_rope_head_dim", config.qk_rope_head_dim, [0])
+        always_tail = config.index_kpool_always_select_tail
+        require(config, "index_kpool_always_select_tail", always_tail, [True])
+        # Others take what the layer before them picked.
+        for picks in config.indexer_types:
+            require(config, "indexer_types", picks, ["full"])
+        indexed = IndexedLatentSpec(
+            num_heads=config.num_attention_heads,
+            latent_rank=config.kv_lora_rank,
+            nope_dim=config.qk_nope_head_dim,
+            v_dim=config.v_head_dim,
+            scale=config.qk_nope_head_dim**-0.5,
+            num_index_heads=config.index_n_heads,
+            index_dim=config.index_head_dim,
+            block_size=config.index_kpool,
+            top_k=config.index_topk // config.index_kpool,
+        )
+        linear = kimi_delta_spec(config, gate_lower_bound=config.linear_lower_bound)
+        return listed(config, {"indexed_attention": indexed, "linear_attention": linear})
+
+    def experts(self, module: Any) -> FusedExperts:
+        return FusedExperts(module.gate_up_proj, module.down_proj, limit=module.swiglu_limit)
+
+    def text_class(self) -> type[nn.Module]:
+        return _text_class()

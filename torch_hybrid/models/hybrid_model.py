@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,27 +13,22 @@ from torch import Tensor, nn
 from torch_hybrid.backends.step import Step
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.integers import dtype_of
+from torch_hybrid.models.architecture import Architecture
 from torch_hybrid.models.checkpoint.update import Origins, Weights, checked_update
+from torch_hybrid.models.family import Logits
 from torch_hybrid.models.mtp import MtpHead
 from torch_hybrid.models.tower import Tower
 from torch_hybrid.models.transformers_hooks import OURS_TO_RUN, refuse_generate, refuse_save
 from torch_hybrid.ranks import Ranks
-from torch_hybrid.specs import LayerTable
 
 
 class HybridModel(nn.Module):
-    """What a runner needs of a model: its layers, and a forward over packed tokens.
+    """A model as a runner needs it: its layers, and a forward over packed tokens.
 
     Args:
         hf_model: a causal language model of transformers, with its mixers swapped already.
-        table: its layers.
-        mixer_names: where a decoder layer has its mixers of ours, by kind.
-        num_position_axes: 1, or 3 where rotary positions are 3-D (mrope).
-        logits_scale: factor on the logits.
-        logits_softcap: ``softcap * tanh(logits / softcap)`` bounds them; 0: no bound.
-        takes_masks: whether its forward takes a mask for each type of layer.
-        step_name: the option of its forward as which it is given the step.
-        token_names: options of its forward that are handed tokens where it is handed embeddings.
+        architecture: of the model.
+        logits: of its family, for this model.
         vision: the tower that makes embeddings of images, if it is kept.
         mtp: a head that predicts further tokens, whose layers follow the model's in the table.
     """
@@ -41,27 +36,20 @@ class HybridModel(nn.Module):
     def __init__(
         self,
         hf_model: Any,
-        table: LayerTable,
+        architecture: Architecture,
+        logits: Logits,
         *,
-        mixer_names: Mapping[str, str],
-        num_position_axes: int = 1,
-        logits_scale: float = 1.0,
-        logits_softcap: float = 0.0,
-        takes_masks: bool = True,
-        step_name: str = "step",
-        token_names: tuple[str, ...] = (),
         vision: Tower | None = None,
         mtp: MtpHead | None = None,
     ) -> None:
         super().__init__()
         self.hf_model = hf_model
         self.mtp = mtp
-        self.table = table
-        self.mixer_names = mixer_names
-        self.num_position_axes = num_position_axes
-        self.logits_scale = logits_scale
-        self.logits_softcap = logits_softcap
-        self.token_names = token_names
+        family = architecture.family
+        self.table = architecture.table
+        self.mixer_names = {kind: swap.attribute for kind, swap in family.swaps.items()}
+        self.num_position_axes = family.num_position_axes
+        self.logits_scale, self.logits_softcap = logits.scale, logits.softcap
         self.vision = vision
         self.ranks: Ranks | None = None  # those that share the model, after ``shard``
         self.origins: Origins | None = None  # of weights that were read from a checkpoint
@@ -80,21 +68,22 @@ class HybridModel(nn.Module):
             "hybrid",
             "hybrid_sliding",
         )
-        self._no_masks = dict.fromkeys(types) if takes_masks else None
-        self._step_name = step_name
+        self._no_masks = dict.fromkeys(types) if family.hf_takes_masks else None
+        self._step_argument = family.hf_step_argument
+        self._token_arguments = family.hf_token_arguments
 
     def new_weights(self, weights: Weights, *, partial: bool) -> Callable[[], None]:
-        """What writes new weights in the place of those that were read; see ``checked_update``."""
+        """Check new weights, and return what writes them: see ``checked_update``."""
         return checked_update(self, self.origins, weights, partial=partial)
 
     @property
     def model_type(self) -> str:
-        """As its config says."""
+        """The model type of its config."""
         return str(self.hf_model.config.model_type)
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """How the checkpoint asks for its tokens to be drawn; see ``Sampling.of``."""
+        """The checkpoint's defaults for drawing tokens; see ``Sampling.of``."""
         config: dict[str, Any] = self.hf_model.generation_config.to_dict()
         return config
 
@@ -106,7 +95,7 @@ class HybridModel(nn.Module):
 
     @property
     def all_layers(self) -> list[nn.Module]:
-        """The decoder layers, and those of the head: as the table has them."""
+        """The decoder layers, and those of the head, in the order of the table."""
         return [*self.layers, *([] if self.mtp is None else self.mtp.layers)]
 
     @property
@@ -126,13 +115,13 @@ class HybridModel(nn.Module):
 
     @property
     def embedding(self) -> nn.Module:
-        """Tokens to vectors."""
+        """The module from tokens to vectors."""
         embedding: nn.Module = self.hf_model.get_input_embeddings()
         return embedding
 
     @property
     def head(self) -> nn.Module:
-        """Hidden states to the vocabulary."""
+        """The module from hidden states to the vocabulary."""
         head: nn.Module = self.hf_model.get_output_embeddings()
         return head
 
@@ -156,7 +145,7 @@ class HybridModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         device: torch.device = self.hf_model.device
         return device
 
@@ -178,7 +167,7 @@ class HybridModel(nn.Module):
             step: plans, caches and table. The caches are mutated as the plans say.
             embeds: [rows, dim] of which some stand for tokens' own embeddings; None: none does.
             embed_rows: [T] int32, which of them does for each token; 0: its own.
-            input_ids: as transformers' models are called, which is refused.
+            input_ids: argument of transformers' models, which is refused.
 
         Returns:
             [T, dim] hidden states after the last norm.
@@ -195,13 +184,13 @@ class HybridModel(nn.Module):
             embedded = torch.where(is_given, F.embedding(embed_rows, embeds), own)
             inputs = {
                 "inputs_embeds": embedded[None],
-                **dict.fromkeys(self.token_names, tokens[None]),
+                **dict.fromkeys(self._token_arguments, tokens[None]),
             }
         outputs = self.hf_model.base_model(
             **inputs,
             position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
             use_cache=False,
-            **{"attention_mask": self._no_masks, self._step_name: step},
+            **{"attention_mask": self._no_masks, self._step_argument: step},
         )
         hidden: Tensor = outputs.last_hidden_state[0]
         hidden = hidden.to(self.dtype)  # some keep their residuals in float32
@@ -212,7 +201,7 @@ class HybridModel(nn.Module):
         return hidden
 
     def draft(self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, step: Step) -> Tensor:
-        """What the head expects after each of some tokens, as hidden states for ``logits``.
+        """Predict what the head expects after each of some tokens, as hidden states for ``logits``.
 
         Args:
             tokens: [T] int64; ``KEPT`` for those that the model has run.
@@ -232,7 +221,7 @@ class HybridModel(nn.Module):
     def _head(
         self, head: MtpHead, tokens: Tensor, hidden: Tensor, positions: Tensor, step: Step
     ) -> Tensor:
-        """[T, dim] of the head, from the hidden states of the tokens before."""
+        """Run the head on the hidden states of the tokens before: [T, dim]."""
         embedded = self.embedding(tokens)
         position_ids = positions[None] if positions.ndim == 1 else positions[:, None]
         rotary = getattr(self.hf_model.base_model, "rotary_emb", None)
@@ -248,7 +237,7 @@ class HybridModel(nn.Module):
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, dim] hidden states to [R, vocab_size] logits."""
+        """Map [R, dim] hidden states to [R, vocab_size] logits."""
         logits: Tensor = self.head(hidden)
         if self.logits_scale != 1.0:
             logits = logits * self.logits_scale
@@ -258,7 +247,7 @@ class HybridModel(nn.Module):
 
 
 def _eos_token_ids(hf_model: Any) -> tuple[int, ...]:
-    """The tokens that end a sequence, as the checkpoint says."""
+    """Return the tokens that end a sequence, as the checkpoint says."""
     eos = hf_model.generation_config.eos_token_id
     if eos is None:
         eos = hf_model.config.get_text_config().eos_token_id

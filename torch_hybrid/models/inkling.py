@@ -1,11 +1,11 @@
-"""Inkling: attention without positions but for biases by distance, to a window in most layers, and
-convolutions of keys, values and every branch; experts, of which each token takes some always."""
+"""Inkling: attention with biases by distance alone, to a window in most layers. Convolutions of
+keys, values and every branch; experts, of which each token takes some always."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.biased_attention import BiasedAttention, BranchConvolution
 from torch_hybrid.models.family import (
     Family,
+    Logits,
     Swap,
     joined_projection,
     listed,
@@ -28,23 +29,10 @@ from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH, MIN_WIDTH
 from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
 
 
-def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
-    require(config, "hidden_act", config.hidden_act, ["silu"])
-    require_fields(config, shared_expert_sink=True)
-    for mlp_type in config.mlp_layer_types:
-        require(config, "mlp_layer_types", mlp_type, ["dense", "sparse"])
-    if config.n_shared_experts < 1:
-        raise UnsupportedError(
-            f"{config.model_type}: config field n_shared_experts must be positive, "
-            f"got {config.n_shared_experts}"
-        )
-    return layer_specs(config, scale=lambda head_dim: 1 / head_dim)
-
-
 def layer_specs(
     config: Any, *, scale: Callable[[int], float], sinks: bool = False
 ) -> list[tuple[LayerSpec, ...]]:
-    """The facts of both kinds of attention, each with the convolutions of its layers.
+    """Return the specs of each layer: one of two kinds of attention, with its convolutions.
 
     Args:
         config: of the text model.
@@ -115,24 +103,24 @@ def _attention(module: Any, spec: AttentionSpec) -> BiasedAttention:
 
 
 class _AttentionAdapter(LinearAttentionAdapter):
-    """Stands where the model has its attention."""
+    """Our attention in the place of the model's."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, step: LayerStep, **_options: object
     ) -> tuple[Tensor, None]:
-        """[1, T, dim] -> [1, T, dim] and no attention weights."""
+        """Map [1, T, dim] to [1, T, dim] and no attention weights."""
         _, plan, cache = step.mixer(self.kind)
         _, *convolutions = step.mixer(BranchConvolutionSpec.kind)
         return self.mixer(hidden_states[0], plan, cache, *convolutions)[None], None
 
 
 class _ConvolutionAdapter(LinearAttentionAdapter):
-    """Stands where the model has a convolution of a branch, which is handed no other options."""
+    """Our convolution in the place of a branch's, which is handed no other options."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, past_key_values: LayerStep, conv_mask: None = None
     ) -> Tensor:
-        """[1, T, dim] -> [1, T, dim]."""
+        """Map [1, T, dim] to [1, T, dim]."""
         return super().forward(hidden_states, step=past_key_values)
 
 
@@ -146,7 +134,7 @@ class _Mixture(nn.Module):
         self.gate, self.experts = gate, experts
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[1, T, dim] -> [1, T, dim]."""
+        """Map [1, T, dim] to [1, T, dim]."""
         x = hidden_states[0]
         _, weights, chosen, shared_weights = self.gate(x)
         num_chosen, num_shared = self.gate.num_experts, shared_weights.shape[1]
@@ -155,20 +143,6 @@ class _Mixture(nn.Module):
         chosen = torch.cat([chosen, shared.expand(x.shape[0], -1)], dim=1)
         out: Tensor = self.experts(x, chosen, torch.cat([weights, shared_weights], dim=1))
         return out[None]
-
-
-def _prepare(model: Any) -> None:
-    """Put ours in the place of attention's branch convolution, and make shared experts the last of
-    all experts."""
-    for layer in model.layers:
-        own, dtype = layer.self_attn, layer.input_layernorm.weight.dtype
-        for convolution in (own.k_sconv, own.v_sconv, layer.attn_sconv, layer.mlp_sconv):
-            conv1d = convolution.conv1d  # which transformers keeps in float32
-            conv1d.weight = parameter(conv1d.weight.detach().to(dtype))
-        ours = _branch_convolution(layer.attn_sconv, "attention")
-        layer.attn_sconv = _ConvolutionAdapter(ours, BranchConvolutionSpec.kind)
-        if "experts" in layer.mlp._modules:
-            layer.mlp = _mixture(layer.mlp)
 
 
 def _branch_convolution(module: Any, branch: str) -> BranchConvolution:
@@ -212,21 +186,49 @@ def _text_class() -> type[nn.Module]:
     return InklingForCausalLM
 
 
-INKLING = Family(
-    model_types=("inkling_mm_model", "inkling_text"),
-    specs=_specs,
-    swaps={
+class InklingFamily(Family):
+    model_types = ("inkling_mm_model", "inkling_text")
+    swaps: ClassVar = {
         "paged_attention": Swap(attribute="self_attn", make=_attention, adapter=_AttentionAdapter),
         "branch_convolution": Swap(
             attribute="mlp_sconv",
             make=lambda module, spec: _branch_convolution(module, "feed_forward"),
             adapter=_ConvolutionAdapter,
         ),
-    },
-    vocab_size=lambda config: config.unpadded_vocab_size or config.vocab_size,
-    logits_scale=lambda config: 1 / config.logits_mup_width_multiplier,
-    step_names=("step", "past_key_values"),
-    prepare=_prepare,
-    taken=(".attn_sconv", ".shared_experts"),
-    text_class=_text_class,
-)
+    }
+    hf_layer_step_arguments = ("step", "past_key_values")
+    hf_taken_modules = (".attn_sconv", ".shared_experts")
+
+    def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
+        require(config, "hidden_act", config.hidden_act, ["silu"])
+        require_fields(config, shared_expert_sink=True)
+        for mlp_type in config.mlp_layer_types:
+            require(config, "mlp_layer_types", mlp_type, ["dense", "sparse"])
+        if config.n_shared_experts < 1:
+            raise UnsupportedError(
+                f"{config.model_type}: config field n_shared_experts must be positive, "
+                f"got {config.n_shared_experts}"
+            )
+        return layer_specs(config, scale=lambda head_dim: 1 / head_dim)
+
+    def backbone(self, model: Any) -> None:
+        """Replace attention's branch convolution, and make shared experts the last of all
+        experts."""
+        for layer in model.layers:
+            own, dtype = layer.self_attn, layer.input_layernorm.weight.dtype
+            for convolution in (own.k_sconv, own.v_sconv, layer.attn_sconv, layer.mlp_sconv):
+                conv1d = convolution.conv1d  # which transformers keeps in float32
+                conv1d.weight = parameter(conv1d.weight.detach().to(dtype))
+            ours = _branch_convolution(layer.attn_sconv, "attention")
+            layer.attn_sconv = _ConvolutionAdapter(ours, BranchConvolutionSpec.kind)
+            if "experts" in layer.mlp._modules:
+                layer.mlp = _mixture(layer.mlp)
+
+    def logits(self, config: Any) -> Logits:
+        return Logits(
+            vocab_size=config.unpadded_vocab_size or config.vocab_size,
+            scale=1 / config.logits_mup_width_multiplier,
+        )
+
+    def text_class(self) -> type[nn.Module]:
+        return _text_class()

@@ -1,11 +1,11 @@
-"""Inkling-2: attention with biases by distance, sinks and gates, to a window in most layers; in the
-others, convolutions of keys and values whose taps each token changes; residuals that are picked
-from those of earlier blocks of layers; experts of softcapped SwiGLU; the text part."""
+"""Inkling-2, its text part: attention with biases by distance, sinks and gates, to a window in most
+layers. In the others, each token changes the taps that convolve keys and values. Residuals are
+picked from those of earlier blocks of layers; experts are of softcapped SwiGLU."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.sink_attention import DynamicSinkAttention, SinkAttention
 from torch_hybrid.models.family import (
     Family,
+    Logits,
     Swap,
     joined_projection,
     parameter,
@@ -30,20 +31,6 @@ from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
 
 Streams = tuple[Tensor, Tensor]  # the present block's sum [1, T, dim], all others' [1, T, B, dim]
-
-
-def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
-    # What Inkling has, and transformers does not read here.
-    require_fields(config, hidden_act="silu", n_shared_experts=0, logits_mup_width_multiplier=1.0)
-    for mlp_type in config.to_dict().get("mlp_layer_types") or ():
-        require(config, "mlp_layer_types", mlp_type, ["sparse"])
-    for name in ("mlp_gate_softcap", "mlp_up_softcap", "n_layers_per_attn_res_block"):
-        if getattr(config, name) <= 0:
-            raise UnsupportedError(
-                f"{config.model_type}: config field {name} must be positive, "
-                f"got {getattr(config, name)}"
-            )
-    return layer_specs(config, scale=lambda head_dim: head_dim**-0.5, sinks=True)
 
 
 def _attention(module: Any, spec: AttentionSpec) -> SinkAttention:
@@ -85,23 +72,23 @@ def _attention(module: Any, spec: AttentionSpec) -> SinkAttention:
 
 
 def _oldest_first(taps: Tensor, dim: int) -> Tensor:
-    """Taps that begin at the token itself along a dim, in the other order."""
+    """Reverse taps along a dim, where they begin at the token itself."""
     return torch.cat(taps.split(1, dim)[::-1], dim)
 
 
 def _taps_of_heads(convolution: Any, spec: AttentionSpec) -> Tensor:
-    """Rows that project to taps, by head."""
+    """Return the rows that project to taps, by head."""
     [rows] = weights_of(convolution.weight_proj)
     return _oldest_first(rows.unflatten(0, (spec.num_kv_heads, -1)), 1).flatten(0, 1)
 
 
 class _AttentionAdapter(LinearAttentionAdapter):
-    """Stands where the model has its attention; an input for each of its projections."""
+    """Our attention in the place of the model's, which has an input for each of its projections."""
 
     def forward(  # type: ignore[override]
         self, *inputs: Tensor, step: LayerStep
     ) -> Tensor:
-        """[1, T, dim] each -> [1, T, dim]."""
+        """Map inputs of [1, T, dim] to [1, T, dim]."""
         _, plan, cache = step.mixer(self.kind)
         _, *convolution = step.mixer(BranchConvolutionSpec.kind)
         out: Tensor = self.mixer(*(x[0] for x in inputs), plan, cache, *convolution)
@@ -151,7 +138,7 @@ class _DecoderLayer(nn.Module):
     def forward(
         self, streams: Tensor | Streams, _: Tensor, *, step: LayerStep, **_options: object
     ) -> Streams:
-        """Embeddings [1, T, dim], or what the layer before gives."""
+        """Run the layer on embeddings [1, T, dim], or on what the layer before gives."""
         if self.attention_input is None:
             assert isinstance(streams, Tensor)
             present, blocks = streams, streams.new_zeros(())
@@ -181,39 +168,17 @@ def _residual(module: Any, num_blocks: int, num_known: int) -> BlockResidual:
 
 
 class _FinalInput(nn.Module):
-    """Stands where the model mixes what its last layer gives."""
+    """The mix of what the last layer gives, in the place of the model's."""
 
     def __init__(self, residual: BlockResidual) -> None:
         super().__init__()
         self.residual = residual
 
     def forward(self, _: Tensor, streams: Streams) -> tuple[Tensor, ...]:
-        """To [1, T, dim]."""
+        """Mix the streams to [1, T, dim]."""
         present, blocks = streams
         mixed: tuple[Tensor, ...] = self.residual(blocks, present)
         return mixed
-
-
-def _prepare(model: Any) -> None:
-    """Put layers of ours around the modules of the model's."""
-    config = model.config
-    blocks_of = config.n_layers_per_attn_res_block
-    num_blocks = -(-config.num_hidden_layers // blocks_of)
-    for number, layer in enumerate(model.layers):
-        dtype = layer.self_attn.q_proj.weight.dtype
-        for part in layer.modules():
-            if isinstance(part, nn.Conv1d):  # which transformers keeps in float32
-                part.weight = parameter(part.weight.detach().to(dtype))
-        gate = layer.mlp.gate  # which transformers multiplies in float32
-        gate.weight = parameter(gate.weight.detach().float())
-        model.layers[number] = _DecoderLayer(layer, number, blocks_of, num_blocks)
-    model.final_input = _FinalInput(_residual(model.final_input, num_blocks, num_blocks))
-
-
-def _experts(module: Any) -> FusedExperts:
-    activation = module.act_fn
-    softcaps = activation.gate_softcap.softcap, activation.up_softcap.softcap
-    return FusedExperts(module.gate_up_proj, module.down_proj, softcaps=softcaps)
 
 
 @cache
@@ -238,20 +203,59 @@ def _text_class() -> type[nn.Module]:
     return Inkling2ForCausalLM
 
 
-INKLING2 = Family(
-    model_types=("inkling2", "inkling2_text"),
-    specs=_specs,
-    swaps={
+class Inkling2Family(Family):
+    model_types = ("inkling2", "inkling2_text")
+    swaps: ClassVar = {
         "paged_attention": Swap(attribute="self_attn", make=_attention, adapter=_AttentionAdapter),
         "branch_convolution": Swap(
             attribute="post_mlp_convolution",
             make=lambda module, spec: _branch_convolution(module, "feed_forward"),
         ),
-    },
-    experts=_experts,
-    vocab_size=lambda config: config.unpadded_vocab_size,
-    logits_softcap=lambda config: config.final_logit_softcapping,
-    prepare=_prepare,
-    taken=(".post_attention_convolution", ".attention_input", ".mlp_input", ".final_input"),
-    text_class=_text_class,
-)
+    }
+    hf_taken_modules = (
+        ".post_attention_convolution",
+        ".attention_input",
+        ".mlp_input",
+        ".final_input",
+    )
+
+    def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
+        # What Inkling has, and transformers does not read here.
+        require_fields(
+            config, hidden_act="silu", n_shared_experts=0, logits_mup_width_multiplier=1.0
+        )
+        for mlp_type in config.to_dict().get("mlp_layer_types") or ():
+            require(config, "mlp_layer_types", mlp_type, ["sparse"])
+        for name in ("mlp_gate_softcap", "mlp_up_softcap", "n_layers_per_attn_res_block"):
+            if getattr(config, name) <= 0:
+                raise UnsupportedError(
+                    f"{config.model_type}: config field {name} must be positive, "
+                    f"got {getattr(config, name)}"
+                )
+        return layer_specs(config, scale=lambda head_dim: head_dim**-0.5, sinks=True)
+
+    def backbone(self, model: Any) -> None:
+        """Put layers of ours around the modules of the model's."""
+        config = model.config
+        blocks_of = config.n_layers_per_attn_res_block
+        num_blocks = -(-config.num_hidden_layers // blocks_of)
+        for number, layer in enumerate(model.layers):
+            dtype = layer.self_attn.q_proj.weight.dtype
+            for part in layer.modules():
+                if isinstance(part, nn.Conv1d):  # which transformers keeps in float32
+                    part.weight = parameter(part.weight.detach().to(dtype))
+            gate = layer.mlp.gate  # which transformers multiplies in float32
+            gate.weight = parameter(gate.weight.detach().float())
+            model.layers[number] = _DecoderLayer(layer, number, blocks_of, num_blocks)
+        model.final_input = _FinalInput(_residual(model.final_input, num_blocks, num_blocks))
+
+    def experts(self, module: Any) -> FusedExperts:
+        activation = module.act_fn
+        softcaps = activation.gate_softcap.softcap, activation.up_softcap.softcap
+        return FusedExperts(module.gate_up_proj, module.down_proj, softcaps=softcaps)
+
+    def logits(self, config: Any) -> Logits:
+        return Logits(vocab_size=config.unpadded_vocab_size, softcap=config.final_logit_softcapping)
+
+    def text_class(self) -> type[nn.Module]:
+        return _text_class()

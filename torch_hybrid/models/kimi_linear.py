@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.layers.kimi_delta_attention import KimiDeltaAttention
 from torch_hybrid.models.family import Family, Swap, latent_spec, require_fields, weights_of
@@ -10,19 +10,8 @@ from torch_hybrid.models.kimi_delta import kimi_delta_mixer, kimi_delta_specs
 from torch_hybrid.specs import KimiDeltaSpec, LayerSpec
 
 
-def _specs(config: Any) -> list[LayerSpec]:
-    require_fields(
-        config,
-        mla_use_nope=True,
-        moe_layer_freq=1,
-        moe_router_activation_func="sigmoid",
-        rope_scaling=None,
-    )
-    # The "rope" dims of queries and keys exist, and nothing rotates them.
-    return kimi_delta_specs(config, latent_spec(config, rope={}), gate_lower_bound=None)
-
-
-def _mixer(module: Any, spec: KimiDeltaSpec) -> KimiDeltaAttention:
+def kimi_linear_mixer(module: Any, spec: KimiDeltaSpec) -> KimiDeltaAttention:
+    """Make our mixer with the weights of a transformers module, whose gates are low-rank."""
     gate = module.forget_gate
     rows = weights_of(
         module.q_proj,
@@ -37,8 +26,17 @@ def _mixer(module: Any, spec: KimiDeltaSpec) -> KimiDeltaAttention:
     return mixer
 
 
-KIMI_LINEAR = Family(
-    model_types=("kimi_linear",),
-    specs=_specs,
-    swaps={"kimi_delta_attention": Swap(attribute="self_attn", make=_mixer)},
-)
+class KimiLinearFamily(Family):
+    model_types = ("kimi_linear",)
+    swaps: ClassVar = {"kimi_delta_attention": Swap(attribute="self_attn", make=kimi_linear_mixer)}
+
+    def specs(self, config: Any) -> list[LayerSpec]:
+        require_fields(
+            config,
+            mla_use_nope=True,
+            moe_layer_freq=1,
+            moe_router_activation_func="sigmoid",
+            rope_scaling=None,
+        )
+        # The "rope" dims of queries and keys exist, and nothing rotates them.
+        return kimi_delta_specs(config, latent_spec(config, rope={}), gate_lower_bound=None)

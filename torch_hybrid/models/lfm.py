@@ -5,7 +5,7 @@ LFM3 has windows in some of those, longer convolutions, and rotary embeddings by
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from torch_hybrid.models.family import (
     listed,
     require,
 )
-from torch_hybrid.models.tower import IMAGES_AND_VIDEOS, TILES
+from torch_hybrid.models.tower import IMAGES_AND_VIDEOS, TILES, Modality
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH, MIN_WIDTH
 from torch_hybrid.specs import LayerSpec, ShortConvolutionSpec
 
@@ -37,20 +37,6 @@ def _specs(config: Any) -> list[LayerSpec]:
     return listed(config, {"conv": convolution, **attention})
 
 
-def _lfm2_specs(config: Any) -> list[LayerSpec]:
-    rope_type = config.rope_parameters["rope_type"]
-    require(config, "rope_parameters.rope_type", rope_type, ROPE_TYPES)
-    return _specs(config)
-
-
-def _lfm3_specs(config: Any) -> list[LayerSpec]:
-    for layer_type in {*config.layer_types} - {"conv"}:
-        rope_type = config.rope_parameters[layer_type]["rope_type"]
-        name = f"rope_parameters.{layer_type}.rope_type"
-        require(config, name, rope_type, [*ROPE_TYPES, "proportional"])
-    return _specs(config)
-
-
 def _mixer(module: Any, spec: ShortConvolutionSpec) -> ShortConvolution:
     with on_meta():
         mixer = ShortConvolution(module.in_proj.in_features, spec)
@@ -60,11 +46,24 @@ def _mixer(module: Any, spec: ShortConvolutionSpec) -> ShortConvolution:
     return mixer
 
 
-_SWAPS = {"short_convolution": Swap(attribute="conv", make=_mixer)}
+class Lfm2Family(Family):
+    model_types: tuple[str, ...] = ("lfm2", "lfm2_moe", "lfm2_vl")
+    swaps: ClassVar = {"short_convolution": Swap(attribute="conv", make=_mixer)}
+    vision: tuple[Modality, ...] = TILES
 
-LFM2 = Family(
-    model_types=("lfm2", "lfm2_moe", "lfm2_vl"), specs=_lfm2_specs, swaps=_SWAPS, vision=TILES
-)
-LFM3 = Family(
-    model_types=("lfm3", "lfm3_vl"), specs=_lfm3_specs, swaps=_SWAPS, vision=IMAGES_AND_VIDEOS
-)
+    def specs(self, config: Any) -> list[LayerSpec]:
+        rope_type = config.rope_parameters["rope_type"]
+        require(config, "rope_parameters.rope_type", rope_type, ROPE_TYPES)
+        return _specs(config)
+
+
+class Lfm3Family(Lfm2Family):
+    model_types = ("lfm3", "lfm3_vl")
+    vision = IMAGES_AND_VIDEOS
+
+    def specs(self, config: Any) -> list[LayerSpec]:
+        for layer_type in {*config.layer_types} - {"conv"}:
+            rope_type = config.rope_parameters[layer_type]["rope_type"]
+            name = f"rope_parameters.{layer_type}.rope_type"
+            require(config, name, rope_type, [*ROPE_TYPES, "proportional"])
+        return _specs(config)

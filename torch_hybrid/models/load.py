@@ -1,4 +1,4 @@
-"""From a checkpoint to a model that a runner can serve."""
+"""The way from a checkpoint to a model that a runner can serve."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch_hybrid.host.malloc import trim
 from torch_hybrid.host.surroundings import in_isolation
 from torch_hybrid.layers.ngram_embedding import NgramEmbedding
 from torch_hybrid.models.adapt import adapted
+from torch_hybrid.models.architecture import Architecture
 from torch_hybrid.models.arguments import (
     check_tables,
     checked_device,
@@ -27,9 +28,9 @@ from torch_hybrid.models.checkpoint.files import Checkpoint, open_checkpoint
 from torch_hybrid.models.checkpoint.folder import fetch_config, fetch_weights
 from torch_hybrid.models.checkpoint.read import needed_bytes, read_weights
 from torch_hybrid.models.checkpoint.together import Together, check_room_together
-from torch_hybrid.models.families import family_of, table_of
+from torch_hybrid.models.families import family_of
+from torch_hybrid.models.family import Family
 from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.models.mtp import lengthened
 from torch_hybrid.models.quantize import (
     EIGHT_BITS,
     KEPT,
@@ -114,9 +115,9 @@ def from_pretrained(
     with Together(ranks):
         path_or_id = checked_path(path_or_id)
         dtype, device = checked_dtype(dtype), checked_device(device)
-        make_cache_folder()
-        check_weights(weights, group)
         check_tables(tables)
+        check_weights(weights, group)
+        make_cache_folder()
         checkpoint, model = unread(path_or_id, dtype, device, vision=vision, mtp=mtp)
         if ranks is not None:
             check_can_be_cut(model, experts)
@@ -146,7 +147,7 @@ def from_pretrained(
 
 
 def _tables_on_host(model: nn.Module, device: torch.device) -> frozenset[Tensor]:
-    """The tables that are to be elsewhere than on the device."""
+    """Return the tables that are to be elsewhere than on the device."""
     found = [part.table for part in model.modules() if isinstance(part, NgramEmbedding)]
     if not found:
         raise UnsupportedError(
@@ -157,7 +158,7 @@ def _tables_on_host(model: nn.Module, device: torch.device) -> frozenset[Tensor]
 
 @contextmanager
 def _counted_room(device: torch.device) -> Iterator[None]:
-    """Where there was room when it was counted, and others took it."""
+    """Raise CapacityError where there was room when it was counted, and others took it."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -175,44 +176,37 @@ def unread(
     vision: bool = False,
     mtp: bool = False,
 ) -> tuple[Checkpoint, HybridModel | Ring25]:
-    """A checkpoint by its headers, and a model of its weights, of which none is read."""
+    """Open a checkpoint by its headers, and make a model of its weights, of which none is read."""
     if vision and mtp:
         raise UnsupportedError("a model that is given images cannot have its MTP head: load either")
     folder, fields = _read_config(path_or_id)
-    weights_name = fields.get("transformers_weights")
+    named = fields.get("transformers_weights")
     if is_ring_2_5(fields):
         if vision:
             raise UnsupportedError(no_tower(fields["model_type"]))
         if mtp:
             raise UnsupportedError("Ring-2.5 has no MTP head that is known here")
         sizes = Ring25Config.from_dict(fields)
-        checkpoint = open_checkpoint(_folder_of(path_or_id, folder, weights_name), weights_name)
+        checkpoint = open_checkpoint(fetch_weights(path_or_id, folder, named), named)
         return checkpoint, make_unread_ring_2_5(checkpoint, sizes, fields, dtype, device)
-    config = _transformers_config(path_or_id, folder, fields)
+    family, config = _transformers_config(path_or_id, folder, fields)
     made_weights = take_quantization(config)
-    layout, num_head = family_of(config.model_type).mtp if mtp else None, 0
-    if mtp:
-        config, num_head = lengthened(config, layout)
-    table = table_of(config)
+    architecture = Architecture.of(config, family, mtp=mtp)
     if vision:
-        check_has_tower(config)
+        check_has_tower(architecture)
     else:
         warn_of_dropped(config)
-    checkpoint = open_checkpoint(_folder_of(path_or_id, folder, weights_name), weights_name)
+    checkpoint = open_checkpoint(fetch_weights(path_or_id, folder, named), named)
     if made_weights is not None:
         checkpoint = made_weights(checkpoint)
-    text_class = None if vision else family_of(config.model_type).text_class
-    hf_model = make_unread(
-        checkpoint, config, dtype, device, text_class and text_class(), vision=vision, mtp=layout
-    )
-    tower = None
+    hf_model, tower = make_unread(checkpoint, architecture, dtype, device, vision=vision), None
     if vision:
-        hf_model, tower = text_and_tower(hf_model)
-    return checkpoint, adapted(hf_model, config.model_type, table, tower, num_head)
+        hf_model, tower = text_and_tower(hf_model, family)
+    return checkpoint, adapted(hf_model, architecture, tower)
 
 
 def _read_config(path_or_id: str) -> tuple[Path, dict[str, Any]]:
-    """The folder of a checkpoint, and what its config says."""
+    """Find the folder of a checkpoint, and read its config."""
     from transformers import PreTrainedConfig
 
     try:
@@ -227,31 +221,22 @@ def _read_config(path_or_id: str) -> tuple[Path, dict[str, Any]]:
     return folder, dict(config)
 
 
-def _transformers_config(path_or_id: str, folder: Path, fields: dict[str, Any]) -> Any:
+def _transformers_config(
+    path_or_id: str, folder: Path, fields: dict[str, Any]
+) -> tuple[Family, Any]:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"the config of {path_or_id} names no model_type, got {model_type!r}")
-    kernel_fields = family_of(model_type).kernel_fields
+    family = family_of(model_type)
     try:
-        if kernel_fields:
-            known = {name: value for name, value in fields.items() if name not in kernel_fields}
-            return CONFIG_MAPPING[model_type].from_dict(known)
-        return AutoConfig.from_pretrained(folder)
+        if family.hf_kernel_fields:
+            known = fields.keys() - {*family.hf_kernel_fields}
+            config = CONFIG_MAPPING[model_type].from_dict({name: fields[name] for name in known})
+            return family, config
+        return family, AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
         told = " ".join(str(error).split())
         raise ValueError(f"cannot read a model config from {path_or_id}: {told}") from error
-
-
-def _folder_of(
-    path_or_id: str, folder: Path | None = None, weights_name: str | None = None
-) -> Path:
-    """The folder of a checkpoint; that of a hub id is fetched, with the weights that are read."""
-    try:
-        folder = folder or fetch_config(path_or_id)
-        fetch_weights(path_or_id, folder, weights_name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read the weights in {path_or_id}: {error}") from error
-    return folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch_hybrid.specs import MambaSpec
 
 
 def mamba_from(module: Any, spec: MambaSpec) -> Mamba:
-    """Our mixer with the weights of a transformers module, which all families name alike."""
+    """Make our mixer with the weights of a transformers module, which all families name alike."""
     with on_meta():
         mixer = Mamba(module.in_proj.in_features, spec, conv_bias=False)
     mixer.in_proj, mixer.out_proj = module.in_proj, module.out_proj
@@ -29,26 +29,13 @@ def mamba_from(module: Any, spec: MambaSpec) -> Mamba:
 
 
 class MaskedMambaAdapter(LinearAttentionAdapter):
-    """The same where a decoder layer hands its mixer nothing but a mask: that is the step."""
+    """A mixer that its decoder layer hands nothing but a mask, which is the step."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, attention_mask: LayerStep, cache_params: None = None
     ) -> Tensor:
-        """[1, T, dim] -> [1, T, dim], the rows packed as the step's plan says."""
+        """Map [1, T, dim] to [1, T, dim], the rows packed as the step's plan says."""
         return super().forward(hidden_states, step=attention_mask)
-
-
-def _specs(config: Any) -> list[MambaSpec]:
-    require(config, "hidden_act", config.hidden_act, ["silu"])
-    spec = MambaSpec(
-        channels=config.intermediate_size,
-        state_dim=config.state_size,
-        dt_rank=int(config.time_step_rank),
-        conv_width=config.conv_kernel,
-        activation=config.hidden_act,
-        norm_eps=config.mixer_rms_eps if config.model_type == "falcon_mamba" else None,
-    )
-    return [spec] * config.num_hidden_layers
 
 
 def _mixer(module: Any, spec: MambaSpec) -> Mamba:
@@ -68,11 +55,21 @@ def _mixer(module: Any, spec: MambaSpec) -> Mamba:
     return mixer
 
 
-MAMBA = Family(
-    model_types=("mamba", "falcon_mamba"),
-    specs=_specs,
-    swaps={"mamba": Swap(attribute="mixer", make=_mixer, adapter=MaskedMambaAdapter)},
-    takes_masks=False,
-    step_names=("attention_mask",),
-    given_as="attention_mask",
-)
+class MambaFamily(Family):
+    model_types = ("mamba", "falcon_mamba")
+    swaps: ClassVar = {"mamba": Swap(attribute="mixer", make=_mixer, adapter=MaskedMambaAdapter)}
+    hf_takes_masks = False
+    hf_layer_step_arguments = ("attention_mask",)
+    hf_step_argument = "attention_mask"
+
+    def specs(self, config: Any) -> list[MambaSpec]:
+        require(config, "hidden_act", config.hidden_act, ["silu"])
+        spec = MambaSpec(
+            channels=config.intermediate_size,
+            state_dim=config.state_size,
+            dt_rank=int(config.time_step_rank),
+            conv_width=config.conv_kernel,
+            activation=config.hidden_act,
+            norm_eps=config.mixer_rms_eps if config.model_type == "falcon_mamba" else None,
+        )
+        return [spec] * config.num_hidden_layers

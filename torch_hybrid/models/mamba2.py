@@ -1,9 +1,9 @@
-"""Mamba2 alone, and what the families with such mixers share: their facts, and our mixer with their
-weights."""
+"""Mamba2 alone, and the parts of all families with such mixers: their spec, and our mixer with
+their weights."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from torch_hybrid.specs import Mamba2Spec
 
 
 def mamba2_spec(config: Any, *, gate: str) -> Mamba2Spec:
-    """The facts of the Mamba2 layers, for configs that call them ``mamba_*``."""
+    """Return the spec of the Mamba2 layers, for configs that call their fields ``mamba_*``."""
     require(config, "hidden_act", config.hidden_act, ["silu"])
     # None is no limit: steps are positive by themselves.
     dt_min, dt_max = config.time_step_limit or (0.0, float("inf"))
@@ -34,7 +34,7 @@ def mamba2_spec(config: Any, *, gate: str) -> Mamba2Spec:
 
 
 def mamba2_from(module: Any, spec: Mamba2Spec) -> Mamba2:
-    """Our mixer with the weights of a transformers module, which all families name alike."""
+    """Make our mixer with the weights of a transformers module, which all families name alike."""
     with on_meta():
         mixer = Mamba2(module.in_proj.in_features, spec, conv_bias=False)
     mixer.in_proj, mixer.out_proj = module.in_proj, module.out_proj
@@ -47,28 +47,25 @@ def mamba2_from(module: Any, spec: Mamba2Spec) -> Mamba2:
     return mixer
 
 
-def _specs(config: Any) -> list[Mamba2Spec]:
-    require(config, "hidden_act", config.hidden_act, ["silu"])
-    dt_min, dt_max = config.time_step_limit
-    spec = Mamba2Spec(
-        num_heads=config.num_heads,
-        head_dim=config.head_dim,
-        state_dim=config.state_size,
-        num_groups=config.n_groups,
-        conv_width=config.conv_kernel,
-        activation=config.hidden_act,
-        dt_min=dt_min,
-        dt_max=dt_max,
-        gate="before_norm",
-        norm_groups=config.n_groups,
-        norm_eps=config.layer_norm_epsilon,
-    )
-    return [spec] * config.num_hidden_layers
+class Mamba2Family(Family):
+    model_types = ("mamba2",)
+    swaps: ClassVar = {"mamba2": Swap(attribute="mixer", make=mamba2_from)}
+    hf_takes_masks = False
 
-
-MAMBA2 = Family(
-    model_types=("mamba2",),
-    specs=_specs,
-    swaps={"mamba2": Swap(attribute="mixer", make=mamba2_from)},
-    takes_masks=False,
-)
+    def specs(self, config: Any) -> list[Mamba2Spec]:
+        require(config, "hidden_act", config.hidden_act, ["silu"])
+        dt_min, dt_max = config.time_step_limit
+        spec = Mamba2Spec(
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            state_dim=config.state_size,
+            num_groups=config.n_groups,
+            conv_width=config.conv_kernel,
+            activation=config.hidden_act,
+            dt_min=dt_min,
+            dt_max=dt_max,
+            gate="before_norm",
+            norm_groups=config.n_groups,
+            norm_eps=config.layer_norm_epsilon,
+        )
+        return [spec] * config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""Heads that predict further tokens (MTP): where checkpoints have them, and how they are run.
+"""Heads that predict further tokens (MTP): their places in checkpoints, and their forward.
 
     hidden'_t = norm(layers(fc([norm(embed(x_t)) | norm(hidden_{t-1})])))
     x_{t+1}   = argmax(lm_head(hidden'_t)),  and so on from hidden'_t
@@ -38,14 +38,14 @@ _FIELDS = ("num_hidden_layers", "layer_types", "mlp_layer_types")  # that say wh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpLayout:
-    """Where the checkpoints of a family have a head. In names, ``{first}`` and ``{last}`` stand for
+    """The place of a head in a family's checkpoints. In names, ``{first}`` and ``{last}`` stand for
     the numbers of its first and last layer.
 
     Attributes:
-        layers: what the names of a layer's weights begin with; ``{}`` is its number.
+        layers: beginning of the names of a layer's weights; ``{}`` is its number.
         numbered_on: whether those numbers follow the model's own; else they begin at 0.
         fc, embedding_norm, hidden_norm, norm: modules around the layers.
-        shared: what the head has of the model's: it is not read twice.
+        shared: modules that the head shares with the model: they are not read twice.
         layer_types: of its layers, from the text config.
     """
 
@@ -59,19 +59,8 @@ class MtpLayout:
     layer_types: Callable[[Any], list[str]] = lambda config: ["full_attention"]
 
 
-# What several families have alike: ``mtp.*`` of the Qwens, and a layer after the model's own.
-MTP_OF_QWEN = MtpLayout(
-    layers="mtp.layers.{}",
-    numbered_on=False,
-    fc="mtp.fc",
-    embedding_norm="mtp.pre_fc_norm_embedding",
-    hidden_norm="mtp.pre_fc_norm_hidden",
-    norm="mtp.norm",
-)
-
-
 def next_layer(norm: str) -> MtpLayout:
-    """The layout of a head that stands as one more layer, with its last norm at ``norm`` of it."""
+    """Return the layout of a head that is one more layer, with its last norm at ``norm``."""
     return MtpLayout(
         layers="model.layers.{}",
         numbered_on=True,
@@ -112,7 +101,7 @@ class MtpHead(nn.Module):
         self.first_layer, self.kinds = first_layer, kinds
 
     def forward(self, embedded: Tensor, hidden: Tensor, step: Step, **options: Any) -> Tensor:
-        """What follows each token, as hidden states.
+        """Predict what follows each token, as hidden states.
 
         Args:
             embedded: [T, dim] of the tokens.
@@ -131,14 +120,14 @@ class MtpHead(nn.Module):
         return result.to(hidden.dtype)
 
     def before(self, hidden: Tensor, tokens: Tensor, step: Step) -> Tensor | None:
-        """[T, dim] of the token before each, if the head is to read the tokens of the step; the
-        last of ``hidden`` and ``tokens`` are kept."""
+        """Keep the last of ``hidden`` and ``tokens``. Return [T, dim] of the token before each,
+        if the head is to read the tokens of the step."""
         plan, cache = self._kept(step)
         before = previous_hidden(hidden, tokens, plan, cache)
         return before if plan.is_read else None
 
     def kept(self, tokens: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Tokens, of which some were kept, and [T, dim] of the token before each."""
+        """Return tokens, of which some were kept, and [T, dim] of the token before each."""
         return kept_hidden(tokens, *self._kept(step))
 
     def _kept(self, step: Step) -> tuple[PreviousHiddenPlan, LayerCache]:
@@ -148,7 +137,7 @@ class MtpHead(nn.Module):
 
 
 def lengthened(config: Any, layout: MtpLayout | None) -> tuple[Any, int]:
-    """A copy of a config that counts the layers of the head too, and how many those are.
+    """Copy a config so that it counts the layers of the head too, and return how many those are.
 
     Raises:
         UnsupportedError: no head of this model type is known here.
@@ -171,7 +160,7 @@ def lengthened(config: Any, layout: MtpLayout | None) -> tuple[Any, int]:
 
 
 def with_previous_hidden(table: LayerTable, num_head: int, channels: int) -> LayerTable:
-    """The table of a model whose last ``num_head`` layers are those of its head."""
+    """Add the hidden states that a head keeps to a table, whose last ``num_head`` layers it has."""
     specs = [tuple(entry.spec for entry in layer) for layer in table.layers]
     first = len(specs) - num_head
     specs[first] = (PreviousHiddenSpec(channels=channels), *specs[first])
@@ -181,8 +170,8 @@ def with_previous_hidden(table: LayerTable, num_head: int, channels: int) -> Lay
 def with_head(
     checkpoint: Checkpoint, given: Checkpoint, config: Any, layout: MtpLayout
 ) -> Checkpoint:
-    """A checkpoint by whose names transformers finds the head: its layers after the model's, the
-    rest in ``mtp``.
+    """Rename tensors so that transformers finds the head: its layers after the model's, the rest in
+    ``mtp``.
 
     Args:
         checkpoint: of the model.
@@ -213,7 +202,7 @@ def with_head(
 
 
 def _renamed(tensors: Mapping[str, Stored], names: Mapping[str, str]) -> Mapping[str, Stored]:
-    """Those tensors whose names begin with one of ``names``, the longest of them, by another."""
+    """Rename tensors whose names begin with one of ``names``, by the longest; drop all others."""
     found = {}
     for name, stored in tensors.items():
         old = max((old for old in names if name.startswith(f"{old}.")), key=len, default=None)

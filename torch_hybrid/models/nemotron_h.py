@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.models.family import Family, Swap, listed, require, require_fields
 from torch_hybrid.models.mamba2 import mamba2_from
 from torch_hybrid.models.mtp import MtpLayout
 from torch_hybrid.specs import AttentionSpec, LayerSpec, Mamba2Spec
-
-
-def _specs(config: Any) -> list[LayerSpec | tuple[LayerSpec, ...]]:
-    require(config, "mamba_hidden_act", config.mamba_hidden_act, ["silu"])
-    require_fields(config, sliding_window=None, residual_in_fp32=False)
-    if "moe" in config.layer_types:
-        require(config, "mlp_hidden_act", config.mlp_hidden_act, ["relu2"])
-    mixers: dict[str, LayerSpec | tuple[LayerSpec, ...]] = {
-        "linear_attention": _mamba2_spec(config),
-        "full_attention": AttentionSpec(
-            num_q_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-        ),
-        "mlp": (),
-        "moe": (),
-    }
-    return listed(config, mixers)
 
 
 def _head_types(config: Any) -> list[str]:
@@ -53,12 +34,10 @@ def _mamba2_spec(config: Any) -> Mamba2Spec:
     )
 
 
-NEMOTRON_H = Family(
-    model_types=("nemotron_h", "nemotron_h_omni"),
-    specs=_specs,
-    swaps={"mamba2": Swap(attribute="mixer", make=mamba2_from)},
-    experts=lambda module: FusedExperts(module.up_proj, module.down_proj, activation="relu2"),
-    mtp=MtpLayout(
+class NemotronHFamily(Family):
+    model_types = ("nemotron_h", "nemotron_h_omni")
+    swaps: ClassVar = {"mamba2": Swap(attribute="mixer", make=mamba2_from)}
+    mtp = MtpLayout(
         layers="mtp.layers.{}",
         numbered_on=False,
         fc="mtp.layers.{first}.eh_proj",
@@ -66,5 +45,25 @@ NEMOTRON_H = Family(
         hidden_norm="mtp.layers.{first}.hnorm",
         norm="mtp.layers.{last}.final_layernorm",
         layer_types=_head_types,
-    ),
-)
+    )
+
+    def specs(self, config: Any) -> list[LayerSpec | tuple[LayerSpec, ...]]:
+        require(config, "mamba_hidden_act", config.mamba_hidden_act, ["silu"])
+        require_fields(config, sliding_window=None, residual_in_fp32=False)
+        if "moe" in config.layer_types:
+            require(config, "mlp_hidden_act", config.mlp_hidden_act, ["relu2"])
+        mixers: dict[str, LayerSpec | tuple[LayerSpec, ...]] = {
+            "linear_attention": _mamba2_spec(config),
+            "full_attention": AttentionSpec(
+                num_q_heads=config.num_attention_heads,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+                scale=config.head_dim**-0.5,
+            ),
+            "mlp": (),
+            "moe": (),
+        }
+        return listed(config, mixers)
+
+    def experts(self, module: Any) -> FusedExperts:
+        return FusedExperts(module.up_proj, module.down_proj, activation="relu2")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.models.family import (
@@ -19,12 +19,6 @@ from torch_hybrid.specs import DeltaRuleSpec, LayerSpec
 NORM_EPS = 1e-5  # of the gated norm: fixed by the model, whatever config.rms_norm_eps says
 
 
-def _specs(config: Any) -> list[LayerSpec]:
-    beta_scale = 2.0 if config.linear_allow_neg_eigval else 1.0
-    linear = delta_rule_spec(config, norm_eps=NORM_EPS, beta_scale=beta_scale)
-    return specs_by_layer_type(config, linear, head_dim=head_dim_of(config))
-
-
 def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
     rows = weights_of(
         module.q_proj,
@@ -37,8 +31,11 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
     return mixer_from(module, spec, rows, norm=module.o_norm, out=module.o_proj)
 
 
-OLMO_HYBRID = Family(
-    model_types=("olmo_hybrid",),
-    specs=_specs,
-    swaps={"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)},
-)
+class OlmoHybridFamily(Family):
+    model_types = ("olmo_hybrid",)
+    swaps: ClassVar = {"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)}
+
+    def specs(self, config: Any) -> list[LayerSpec]:
+        beta_scale = 2.0 if config.linear_allow_neg_eigval else 1.0
+        linear = delta_rule_spec(config, norm_eps=NORM_EPS, beta_scale=beta_scale)
+        return specs_by_layer_type(config, linear, head_dim=head_dim_of(config))

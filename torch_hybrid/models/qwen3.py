@@ -8,8 +8,8 @@ from torch_hybrid.models.family import Family, specs_by_layer_type
 from torch_hybrid.specs import LayerSpec
 
 
-def _specs(config: Any) -> list[LayerSpec]:
-    return specs_by_layer_type(config, None, head_dim=config.head_dim)
+class Qwen3Family(Family):
+    model_types = ("qwen3",)
 
-
-QWEN3 = Family(model_types=("qwen3",), specs=_specs)
+    def specs(self, config: Any) -> list[LayerSpec]:
+        return specs_by_layer_type(config, None, head_dim=config.head_dim)

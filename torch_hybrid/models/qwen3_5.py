@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
-from torch_hybrid.models.family import (
-    Family,
-    Swap,
-    gated_delta_rule_specs,
-    mixer_from,
-    weights_of,
-)
-from torch_hybrid.models.mtp import MTP_OF_QWEN
+from torch_hybrid.models.family import Swap, mixer_from, weights_of
+from torch_hybrid.models.qwen3_next import Qwen3NextFamily
 from torch_hybrid.models.tower import IMAGES_AND_VIDEOS
 from torch_hybrid.specs import DeltaRuleSpec
 
@@ -22,11 +16,8 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
     return mixer_from(module, spec, rows, norm=module.norm, out=module.out_proj)
 
 
-QWEN3_5 = Family(
-    model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-    specs=gated_delta_rule_specs,
-    swaps={"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)},
-    num_position_axes=3,
-    vision=IMAGES_AND_VIDEOS,
-    mtp=MTP_OF_QWEN,
-)
+class Qwen35Family(Qwen3NextFamily):
+    model_types = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+    swaps: ClassVar = {"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)}
+    num_position_axes = 3
+    vision = IMAGES_AND_VIDEOS

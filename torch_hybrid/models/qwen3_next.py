@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.models.family import (
     Family,
     Swap,
-    gated_delta_rule_specs,
+    delta_rule_spec,
     mixer_from,
+    specs_by_layer_type,
     weights_of,
 )
-from torch_hybrid.models.mtp import MTP_OF_QWEN
-from torch_hybrid.specs import DeltaRuleSpec
+from torch_hybrid.models.mtp import MtpLayout
+from torch_hybrid.specs import DeltaRuleSpec, LayerSpec
 
 
 def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
-    """The model interleaves ``[q, k, v, z]`` and ``[b, a]`` by key head; sort the rows apart."""
+    """Sort rows apart, which the model interleaves by key head as ``[q, k, v, z]`` and ``[b,
+    a]``."""
     ratio = spec.num_v_heads // spec.num_k_heads
     value = ratio * spec.head_v_dim
     qkvz, ba = (
@@ -32,9 +34,18 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
     return mixer_from(module, spec, rows, norm=module.norm, out=module.out_proj)
 
 
-QWEN3_NEXT = Family(
-    model_types=("qwen3_next",),
-    specs=gated_delta_rule_specs,
-    swaps={"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)},
-    mtp=MTP_OF_QWEN,
-)
+class Qwen3NextFamily(Family):
+    model_types: tuple[str, ...] = ("qwen3_next",)
+    swaps: ClassVar = {"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)}
+    mtp = MtpLayout(
+        layers="mtp.layers.{}",
+        numbered_on=False,
+        fc="mtp.fc",
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        norm="mtp.norm",
+    )
+
+    def specs(self, config: Any) -> list[LayerSpec]:
+        linear = delta_rule_spec(config, norm_eps=config.rms_norm_eps)
+        return specs_by_layer_type(config, linear, head_dim=config.head_dim)

@@ -1,13 +1,13 @@
 """Qwen4-Exp: gated delta rule, attention to blocks that an indexer picks, several residual streams,
 and embeddings of n-grams that enter them; images and videos.
 
-The streams stand side by side in one tensor, which is all that a layer hands to the next: the
-model's own modules mix them before and after every mixer and every mixture of experts.
+The streams stand side by side in one tensor, which is all that a layer hands to the next. The
+model's own modules mix them before and after mixers and mixtures of experts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch_hybrid.layers.indexed_attention import IndexedAttention
 from torch_hybrid.layers.ngram_embedding import NgramEmbedding
 from torch_hybrid.layers.rotary import Rotary
 from torch_hybrid.models.family import ROPE_TYPES, Family, Swap, delta_rule_spec, require
-from torch_hybrid.models.qwen3_5 import QWEN3_5
+from torch_hybrid.models.qwen3_5 import Qwen35Family
 from torch_hybrid.models.tower import IMAGES_AND_VIDEOS
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH
@@ -26,24 +26,6 @@ from torch_hybrid.specs import IndexedAttentionSpec, LayerSpec, NgramSpec
 
 # Whose reciprocals are exact in any dtype, and which a convolution can hold.
 _BLOCK_SIZES = (2, 4, 8, 16)
-
-
-def _specs(config: Any) -> list[LayerSpec | tuple[LayerSpec, ...]]:
-    require(config, "hidden_act", config.hidden_act, ["silu"])
-    gate = config.output_gate_type or "silu"
-    require(config, "output_gate_type", gate, ["silu", "sigmoid"])
-    linear = delta_rule_spec(config, norm_eps=config.rms_norm_eps, gate=gate)
-    if "indexed_attention" in config.layer_types:
-        indexed = _indexed_spec(config)
-    if config.ple_layer_ids:
-        ngrams = _ngram_spec(config)
-
-    def layer(number: int, layer_type: str) -> LayerSpec | tuple[LayerSpec, ...]:
-        if layer_type == "indexed_attention":
-            return indexed
-        return (linear, ngrams) if number in config.ple_layer_ids else linear
-
-    return [layer(*numbered) for numbered in enumerate(config.layer_types, start=1)]
 
 
 def _indexed_spec(config: Any) -> IndexedAttentionSpec:
@@ -95,7 +77,7 @@ def _indexed_attention(module: Any, spec: IndexedAttentionSpec) -> IndexedAttent
 
 
 def _ngram_embedding(module: Any, spec: NgramSpec) -> NgramEmbedding:
-    """The convolution is dilated: between two taps there are others, of zero."""
+    """Make our embedding; its convolution has taps of zero where the model's is dilated."""
     hashed = module.ple_embedding
     taps = module.conv1d.weight.detach().squeeze(1).split(1, dim=1)
     apart = [tap * factor for tap in taps for factor in (1.0, *[0.0] * (spec.ngram_size - 1))]
@@ -117,7 +99,7 @@ def _ngram_embedding(module: Any, spec: NgramSpec) -> NgramEmbedding:
 
 
 class _IndexedAttentionAdapter(LinearAttentionAdapter):
-    """Stands where the model has its attention."""
+    """Our attention in the place of the model's."""
 
     def forward(  # type: ignore[override]
         self,
@@ -127,7 +109,7 @@ class _IndexedAttentionAdapter(LinearAttentionAdapter):
         step: LayerStep,
         **_options: object,
     ) -> tuple[Tensor, None]:
-        """[1, T, dim] -> [1, T, dim] and no attention weights."""
+        """Map [1, T, dim] to [1, T, dim] and no attention weights."""
         _, plan, cache = step.mixer(self.kind)
         # Each half of a rotated head has the same angles.
         cos, sin = (x[0, :, : x.shape[-1] // 2] for x in position_embeddings)
@@ -135,29 +117,44 @@ class _IndexedAttentionAdapter(LinearAttentionAdapter):
 
 
 class _NgramAdapter(LinearAttentionAdapter):
-    """Stands where the model has its per-layer embedding, which is handed no options."""
+    """Our per-layer embedding in the place of the model's, which is handed no options."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, tokens: Tensor, step: LayerStep, conv_mask: None = None
     ) -> Tensor:
-        """Streams [1, T, channels] and tokens [1, T] to [1, T, channels]."""
+        """Map streams [1, T, channels] and tokens [1, T] to [1, T, channels]."""
         _, plan, cache = step.mixer(self.kind)
         out: Tensor = self.mixer(hidden_states[0], tokens[0], plan, cache)
         return out[None]
 
 
-QWEN4_EXP = Family(
-    model_types=("qwen4_exp", "qwen4_exp_text"),
-    specs=_specs,
-    swaps={
-        "gated_delta_rule": QWEN3_5.swaps["gated_delta_rule"],
+class Qwen4ExpFamily(Family):
+    model_types = ("qwen4_exp", "qwen4_exp_text")
+    swaps: ClassVar = {
+        **Qwen35Family.swaps,
         "indexed_attention": Swap(
             attribute="self_attn", make=_indexed_attention, adapter=_IndexedAttentionAdapter
         ),
         "ngram_embedding": Swap(attribute="ple", make=_ngram_embedding, adapter=_NgramAdapter),
-    },
-    num_position_axes=3,
-    step_names=("step", "past_key_values"),
-    token_names=("ple_input_ids",),
-    vision=IMAGES_AND_VIDEOS,
-)
+    }
+    num_position_axes = 3
+    hf_layer_step_arguments = ("step", "past_key_values")
+    hf_token_arguments = ("ple_input_ids",)
+    vision = IMAGES_AND_VIDEOS
+
+    def specs(self, config: Any) -> list[LayerSpec | tuple[LayerSpec, ...]]:
+        require(config, "hidden_act", config.hidden_act, ["silu"])
+        gate = config.output_gate_type or "silu"
+        require(config, "output_gate_type", gate, ["silu", "sigmoid"])
+        linear = delta_rule_spec(config, norm_eps=config.rms_norm_eps, gate=gate)
+        if "indexed_attention" in config.layer_types:
+            indexed = _indexed_spec(config)
+        if config.ple_layer_ids:
+            ngrams = _ngram_spec(config)
+
+        def layer(number: int, layer_type: str) -> LayerSpec | tuple[LayerSpec, ...]:
+            if layer_type == "indexed_attention":
+                return indexed
+            return (linear, ngrams) if number in config.ple_layer_ids else linear
+
+        return [layer(*numbered) for numbered in enumerate(config.layer_types, start=1)]

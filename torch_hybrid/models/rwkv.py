@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,6 @@ from torch_hybrid.layers.token_shift import TokenShift
 from torch_hybrid.models.backbone import Backbone
 from torch_hybrid.models.family import Family, Swap, parameter
 from torch_hybrid.specs import ChannelMixSpec, TimeMixSpec
-
-
-def _specs(config: Any) -> list[tuple[TimeMixSpec, ChannelMixSpec]]:
-    dim = config.hidden_size
-    time_mix = TimeMixSpec(dim=dim, channels=config.attention_hidden_size)
-    channel_mix = ChannelMixSpec(dim=dim, width=config.intermediate_size)
-    return [(time_mix, channel_mix)] * config.num_hidden_layers
 
 
 def _shift(*mixes: Tensor) -> TokenShift:
@@ -47,8 +40,8 @@ def _channel_mix(module: Any, spec: ChannelMixSpec) -> ChannelMix:
 
 
 class _Block(nn.Module):
-    """A decoder layer that takes the step, and leaves the residual ``scale`` times as large: a
-    tensor, so that layers that halve it are of the kind of all others."""
+    """A decoder layer that takes the step and multiplies the residual by ``scale``. That is a
+    tensor, so that layers that halve it compile as all others do."""
 
     scale: Tensor
 
@@ -61,23 +54,10 @@ class _Block(nn.Module):
         self.register_buffer("scale", factor, persistent=False)
 
     def forward(self, hidden: Tensor, *, step: LayerStep) -> Tensor:
-        """[1, T, dim] -> [1, T, dim]."""
+        """Map [1, T, dim] to [1, T, dim]."""
         hidden = hidden + self.attention(self.ln1(hidden), step=step)
         hidden = hidden + self.feed_forward(self.ln2(hidden), step=step)
         return hidden * self.scale
-
-
-def _backbone(model: Any) -> Backbone:
-    """After every ``rescale_every`` layers the residual is halved, and so is all that later layers
-    add to it: norms see the same but for their eps."""
-    every, layers = model.config.rescale_every, []
-    for number, block in enumerate(model.blocks):
-        if every > 0 and not model.layers_are_rescaled:  # as its first forward would do
-            _divide(block.attention.output, 2 ** (number // every))
-            _divide(block.feed_forward.value, 2 ** (number // every))
-        is_last_of_some = every > 0 and (number + 1) % every == 0
-        layers.append(_Block(block, 0.5 if is_last_of_some else 1.0))
-    return Backbone(model.embeddings, layers, model.ln_out, first_norm=model.blocks[0].pre_ln)
 
 
 def _divide(linear: nn.Linear, factor: int) -> None:
@@ -85,14 +65,29 @@ def _divide(linear: nn.Linear, factor: int) -> None:
         linear.weight = parameter(linear.weight.detach() * (1 / factor))
 
 
-RWKV = Family(
-    model_types=("rwkv",),
-    specs=_specs,
-    swaps={
+class RwkvFamily(Family):
+    model_types = ("rwkv",)
+    swaps: ClassVar = {
         "time_mix": Swap(attribute="attention", make=_time_mix),
         "channel_mix": Swap(attribute="feed_forward", make=_channel_mix),
-    },
-    takes_masks=False,
-    base=_backbone,
-    layers_name="blocks",
-)
+    }
+    hf_takes_masks = False
+    hf_layers = "blocks"
+
+    def specs(self, config: Any) -> list[tuple[TimeMixSpec, ChannelMixSpec]]:
+        dim = config.hidden_size
+        time_mix = TimeMixSpec(dim=dim, channels=config.attention_hidden_size)
+        channel_mix = ChannelMixSpec(dim=dim, width=config.intermediate_size)
+        return [(time_mix, channel_mix)] * config.num_hidden_layers
+
+    def backbone(self, model: Any) -> Backbone:
+        """Halve the residual after every ``rescale_every`` layers, and all that later layers add to
+        it: norms see the same but for their eps."""
+        every, layers = model.config.rescale_every, []
+        for number, block in enumerate(model.blocks):
+            if every > 0 and not model.layers_are_rescaled:  # as its first forward would do
+                _divide(block.attention.output, 2 ** (number // every))
+                _divide(block.feed_forward.value, 2 ** (number // every))
+            is_last_of_some = every > 0 and (number + 1) % every == 0
+            layers.append(_Block(block, 0.5 if is_last_of_some else 1.0))
+        return Backbone(model.embeddings, layers, model.ln_out, first_norm=model.blocks[0].pre_ln)

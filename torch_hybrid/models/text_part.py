@@ -7,22 +7,24 @@ from typing import Any
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.models.families import FAMILIES, family_of
+from torch_hybrid.models.architecture import Architecture
+from torch_hybrid.models.families import FAMILIES
 from torch_hybrid.models.family import Family
 from torch_hybrid.models.tower import Tower
 
 
-def check_has_tower(config: Any) -> None:
+def check_has_tower(architecture: Architecture) -> None:
     """Refuse to keep the tower of a model that has none, or one of which nothing is known."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+    config = architecture.config
     has_tower = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if not (has_tower and family_of(config.model_type).vision):
+    if not (has_tower and architecture.family.vision):
         raise UnsupportedError(no_tower(config.model_type))
 
 
 def no_tower(model_type: str) -> str:
-    """Why a tower of this type of model cannot be kept, for a message."""
+    """Say why a tower of this type of model cannot be kept."""
     seeing = sorted(name for name, family in FAMILIES.items() if family.vision)
     return (
         f"model type {model_type!r} has no tower that is served: vision=True is for the multimodal "
@@ -30,9 +32,8 @@ def no_tower(model_type: str) -> str:
     )
 
 
-def text_and_tower(hf_model: Any) -> tuple[Any, Tower]:
-    """The language model of a multimodal one, and the rest of it."""
-    family = family_of(hf_model.config.model_type)
+def text_and_tower(hf_model: Any, family: Family) -> tuple[Any, Tower]:
+    """Part a multimodal model into its language model and the rest."""
     text = text_part(hf_model, family)
     rest = hf_model.model
     del rest.language_model
@@ -42,7 +43,8 @@ def text_and_tower(hf_model: Any) -> tuple[Any, Tower]:
 
 
 def text_part(hf_model: Any, family: Family) -> Any:
-    """The language model of a multimodal one, as transformers has it alone; weights are shared."""
+    """Return the language model of a multimodal one, as transformers has it alone; weights are
+    shared."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if text := dict(hf_model.named_children()).get("language_model"):
@@ -52,8 +54,7 @@ def text_part(hf_model: Any, family: Family) -> Any:
     if "language_model" not in dict(hf_model.model.named_children()):
         raise ValueError("hf_model was adapted before")
     # Made without from_config, which sets the default dtype of the whole process meanwhile.
-    known = family.text_class
-    text_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known is None else known()
+    text_class = family.text_class() or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with on_meta():
         text = text_class(config)
     text.model = hf_model.model.language_model
@@ -63,7 +64,7 @@ def text_part(hf_model: Any, family: Family) -> Any:
 
 
 def warn_of_dropped(config: Any) -> None:
-    """Say that prompts are texts alone, where a checkpoint could see or hear."""
+    """Warn that prompts are texts alone, where a checkpoint could see or hear."""
     given = config.to_dict()
     names = [name for name in config.sub_configs if name != "text_config" and given.get(name)]
     dropped = [name.removesuffix("_config") for name in names]

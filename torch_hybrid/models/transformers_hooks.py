@@ -1,4 +1,4 @@
-"""Where our mixers join a transformers model: its attention functions and its linear layers."""
+"""The places where our mixers join a transformers model: attention functions, linear layers."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ class _HandStep:
     """A hook of a decoder layer, which hands on the step as that of this layer."""
 
     layer_id: int
-    names: tuple[str, ...]
-    given_as: str
+    model_argument: str
+    layer_arguments: tuple[str, ...]
 
     def __call__(
         self, _layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        step: Step | None = options.get(self.given_as)
-        return args, {**options, **dict.fromkeys(self.names, _given(step).at(self.layer_id))}
+        step: Step | None = options.get(self.model_argument)
+        own = _given(step).at(self.layer_id)
+        return args, {**options, **dict.fromkeys(self.layer_arguments, own)}
 
 
 def hand_steps(
-    layers: Iterable[nn.Module], names: tuple[str, ...] = ("step",), given_as: str = "step"
+    layers: Iterable[nn.Module],
+    model_argument: str = "step",
+    layer_arguments: tuple[str, ...] = ("step",),
 ) -> None:
     """Let each decoder layer hand the step to its modules by the layer's own id.
 
-    A module that several layers share finds in each of them another plan and cache. ``names`` are
-    the options of the layer as which it is handed, ``given_as`` that as which the model gives it.
+    A module that several layers share finds in each of them another plan and cache.
+
+    Args:
+        layers: of a model.
+        model_argument: as which the model hands the step to its layers.
+        layer_arguments: as which a layer hands it to its modules.
     """
     for layer_id, layer in enumerate(layers):
-        layer.register_forward_pre_hook(_HandStep(layer_id, names, given_as), with_kwargs=True)
-
-
-def path_of(layer: nn.Module, attribute: str) -> str:
-    """Where a decoder layer, or else one of its children, has a mixer of this name."""
-    if attribute in layer._modules:
-        return attribute
-    holders = (name for name, child in layer.named_children() if attribute in child._modules)
-    return f"{next(holders)}.{attribute}"
+        hand_step = _HandStep(layer_id, model_argument, layer_arguments)
+        layer.register_forward_pre_hook(hand_step, with_kwargs=True)
 
 
 def refuse_as_transformers(hf_model: Any) -> None:
@@ -88,7 +88,7 @@ def refuse_save(*_args: Any, **_options: Any) -> None:
 
 
 def _given(step: AnyStep | None) -> AnyStep:
-    """The step of a runner: transformers' own forward and generate have none."""
+    """Return the step of a runner: transformers' own forward and generate have none."""
     if step is None:
         raise UnsupportedError(OURS_TO_RUN)
     return step
@@ -104,7 +104,7 @@ def _attention(
     step: LayerStep | None = None,  # of an adapted model
     **_options: Any,  # transformers passes every option to every attention function
 ) -> tuple[Tensor, None]:
-    """Full attention as transformers calls it, of the kind that the layer has."""
+    """Run full attention of the kind that the layer has, called by transformers."""
     entry, plan, cache = _given(step).mixer(*_ATTENTIONS)
     attend_as = _ATTENTIONS[entry.kind]
     return attend_as(module, query, key, value, entry.spec, plan, cache)[None], None
@@ -113,7 +113,7 @@ def _attention(
 def _paged_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, spec: Any, plan: Any, cache: LayerCache
 ) -> Tensor:
-    """q, k and v [1, heads, T, head_dim]."""
+    """Attend with q, k and v [1, heads, T, head_dim]."""
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
     return attend(q, k, v, spec, plan, cache)
 
@@ -127,7 +127,8 @@ def _latent_attention(
     plan: Any,
     cache: LayerCache,
 ) -> Tensor:
-    """MLA: query [1, heads, T, nope + rope], latent [1, 1, T, rank], k_rope [1, 1, T, rope]."""
+    """Attend with query [1, heads, T, nope + rope], latent [1, 1, T, rank] and k_rope
+    [1, 1, T, rope]: MLA."""
     q = query[0].transpose(0, 1)
     out: Tensor = module.latent_attention(q, latent[0, 0], k_rope[0, 0], plan, cache)
     return out
@@ -152,7 +153,7 @@ def _keep_latents(latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LinearAttentionAdapter(nn.Module):
-    """Stands where a transformers model has its linear attention."""
+    """A mixer of ours in the place of a transformers model's linear attention."""
 
     def __init__(self, mixer: nn.Module, kind: str) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ class LinearAttentionAdapter(nn.Module):
         position_ids: object = None,
         use_cache: bool = False,
     ) -> Tensor:
-        """[1, T, dim] -> [1, T, dim], the rows packed as the step's plan says."""
+        """Map [1, T, dim] to [1, T, dim], the rows packed as the step's plan says."""
         _, plan, cache = step.mixer(self.kind)
         output: Tensor = self.mixer(hidden_states[0], plan, cache)  # type: ignore[arg-type]
         return output[None]
@@ -187,7 +188,7 @@ class LinearAttentionAdapter(nn.Module):
 
 
 class LinearAttentionPairAdapter(LinearAttentionAdapter):
-    """The same where the decoder layer calls all its mixers as it calls full attention."""
+    """A mixer of ours that the decoder layer calls as it calls full attention."""
 
     def forward(  # type: ignore[override]
         self,
@@ -200,5 +201,5 @@ class LinearAttentionPairAdapter(LinearAttentionAdapter):
         position_ids: object = None,
         use_cache: bool = False,
     ) -> tuple[Tensor, None]:
-        """[1, T, dim] -> [1, T, dim] and no attention weights."""
+        """Map [1, T, dim] to [1, T, dim] and no attention weights."""
         return super().forward(hidden_states, step=step), None

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import torch
 
 from torch_hybrid.host.defaults import Defaults
+from torch_hybrid.models.architecture import Architecture
 from torch_hybrid.models.checkpoint.files import Checkpoint
-from torch_hybrid.models.mtp import MtpLayout, add_parts, with_head
+from torch_hybrid.models.mtp import add_parts, with_head
 from torch_hybrid.models.stored_formats import AsWeights, as_weights
 
 T = TypeVar("T")
@@ -28,8 +29,8 @@ _OF_TEXT = re.compile(r"(?:(model\.)(?:language_model|llm)\.|language_model\.|(l
 
 
 def take_quantization(config: Any) -> AsWeights | None:
-    """How tensors make weights, where these are quantized; transformers, which would put layers of
-    its own in their place, is not told.
+    """Take a quantization out of a config, of which transformers would make layers of its own,
+    and return how its tensors make weights.
 
     Raises:
         UnsupportedError: the config says that they are quantized in a way that is not served.
@@ -45,20 +46,17 @@ def take_quantization(config: Any) -> AsWeights | None:
 
 def make_unread(
     checkpoint: Checkpoint,
-    config: Any,
+    architecture: Architecture,
     dtype: torch.dtype | str,
     device: torch.device,
-    text_class: Any = None,
     *,
     vision: bool = False,
-    mtp: MtpLayout | None = None,
 ) -> Any:
-    """A causal language model of transformers whose weights are unread; with ``vision``, the whole
-    of a multimodal one.
+    """Make a causal language model of transformers whose weights are unread; with ``vision``, the
+    whole of a multimodal one.
 
-    Its other buffers are on the host. ``text_class`` is that of the text part, where transformers
-    knows none. With ``mtp``, the config is ``lengthened``, and the modules around the head's layers
-    are the model's ``mtp``.
+    Its other buffers are on the host. Where a head is read, the modules around its layers are the
+    model's ``mtp``.
 
     Raises:
         ValueError: the checkpoint lacks a weight, or has one of another shape than its config says.
@@ -71,20 +69,21 @@ def make_unread(
 
     from torch_hybrid.models.stacked_experts import check_experts
 
-    given = checkpoint
+    given, config, head = checkpoint, architecture.config, architecture.head
+    text_class = None if vision else architecture.family.text_class()
     classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if vision else MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in classes:
         config, checkpoint = _text_config(config), _text_part(checkpoint)
     model_class: Any = text_class or classes[type(config)]
-    if mtp is not None:
-        checkpoint = with_head(checkpoint, given, config.get_text_config(), mtp)
+    if head is not None:
+        checkpoint = with_head(checkpoint, given, config.get_text_config(), head)
     if not isinstance(config, model_class.config_class):  # but that of a multimodal model
         config = _text_config(config)
     check_experts(checkpoint)
     with _quiet():
         try:
             hf_model, info = _refusing(
-                model_class, checkpoint, has_head=mtp is not None
+                model_class, checkpoint, has_head=head is not None
             ).from_pretrained(
                 None,
                 config=config,
@@ -111,8 +110,8 @@ def make_unread(
 
 
 def _text_config(config: Any) -> Any:
-    """The config of a multimodal model's text part, whose head is the embedding where that of the
-    whole is: of the whole, transformers asks the outer config alone."""
+    """Return the config of a multimodal model's text part, whose head is tied where the whole's is:
+    transformers asks the outer config alone."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     text = config.get_text_config()
@@ -123,7 +122,7 @@ def _text_config(config: Any) -> Any:
 
 
 def _text_part(checkpoint: Checkpoint) -> Checkpoint:
-    """The tensors of a multimodal model's text part, by the names that they have in it alone."""
+    """Keep the tensors of a multimodal model's text part, by their names in it alone."""
 
     def named(found: Mapping[str, T]) -> dict[str, T]:
         matches = ((_OF_TEXT.fullmatch(name), value) for name, value in found.items())
@@ -133,8 +132,8 @@ def _text_part(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> Any:
-    """The class, whose loader is given experts as stacks, and raises where a weight is missing or
-    of another shape than its config says, before it makes all of those."""
+    """Derive a class whose loader is given experts as stacks. It raises where a weight is
+    missing, or of another shape than its config says, before it makes all of those."""
     from transformers import initialization as init
     from transformers.monkey_patching import apply_patches
 
@@ -149,7 +148,7 @@ def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> An
 
         @classmethod
         def get_init_context(cls, dtype: torch.dtype, *_options: object) -> list[Any]:
-            """No weights, and no default dtype of the whole process: it is of this thread."""
+            """Make no weights, and set the default dtype of this thread alone."""
             made = Defaults(device=torch.device("meta"), dtype=dtype)
             return [made, init.no_tie_weights(), apply_patches()]
 
@@ -181,7 +180,7 @@ def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> An
 
         @staticmethod
         def _adjust_bias(layer: object, weight: object) -> None:
-            """The bias of a layer with a tied weight is as long as that, and may be unread."""
+            """Leave the bias of a layer with a tied weight: it is as long as that."""
 
     # By these transformers knows which names a checkpoint may have.
     Refusing.__name__, Refusing.__module__ = model_class.__name__, model_class.__module__
@@ -190,8 +189,8 @@ def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> An
 
 @contextmanager
 def _without_dtypes_of_parts(config: Any) -> Iterator[None]:
-    """Hide the dtypes of a config's parts, each of which transformers would make the default of the
-    whole process while it builds that part."""
+    """Hide the dtypes of a config's parts: transformers would make each the default of the whole
+    process while it builds that part."""
     parts = list(_parts_of(config))
     dtypes = [part.dtype for part in parts]
     try:
@@ -212,7 +211,7 @@ def _parts_of(config: Any) -> Iterator[Any]:
 
 
 def _dtype_of(config: Any, dtype: torch.dtype | str) -> torch.dtype:
-    """What weights of 8 bits are worth is of this dtype: the one asked for, or the config's."""
+    """Return the dtype of what has scales in files: the one asked for, or the config's."""
     if isinstance(dtype, torch.dtype):
         return dtype
     given: torch.dtype | None = config.dtype or config.get_text_config().dtype
@@ -224,10 +223,10 @@ _LOADING = RLock()  # what transformers sets for the whole process while it make
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No bar for what reads no bytes, and no report of what is raised, or said, here.
+    """Show no bar for what reads no bytes, and no report of what is raised, or said, here.
 
     transformers has one verbosity for the process, and exchanges functions of classes while it
-    makes a model: one thread after another, else a setting of one would be put back by another.
+    makes a model. Threads take turns, else one would put back another's setting.
     """
     from transformers.utils import logging
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch_hybrid.layers.mlstm import Mlstm
 from torch_hybrid.models.backbone import Backbone
 from torch_hybrid.models.family import (
     Family,
+    Logits,
     Swap,
     joined_projection,
     parameter,
@@ -24,30 +25,6 @@ from torch_hybrid.models.family import (
 from torch_hybrid.specs import MOST_GATE_SOFTCAP, MlstmSpec
 
 _MOST_EPS = 1e-5  # of which the norm leaves less than rounding does: our mixer has none
-
-
-def _specs(config: Any) -> list[MlstmSpec]:
-    require(config, "use_bias", config.use_bias, [False])
-    require(config, "add_out_norm", config.add_out_norm, [True])
-    require(config, "weight_mode", config.weight_mode, ["single"])
-    require(config, "embedding_dim", config.embedding_dim, [config.hidden_size])
-    for name, value, most in (
-        ("gate_soft_cap", config.gate_soft_cap, MOST_GATE_SOFTCAP),
-        ("eps", config.eps, _MOST_EPS),
-    ):
-        if not 0 < value <= most:
-            raise UnsupportedError(
-                f"{config.model_type}: config field {name} must be above 0 and at most {most}, "
-                f"got {value}"
-            )
-    spec = MlstmSpec(
-        num_heads=config.num_heads,
-        head_k_dim=_head_dim(config, "qk_dim_factor", config.qk_dim_factor),
-        head_v_dim=_head_dim(config, "v_dim_factor", config.v_dim_factor),
-        gate_softcap=config.gate_soft_cap,
-        norm_eps=config.norm_eps,
-    )
-    return [spec] * config.num_blocks
 
 
 def _head_dim(config: Any, name: str, factor: float) -> int:
@@ -81,7 +58,7 @@ class _FeedForward(nn.Module):
         self.down_proj = module.proj_down
 
     def forward(self, x: Tensor) -> Tensor:
-        """[1, T, dim] -> [1, T, dim]."""
+        """Map [1, T, dim] to [1, T, dim]."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -95,24 +72,45 @@ class _Block(nn.Module):
         self.norm_ffn, self.ffn = block.norm_ffn, _FeedForward(block.ffn)
 
     def forward(self, hidden: Tensor, *, step: LayerStep) -> Tensor:
-        """[1, T, dim] -> [1, T, dim]."""
+        """Map [1, T, dim] to [1, T, dim]."""
         hidden = hidden + self.mlstm_layer(self.norm_mlstm(hidden), step=step)
         out: Tensor = hidden + self.ffn(self.norm_ffn(hidden))
         return out
 
 
-def _backbone(model: Any) -> Backbone:
-    return Backbone(model.embeddings, map(_Block, model.blocks), model.out_norm)
+class XlstmFamily(Family):
+    model_types = ("xlstm",)
+    swaps: ClassVar = {"mlstm": Swap(attribute="mlstm_layer", make=_mixer)}
+    hf_takes_masks = False
+    hf_taken_modules = (".ffn",)
+    hf_layers = "blocks"
+    hf_kernel_fields = ("chunkwise_kernel", "sequence_kernel", "step_kernel")
 
+    def specs(self, config: Any) -> list[MlstmSpec]:
+        require(config, "use_bias", config.use_bias, [False])
+        require(config, "add_out_norm", config.add_out_norm, [True])
+        require(config, "weight_mode", config.weight_mode, ["single"])
+        require(config, "embedding_dim", config.embedding_dim, [config.hidden_size])
+        for name, value, most in (
+            ("gate_soft_cap", config.gate_soft_cap, MOST_GATE_SOFTCAP),
+            ("eps", config.eps, _MOST_EPS),
+        ):
+            if not 0 < value <= most:
+                raise UnsupportedError(
+                    f"{config.model_type}: config field {name} must be above 0 and at most {most}, "
+                    f"got {value}"
+                )
+        spec = MlstmSpec(
+            num_heads=config.num_heads,
+            head_k_dim=_head_dim(config, "qk_dim_factor", config.qk_dim_factor),
+            head_v_dim=_head_dim(config, "v_dim_factor", config.v_dim_factor),
+            gate_softcap=config.gate_soft_cap,
+            norm_eps=config.norm_eps,
+        )
+        return [spec] * config.num_blocks
 
-XLSTM = Family(
-    model_types=("xlstm",),
-    specs=_specs,
-    swaps={"mlstm": Swap(attribute="mlstm_layer", make=_mixer)},
-    logits_softcap=lambda config: config.output_logit_soft_cap,
-    takes_masks=False,
-    taken=(".ffn",),
-    base=_backbone,
-    layers_name="blocks",
-    kernel_fields=("chunkwise_kernel", "sequence_kernel", "step_kernel"),
-)
+    def backbone(self, model: Any) -> Backbone:
+        return Backbone(model.embeddings, map(_Block, model.blocks), model.out_norm)
+
+    def logits(self, config: Any) -> Logits:
+        return Logits(vocab_size=config.vocab_size, softcap=config.output_logit_soft_cap)

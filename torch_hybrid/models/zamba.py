@@ -6,7 +6,7 @@ state.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -17,40 +17,17 @@ from torch_hybrid.models.zamba2 import share_children
 from torch_hybrid.specs import AttentionSpec, LayerSpec, MambaSpec
 
 
-def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
-    require(config, "hidden_mamba_act", config.hidden_mamba_act, ["silu"])
-    attention = AttentionSpec(
-        num_q_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.attention_head_dim,
-        scale=(config.attention_head_dim / 2) ** -0.5,
-    )
-    mamba = MambaSpec(
-        channels=config.mamba_expand * config.hidden_size,
-        state_dim=config.mamba_d_state,
-        dt_rank=int(config.mamba_dt_rank),
-        conv_width=config.mamba_d_conv,
-        activation=config.hidden_mamba_act,
-        num_heads=config.n_mamba_heads,
-    )
-    mixers: dict[str, tuple[LayerSpec, ...]] = {
-        "linear_attention": (mamba,),
-        "hybrid": (attention, mamba),
-    }
-    return listed(config, mixers)
-
-
 def _mixer(module: Any, spec: MambaSpec) -> Mamba:
     has_bias = module.in_proj.bias is not None
     with on_meta():
         mixer = Mamba(module.in_proj.in_features, spec, bias=has_bias, conv_bias=False)
 
     def halves(rows: Tensor) -> nn.Parameter:
-        """Of x and of the gate, which are every other row."""
+        """Return the rows of x and then those of the gate, which alternate."""
         return parameter(rows.detach().unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
 
     def by_head(weight: Tensor) -> nn.Parameter:
-        """[H, outputs, inputs] as a layer of heads has it, or a plain one."""
+        """Transpose [H, outputs, inputs] for a layer of heads; drop H for a plain layer."""
         weight = weight.detach()
         alone = spec.num_heads == 1
         return parameter(weight.squeeze(0) if alone else weight.transpose(1, 2).contiguous())
@@ -70,16 +47,35 @@ def _mixer(module: Any, spec: MambaSpec) -> Mamba:
     return mixer
 
 
-def _share_block(model: Any) -> None:
-    """What becomes of the weights, integers or a rank's part of them, is shared as well then."""
-    found = (layer._modules.get("shared_transf") for layer in model.layers)
-    blocks: list[Any] = [block for block in found if block is not None]
-    share_children(part for block in blocks for part in (block.self_attn, block.feed_forward))
+class ZambaFamily(Family):
+    model_types = ("zamba",)
+    swaps: ClassVar = {"mamba": Swap(attribute="mamba", make=_mixer)}
 
+    def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
+        require(config, "hidden_mamba_act", config.hidden_mamba_act, ["silu"])
+        attention = AttentionSpec(
+            num_q_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.attention_head_dim,
+            scale=(config.attention_head_dim / 2) ** -0.5,
+        )
+        mamba = MambaSpec(
+            channels=config.mamba_expand * config.hidden_size,
+            state_dim=config.mamba_d_state,
+            dt_rank=int(config.mamba_dt_rank),
+            conv_width=config.mamba_d_conv,
+            activation=config.hidden_mamba_act,
+            num_heads=config.n_mamba_heads,
+        )
+        mixers: dict[str, tuple[LayerSpec, ...]] = {
+            "linear_attention": (mamba,),
+            "hybrid": (attention, mamba),
+        }
+        return listed(config, mixers)
 
-ZAMBA = Family(
-    model_types=("zamba",),
-    specs=_specs,
-    swaps={"mamba": Swap(attribute="mamba", make=_mixer)},
-    prepare=_share_block,
-)
+    def backbone(self, model: Any) -> None:
+        """Share the block's children. Integers that are made of their weights, or a rank's part,
+        are then shared as well."""
+        found = (layer._modules.get("shared_transf") for layer in model.layers)
+        blocks: list[Any] = [block for block in found if block is not None]
+        share_children(part for block in blocks for part in (block.self_attn, block.feed_forward))

@@ -7,7 +7,7 @@ embedding beside the hidden state.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -25,57 +25,8 @@ _ADAPTERS = {
 }
 
 
-def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
-    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
-    require(config, "rope_parameters.rope_type", rope_type, ROPE_TYPES)
-    require_fields(config, use_conv_bias=True)
-    if config.use_shared_attention_adapter:  # as wide for keys as for queries
-        num_heads = config.num_attention_heads
-        require(config, "num_key_value_heads", config.num_key_value_heads, [num_heads])
-    attention = AttentionSpec(
-        num_q_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.attention_head_dim,
-        scale=(config.attention_head_dim / 2) ** -0.5,
-    )
-    linear = Mamba2Spec(
-        num_heads=config.n_mamba_heads,
-        head_dim=config.mamba_headdim,
-        state_dim=config.mamba_d_state,
-        num_groups=config.mamba_ngroups,
-        conv_width=config.mamba_d_conv,
-        dt_min=config.time_step_min,  # there is no upper limit
-        gate="before_norm",
-        norm_groups=config.mamba_ngroups,
-        norm_eps=NORM_EPS,
-    )
-    mixers: dict[str, tuple[LayerSpec, ...]] = {
-        "linear_attention": (linear,),
-        "hybrid": (attention, linear),
-    }
-    return listed(config, mixers)
-
-
-def _share_blocks(model: Any) -> None:
-    """Leave each layer its own adapters alone, of those of all layers that it looks its own up in
-    by its number; and share the rest.
-
-    What becomes of the weights, integers or a rank's part of them, is shared as well then.
-    """
-    found = (layer._modules.get("shared_transformer") for layer in model.layers)
-    blocks: list[Any] = [block for block in found if block is not None]
-    for index, block in enumerate(blocks):
-        block.block_id = None  # with it, layers that are alike would seem not to be
-        for part in (block.self_attn, block.feed_forward):
-            part.block_id = None
-            part.layer_dic = dict.fromkeys(range(len(model.layers)), 0)
-            for name in _ADAPTERS & part._modules.keys():
-                setattr(part, name, nn.ModuleList([part.get_submodule(name)[index]]))
-    share_children(part for block in blocks for part in (block.self_attn, block.feed_forward))
-
-
 def share_children(parts: Iterable[nn.Module]) -> None:
-    """Make those children of some modules one whose weights are one, and say all."""
+    """Make children of some modules one where their weights are one, and say all."""
     ours: dict[tuple[Any, ...], nn.Module] = {}
     for part in parts:
         for name, child in list(part.named_children()):
@@ -83,9 +34,53 @@ def share_children(parts: Iterable[nn.Module]) -> None:
                 setattr(part, name, ours.setdefault(weights, child))
 
 
-ZAMBA2 = Family(
-    model_types=("zamba2",),
-    specs=_specs,
-    swaps={"mamba2": Swap(attribute="mamba", make=mamba2_from)},
-    prepare=_share_blocks,
-)
+class Zamba2Family(Family):
+    model_types = ("zamba2",)
+    swaps: ClassVar = {"mamba2": Swap(attribute="mamba", make=mamba2_from)}
+
+    def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
+        rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+        require(config, "rope_parameters.rope_type", rope_type, ROPE_TYPES)
+        require_fields(config, use_conv_bias=True)
+        if config.use_shared_attention_adapter:  # as wide for keys as for queries
+            num_heads = config.num_attention_heads
+            require(config, "num_key_value_heads", config.num_key_value_heads, [num_heads])
+        attention = AttentionSpec(
+            num_q_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.attention_head_dim,
+            scale=(config.attention_head_dim / 2) ** -0.5,
+        )
+        linear = Mamba2Spec(
+            num_heads=config.n_mamba_heads,
+            head_dim=config.mamba_headdim,
+            state_dim=config.mamba_d_state,
+            num_groups=config.mamba_ngroups,
+            conv_width=config.mamba_d_conv,
+            dt_min=config.time_step_min,  # there is no upper limit
+            gate="before_norm",
+            norm_groups=config.mamba_ngroups,
+            norm_eps=NORM_EPS,
+        )
+        mixers: dict[str, tuple[LayerSpec, ...]] = {
+            "linear_attention": (linear,),
+            "hybrid": (attention, linear),
+        }
+        return listed(config, mixers)
+
+    def backbone(self, model: Any) -> None:
+        """Leave each layer its own adapters alone, which it would look up among those of all
+        layers, and share the rest.
+
+        Integers that are made of shared weights are then shared as well, and so is a rank's part.
+        """
+        found = (layer._modules.get("shared_transformer") for layer in model.layers)
+        blocks: list[Any] = [block for block in found if block is not None]
+        for index, block in enumerate(blocks):
+            block.block_id = None  # with it, layers that are alike would seem not to be
+            for part in (block.self_attn, block.feed_forward):
+                part.block_id = None
+                part.layer_dic = dict.fromkeys(range(len(model.layers)), 0)
+                for name in _ADAPTERS & part._modules.keys():
+                    setattr(part, name, nn.ModuleList([part.get_submodule(name)[index]]))
+        share_children(part for block in blocks for part in (block.self_attn, block.feed_forward))

@@ -5,7 +5,7 @@ The router's state goes from layer to layer within a step, and is not kept.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,38 +18,6 @@ from torch_hybrid.models.family import ROPE_TYPES, Family, Swap, listed, paramet
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH
 from torch_hybrid.specs import AttentionSpec, ConvolvedProjectionSpec, LayerSpec
-
-
-def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
-    require(config, "hidden_act", config.hidden_act, ["silu"])
-    require(config, "attention_bias", config.attention_bias, [False])
-    heads = {
-        "num_q_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-    }
-    projection = ConvolvedProjectionSpec(
-        **heads, channel_width=config.cca_time0, head_width=config.cca_time1
-    )
-    if projection.conv_width > MAX_WIDTH:
-        raise UnsupportedError(
-            f"{config.model_type}: convolutions of queries and keys must see at most {MAX_WIDTH} "
-            f"tokens, got {projection.conv_width} of config fields cca_time0 {config.cca_time0} "
-            f"and cca_time1 {config.cca_time1}"
-        )
-
-    def attention(window: int) -> tuple[LayerSpec, ...]:
-        scale = config.head_dim**-0.5
-        return projection, AttentionSpec(**heads, scale=scale, window=window)
-
-    known = {"hybrid": attention(0)}
-    if config.sliding_window:
-        known["hybrid_sliding"] = attention(config.sliding_window)
-    found = listed(config, known)
-    for layer_type in {*config.layer_types}:
-        rope_type = config.rope_parameters[layer_type]["rope_type"]
-        require(config, f"rope_parameters.{layer_type}.rope_type", rope_type, ROPE_TYPES)
-    return found
 
 
 def _projection(module: Any, spec: ConvolvedProjectionSpec) -> ConvolvedProjection:
@@ -67,12 +35,12 @@ def _projection(module: Any, spec: ConvolvedProjectionSpec) -> ConvolvedProjecti
 
 
 class _ProjectionAdapter(LinearAttentionAdapter):
-    """Stands where attention has its projection, which is handed a mask of tokens: the step."""
+    """Our projection in the place of attention's, which is handed the step as a mask of tokens."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, past_key_values: None, conv_mask: LayerStep
     ) -> tuple[Tensor, ...]:
-        """[1, T, dim] -> q, k and v [1, T, heads, head_dim]."""
+        """Map [1, T, dim] to q, k and v [1, T, heads, head_dim]."""
         _, plan, cache = conv_mask.mixer(self.kind)
         outputs: tuple[Tensor, ...] = self.mixer(hidden_states[0], plan, cache)  # type: ignore[arg-type]
         return tuple(output[None] for output in outputs)
@@ -81,22 +49,49 @@ class _ProjectionAdapter(LinearAttentionAdapter):
 def _hand_step(
     _attention: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A hook of attention, which hands its projection the mask of tokens and not the step."""
+    """Hand attention's projection the step as its mask of tokens: it is handed no other option."""
     return args, {**options, "attention_mask": {"conv": options["step"]}}
 
 
-def _hook_attention(model: Any) -> None:
-    for layer in model.layers:
-        layer.self_attn.register_forward_pre_hook(_hand_step, with_kwargs=True)
-
-
-ZAYA = Family(
-    model_types=("zaya",),
-    specs=_specs,
-    swaps={
+class ZayaFamily(Family):
+    model_types = ("zaya",)
+    swaps: ClassVar = {
         "convolved_projection": Swap(
             attribute="qkv_proj", make=_projection, adapter=_ProjectionAdapter
         )
-    },
-    prepare=_hook_attention,
-)
+    }
+
+    def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
+        require(config, "hidden_act", config.hidden_act, ["silu"])
+        require(config, "attention_bias", config.attention_bias, [False])
+        heads = {
+            "num_q_heads": config.num_attention_heads,
+            "num_kv_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+        }
+        projection = ConvolvedProjectionSpec(
+            **heads, channel_width=config.cca_time0, head_width=config.cca_time1
+        )
+        if projection.conv_width > MAX_WIDTH:
+            raise UnsupportedError(
+                f"{config.model_type}: convolutions of queries and keys must see at most "
+                f"{MAX_WIDTH} tokens, got {projection.conv_width} of config fields "
+                f"cca_time0 {config.cca_time0} and cca_time1 {config.cca_time1}"
+            )
+
+        def attention(window: int) -> tuple[LayerSpec, ...]:
+            scale = config.head_dim**-0.5
+            return projection, AttentionSpec(**heads, scale=scale, window=window)
+
+        known = {"hybrid": attention(0)}
+        if config.sliding_window:
+            known["hybrid_sliding"] = attention(config.sliding_window)
+        found = listed(config, known)
+        for layer_type in {*config.layer_types}:
+            rope_type = config.rope_parameters[layer_type]["rope_type"]
+            require(config, f"rope_parameters.{layer_type}.rope_type", rope_type, ROPE_TYPES)
+        return found
+
+    def backbone(self, model: Any) -> None:
+        for layer in model.layers:
+            layer.self_attn.register_forward_pre_hook(_hand_step, with_kwargs=True)

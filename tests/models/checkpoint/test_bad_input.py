@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 import torch_hybrid as th
 from tests.models.checkpoint.bytes_read import count_bytes_read
 from tests.tiny_models import make_model
-from torch_hybrid.models.load import _folder_of
+from torch_hybrid.models.checkpoint.folder import fetch_weights
 
 INDEX = "model.safetensors.index.json"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -364,7 +364,7 @@ def test_a_disk_that_is_full(monkeypatch: pytest.MonkeyPatch, folder: Path):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     with pytest.raises(ValueError, match=r"cannot read the weights in some/model: .*No space left"):
-        _folder_of("some/model")
+        fetch_weights("some/model", Path("some/folder"))
 
 
 @pytest.mark.parametrize("change", ["written to", "replaced", "removed", "truncated"])

@@ -1,8 +1,8 @@
-"""Unread FP8 weights with the scales of their blocks.
+"""Unread FP8 weights, and the scales that belong to what is kept of them.
 
-A stored weight [..., N, K] has scales [..., ceil(N / 128), ceil(K / 128)], one for each block. The
-strides of a part tell where it lies, and so which scales are its own. So neither adapters nor
-``shard`` deal with scales.
+A stored weight [..., N, K] has the scales [..., ceil(N / 128), ceil(K / 128)] of its blocks. The
+strides of a part tell its place, and so the scales of its blocks. Adapters know nothing of scales,
+and neither does the cut of a model.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ def _is_scaled(part: Slice) -> bool:
 
 
 def stretches(content: Content) -> list[Content]:
-    """Divide a weight [N, K] into the fewest runs of rows that can each be one tensor.
-
-    A run has 16-bit floats or wider, or it is FP8 and the scales of its own blocks describe it.
-    """
+    """Cut a weight [N, K] into the fewest stretches of rows that are tensors: floats of 16 bits or
+    more, or FP8 of whole blocks."""
     found: list[Content] = []
     for rows in _rows(content):
         if found and _follows(found[-1], rows):
@@ -52,16 +50,13 @@ def _rows(content: Content) -> list[Content]:
 
 
 def _follows(before: Content, rows: Content) -> bool:
-    are_scaled = {_is_scaled(leaf) for part in (before, rows) for leaf in leaves(part)}
+    are_scaled = {_is_scaled(leaf) for leaf in leaves(before, rows)}
     return are_scaled == {False} or (are_scaled == {True} and before.shape[0] % BLOCK == 0)
 
 
 def cut_at_block(content: Content, dim: int, start: int) -> list[Content]:
-    """Cut a content at the first block boundary along ``dim``, if it begins within a block.
-
-    ``start`` is the stored index at which the content begins. A content that lies in one block, or
-    begins with one, stays whole.
-    """
+    """Cut a content, which begins at ``start`` of a stored dim, at the end of a block that it
+    does not begin."""
     size, rest = content.shape[dim], -start % BLOCK
     if rest == 0 or rest >= size:
         return [content]
@@ -69,7 +64,8 @@ def cut_at_block(content: Content, dim: int, start: int) -> list[Content]:
 
 
 def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, Unread]:
-    """Divide an FP8 weight [..., N, K] into its stored numbers and the scales of their blocks.
+    """Return the numbers of a weight [..., N, K] as they are stored, and the scales of their
+    blocks.
 
     Args:
         weight: an unread weight that is stored in FP8 as a whole.
@@ -90,7 +86,7 @@ def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, U
 
 
 def _bare(content: Content) -> Content:
-    """Drop the casts of a content: the GEMM that dequantizes the FP8 numbers rounds them."""
+    """Return numbers as they are stored: their worth is rounded where they are multiplied."""
     if isinstance(content, Joined):
         return Joined(tuple(map(_bare, content.parts)), content.dim)
     _check_scaled(content)
@@ -133,7 +129,7 @@ def _scales_of(content: Content) -> Content:
 
 
 def _blocks(part: Slice, row: int, column: int) -> Content:
-    """Make a slice of the scales of all blocks that a slice touches."""
+    """Return the scales of all blocks that a slice touches."""
     stored = part.stored
     scales = stored.scales
     assert scales is not None
@@ -154,7 +150,7 @@ def _blocks(part: Slice, row: int, column: int) -> Content:
 
 
 def place_of(part: Slice) -> tuple[int, int]:
-    """Find the stored row and column at which a slice [..., n, k] begins.
+    """Return the stored row and column at which a slice [..., n, k] begins.
 
     Raises:
         UnsupportedError: its rows or columns are not consecutive stored ones.
@@ -172,11 +168,8 @@ def place_of(part: Slice) -> tuple[int, int]:
 
 
 def blocks_of(part: Slice, place: Tensor) -> list[tuple[Slice, Content, Tensor]]:
-    """Cut an FP8 slice into pieces that begin at a block boundary, or lie within one block.
-
-    Returns:
-        Each piece, its scales, and its part of ``place``, a tensor of the whole slice's shape.
-    """
+    """Cut an FP8 slice into slices of whole blocks: each with its scales, and with its place in
+    a tensor of the slice's shape."""
     found = []
     row, column = place_of(part)
     for rows, place_rows in _cut_both(part, place, -2, row):

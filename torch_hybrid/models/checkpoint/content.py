@@ -1,8 +1,8 @@
-"""Contents of unread weights: strided slices of stored tensors, joined.
+"""The content of an unread weight: strided slices of stored tensors, joined.
 
 The adapters of the families and ``shard`` merge, sort and cut weights with torch's own operations.
-On an unread weight those operations end here, and do the same to slices. Nothing is read or copied
-before it is known which bytes are wanted and where they go.
+On an unread weight those operations end here, and say the same of slices. Nothing is read, or
+copied, before it is known which bytes go where.
 
     Slice     a view of one stored tensor, by sizes and strides
     Joined    several of these side by side along one dim
@@ -11,15 +11,15 @@ before it is known which bytes are wanted and where they go.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Size, Tensor
 
-# A step that is applied to the values as they are read: a cast, a product with a factor of the
-# slice's shape, or a function that keeps that shape.
+# Done to the values as they are read: a cast, a product with a factor of the shape of the slice, or
+# what a function makes of them, in that shape.
 Step = torch.dtype | Tensor | Callable[[Tensor], Tensor]
 
 
@@ -27,9 +27,9 @@ Step = torch.dtype | Tensor | Callable[[Tensor], Tensor]
 class Stored:
     """A tensor in a file: its values lie from byte ``start``, row-major.
 
-    ``scales`` belong to blocks of 128 x 128 of an FP8 tensor. A ``packed`` tensor has the shape of
-    the weight, but its integers lie in tensors of their own, in another layout. A ``refusal`` is
-    raised when a model takes the tensor.
+    ``scales`` are those of its blocks of 128 x 128, where its values are FP8 (e4m3). What is
+    ``packed`` has the shape of the weight, whose integers lie otherwise, and in tensors of their
+    own. A ``refusal`` is raised where a model takes the tensor.
     """
 
     name: str
@@ -43,16 +43,14 @@ class Stored:
 
     @property
     def is_scaled(self) -> bool:
-        """True if the values have no meaning without scales."""
+        """True where its values are worth nothing without scales."""
         return self.scales is not None or self.packed is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Stored integers of a weight [N, K], with their scales and zero points.
-
-    ``packed_integers.py`` describes the layouts.
-    """
+    """The tensors that hold the integers of a weight [N, K], scales and zero points: see
+    ``packed_integers.py``."""
 
     layout: str
     bits: int
@@ -72,25 +70,24 @@ class Slice:
     stored: Stored
     where: Tensor
     steps: tuple[Step, ...] = ()
+    shape: Size = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", self.where.shape)
 
     @classmethod
     def whole(cls, stored: Stored) -> Slice:
-        """Make a slice of a whole stored tensor."""
+        """Take all of a stored tensor, as it is stored."""
         where = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
         return cls(stored=stored, where=where)
 
-    @property
-    def shape(self) -> Size:
-        """Shape of the slice."""
-        return self.where.shape
-
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Slice:
-        """Apply a view to the slice, and to the factors on it."""
+        """Take another view of the slice, and of the factors on it."""
         steps = tuple(view(step) if isinstance(step, Tensor) else step for step in self.steps)
         return replace(self, where=view(self.where), steps=steps)
 
     def made_of(self, values: Tensor) -> Tensor:
-        """Apply the slice's casts, factors and functions to stored values of its shape."""
+        """Do to values of the slice's shape what its steps say."""
         for step in self.steps:
             if isinstance(step, torch.dtype):
                 values = values.to(step)
@@ -107,20 +104,30 @@ class Joined:
 
     parts: tuple[Content, ...]
     dim: int
+    shape: Size = field(init=False)  # of all parts together
 
-    @property
-    def shape(self) -> Size:
-        """Shape of all parts together."""
+    def __post_init__(self) -> None:
         sizes = list(self.parts[0].shape)
         sizes[self.dim] = sum(part.shape[self.dim] for part in self.parts)
-        return Size(sizes)
+        object.__setattr__(self, "shape", Size(sizes))
 
 
 Content = Slice | Joined
 
 
+def wholes(
+    tensors: Mapping[str, Stored], dtype: torch.dtype
+) -> dict[str, tuple[Slice, torch.dtype]]:
+    """Take all of each tensor, and tell the dtype of its values: ``dtype`` where they need
+    scales."""
+    return {
+        name: (Slice.whole(stored), dtype if stored.is_scaled else stored.dtype)
+        for name, stored in tensors.items()
+    }
+
+
 def join(parts: Sequence[Content], dim: int) -> Content:
-    """Join contents side by side along ``dim``.
+    """Put parts side by side along ``dim``.
 
     Raises:
         ValueError: their other dims differ, or there is none.
@@ -153,7 +160,7 @@ def narrow(content: Content, dim: int, start: int, length: int) -> Content:
 
 
 def transpose(content: Content, a: int, b: int) -> Content:
-    """Transpose two dims of a content, like ``Tensor.transpose``."""
+    """Transpose a content, like ``Tensor.transpose``."""
     if isinstance(content, Slice):
         return content.viewed(lambda tensor: tensor.transpose(a, b))
     dim = {a: b, b: a}.get(content.dim, content.dim)
@@ -161,7 +168,7 @@ def transpose(content: Content, a: int, b: int) -> Content:
 
 
 def reshape(content: Content, shape: Sequence[int]) -> Content:
-    """Reshape a content to sizes that are all given, like ``Tensor.reshape``.
+    """Reshape a content, like ``Tensor.reshape``, to sizes that are all given.
 
     Raises:
         NotImplementedError: a seam between parts lies within the smallest rows of the new shape.
@@ -181,7 +188,7 @@ def _rows(content: Content) -> Joined:
 
 
 def _reshape_parts(joined: Joined, shape: Sequence[int]) -> Content:
-    """Reshape each part on its own, if the parts then join along one dim again."""
+    """Reshape each part on its own, where they can lie side by side along one dim again."""
     before, size = math.prod(joined.shape[: joined.dim]), joined.shape[joined.dim]
     dims = [dim for dim in range(len(shape)) if math.prod(shape[:dim]) == before]
     for dim in dims:
@@ -208,7 +215,7 @@ def _reshape_parts(joined: Joined, shape: Sequence[int]) -> Content:
 
 
 def followed_by(content: Content, step: Step) -> Content:
-    """Append a step to be applied to the values; a factor has the shape of ``content``."""
+    """Do one more step to the values; a factor has the shape of ``content``."""
     if isinstance(content, Slice):
         return replace(content, steps=(*content.steps, step))
     if not isinstance(step, Tensor):
@@ -218,23 +225,29 @@ def followed_by(content: Content, step: Step) -> Content:
     return Joined(tuple(followed_by(part, factor) for part, factor in pairs), content.dim)
 
 
-def leaves(content: Content) -> list[Slice]:
-    """List the slices of a content."""
-    if isinstance(content, Slice):
-        return [content]
-    return [leaf for part in content.parts for leaf in leaves(part)]
+def leaves(*contents: Content) -> list[Slice]:
+    """Return the slices of contents."""
+    found: list[Slice] = []
+    for content in contents:
+        found += [content] if isinstance(content, Slice) else leaves(*content.parts)
+    return found
 
 
-def slices(content: Content, where: Tensor) -> Iterator[tuple[Slice, Tensor]]:
-    """List each slice with the part that it fills of ``where``, a tensor of the content's shape."""
+def has_scales(content: Content) -> bool:
+    """Tell whether some of a content is stored smaller, with scales."""
+    return any(leaf.stored.is_scaled for leaf in leaves(content))
+
+
+def slices(content: Content, where: Tensor) -> list[tuple[Slice, Tensor]]:
+    """Return each slice, and the part of ``where`` that it fills, a tensor of the content's
+    shape."""
     if isinstance(content, Slice):
-        yield content, where
-        return
+        return [(content, where)]
     sizes = [part.shape[content.dim] for part in content.parts]
-    for part, place in zip(content.parts, where.split(sizes, content.dim), strict=True):
-        yield from slices(part, place)
+    pairs = zip(content.parts, where.split(sizes, content.dim), strict=True)
+    return [found for part, place in pairs for found in slices(part, place)]
 
 
 def name_of(content: Content) -> str:
-    """Name the first stored tensor of a content."""
+    """Return the name of the first stored tensor of a content."""
     return content.stored.name if isinstance(content, Slice) else name_of(content.parts[0])

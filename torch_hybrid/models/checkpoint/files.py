@@ -1,4 +1,4 @@
-"""Tensors in a folder of safetensors: their places, by headers and index alone."""
+"""The tensors of a folder of safetensors: their places, by headers and index alone."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any, BinaryIO
 import torch
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.models.checkpoint.content import Slice, Stored
+from torch_hybrid.models.checkpoint.content import Stored
 from torch_hybrid.models.checkpoint.folder import Listed, listed, not_there
-from torch_hybrid.models.checkpoint.unread import Unread
+from torch_hybrid.models.checkpoint.unread import Unread, unread_tensors
 from torch_hybrid.ops.formats import block_scales
 
-_SCALES = "_scale_inv"  # ending of the scales of an FP8 weight
-_PREFIX = 8  # bytes with the length of the header
-_LONGEST_HEADER = 100_000_000  # bytes, the limit of the format
+_SCALES = "_scale_inv"  # behind the name of an FP8 weight
+_PREFIX = 8  # bytes, which say how long the header is
+_LONGEST_HEADER = 100_000_000  # bytes, as the format has it
 
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -45,10 +45,10 @@ Stamp = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Tensors of a folder by name, and the stamps that its files had when their headers were read.
+    """The tensors of a folder by name, and the stamps of its files when their headers were read.
 
-    ``gone`` has tensors that the index names but their file lacks, with the reason. ``lost`` has
-    tensors whose file is missing.
+    ``gone`` has the tensors that the index names and no file has, and why. ``lost`` has those of
+    files that are missing.
     """
 
     folder: Path
@@ -74,17 +74,11 @@ class Checkpoint:
     def unread(
         self, device: torch.device, dtype: torch.dtype = torch.bfloat16
     ) -> dict[str, Unread]:
-        """Make an unread weight of each tensor, to be read to ``device``.
-
-        ``dtype`` is that of tensors with scales; others keep the stored one.
-        """
-        return {
-            name: Unread(Slice.whole(stored), dtype if stored.is_scaled else stored.dtype, device)
-            for name, stored in self.tensors.items()
-        }
+        """Return all tensors, to be read to ``device``; those that have scales are of ``dtype``."""
+        return unread_tensors(self.tensors, dtype, device)
 
     def with_block_scales(self) -> Checkpoint:
-        """Attach the scales of FP8 tensors to them, and drop them from the names.
+        """Give FP8 numbers their scales, which are then no tensors beside them.
 
         An FP8 tensor whose scales are missing, or have another shape or dtype, is refused when a
         model takes it.
@@ -114,7 +108,7 @@ class Checkpoint:
 
     @contextmanager
     def opened(self, paths: Iterable[Path]) -> Iterator[dict[Path, int]]:
-        """Open files for reading; check before and after that they have not changed.
+        """Open some files, which at the end must be as they were.
 
         Raises:
             ValueError: a file is gone, or was written to or replaced.
@@ -190,7 +184,7 @@ def open_checkpoint(folder: Path, named: str | None = None) -> Checkpoint:
 
 
 def _chosen(folder: Path, files: Listed, found: list[Stored]) -> Stored:
-    """Choose the tensor that counts among those of one name; refuse two files without an index."""
+    """Choose the tensor that counts, of those of one name."""
     *others, last = found
     name = files.weight_map.get(last.name)
     for each in others:
@@ -204,7 +198,7 @@ def _chosen(folder: Path, files: Listed, found: list[Stored]) -> Stored:
 
 
 def _read_header(path: Path) -> tuple[list[Stored], Stamp]:
-    """Read the header of a file: its tensors, and the stamp of the file.
+    """Read which tensors a file has.
 
     Raises:
         ValueError: the header is invalid, or describes more or fewer bytes than the file has.
@@ -224,7 +218,7 @@ def _read_header(path: Path) -> tuple[list[Stored], Stamp]:
 
 
 def _header_of(file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
-    """Parse the header; return the byte at which the values begin, and the entries."""
+    """Return the byte at which values begin, and the header."""
     length = int.from_bytes(file.read(_PREFIX), "little")
     name = Path(file.name).name
     if size < _PREFIX or length > min(_LONGEST_HEADER, size - _PREFIX):

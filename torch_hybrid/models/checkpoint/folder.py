@@ -1,4 +1,4 @@
-"""Folder of a checkpoint: the files to fetch from the hub, and those to read."""
+"""The folder of a checkpoint: the files that are fetched of a hub repository, and that are read."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PICKLED = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.distcp", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """Weight files of a folder; some may be missing.
+    """The files of weights that a folder lists, which need not be there.
 
     Attributes:
-        names: names of the files, in the order in which they are read.
-        weight_map: the file of each tensor, by the index; empty without one.
+        names: of the files, in the order in which they are read.
+        weight_map: file of each tensor, by the index; empty without one.
         index: the name of that index.
     """
 
@@ -74,7 +74,7 @@ def listed(folder: Path, named: str | None = None) -> Listed:
 
 
 def _named(folder: Path, named: str | None) -> Listed | None:
-    """List the files that a config or an index names; return None if nothing names any."""
+    """Return the files that a config or an index names; None where nothing does."""
     if named is not None:
         _check_inside(named, "the config's transformers_weights names")
         return _indexed(folder, named) if named.endswith(".json") else Listed(names=[named])
@@ -115,7 +115,7 @@ def not_there(path: Path) -> str | None:
 
 
 def _how_to_fetch(path: Path) -> str:
-    """Write how to get a file back: by a download if it belongs to a cache of the hub."""
+    """Say how to get a file back, where it belongs to a cache of the hub."""
     for snapshot in path.parents:
         repo = snapshot.parent.parent.name
         if snapshot.parent.name == "snapshots" and repo.startswith("models--"):
@@ -153,21 +153,28 @@ def fetch_config(path_or_id: str) -> Path:
     return folder
 
 
-def fetch_weights(path_or_id: str, folder: Path, named: str | None = None) -> None:
-    """Fetch the weights of a hub id that are read, beside the files of ``fetch_config``.
+def fetch_weights(path_or_id: str, folder: Path, named: str | None = None) -> Path:
+    """Fetch the weights of a hub id that are read, beside what ``fetch_config`` brought.
+
+    Returns:
+        The same folder.
 
     Raises:
         ValueError: they cannot be fetched.
     """
     if Path(path_or_id).is_dir():
-        return
-    if named is None:
-        _fetched(path_or_id, [ONE_FILE], folder)
-    found = _named(folder, named)
-    if found is None:
-        _fetched(path_or_id, ["*.safetensors"], folder, ignored="*/*")
-    elif [*found.names] != [ONE_FILE]:
-        _fetched(path_or_id, [glob.escape(name) for name in found.names], folder)
+        return folder
+    try:
+        if named is None:
+            _fetched(path_or_id, [ONE_FILE], folder)
+        found = _named(folder, named)
+        if found is None:
+            _fetched(path_or_id, ["*.safetensors"], folder, ignored="*/*")
+        elif [*found.names] != [ONE_FILE]:
+            _fetched(path_or_id, [glob.escape(name) for name in found.names], folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the weights in {path_or_id}: {error}") from error
+    return folder
 
 
 def _fetched(

@@ -1,7 +1,7 @@
-"""Bytes of slices: read in pieces, each to its place.
+"""The bytes of slices, in pieces that are read at once, each to its place.
 
-One call reads pieces that are consecutive in a file. A piece goes straight into host memory if it
-is contiguous, and its place is on the host and has the stored dtype. Others pass through a buffer.
+Pieces that follow one another in a file are read by one call. A piece on its way to the host is
+read in place, if it lies in one run and has its place's dtype. Any other passes through a buffer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Piece:
 
     @classmethod
     def of(cls, part: Slice, place: Tensor) -> Piece:
-        """Make a piece of a whole slice."""
+        """Describe how a slice is read."""
         stored, where = part.stored, part.where
         is_one_run = where.is_contiguous() and place.is_contiguous()
         steps = zip(where.shape, where.stride(), strict=True)
@@ -57,50 +57,43 @@ class Piece:
             is_plain=is_one_run and not part.steps and stored.dtype == place.dtype,
         )
 
-    @property
-    def file(self) -> Path:
-        return self.part.stored.file
 
-
-def pieces_of(part: Slice, place: Tensor) -> Iterator[Piece]:
-    """Cut a slice along its longest strides into pieces that a thread reads at once."""
+def pieces_of(part: Slice, place: Tensor) -> list[Piece]:
+    """Cut a slice along its longest strides, until a thread can read each part of it at once."""
     if not place.numel():
-        return
+        return []
     piece, itemsize = Piece.of(part, place), part.where.itemsize
     if piece.is_plain and piece.num_bytes <= PIECE_BYTES:
-        yield piece
-        return
+        return [piece]
     strides = [s * (n > 1) for n, s in zip(place.shape, part.where.stride(), strict=True)]
     row_bytes = max(strides, default=0) * itemsize
     is_sparse = 3 * place.numel() * itemsize < 2 * piece.num_bytes
     has_gaps = is_sparse and row_bytes >= LONG_RUN_BYTES
     if piece.num_bytes <= PIECE_BYTES and not has_gaps:
-        yield piece
-        return
+        return [piece]
     dim = strides.index(max(strides))
     num_rows = 1 if has_gaps else max(1, PIECE_BYTES // row_bytes)
+    found: list[Piece] = []
     for first in range(0, place.shape[dim], num_rows):
         count = min(num_rows, place.shape[dim] - first)
         rows = part.viewed(lambda tensor: tensor.narrow(dim, first, count))  # noqa: B023
-        yield from pieces_of(rows, place.narrow(dim, first, count))
+        found += pieces_of(rows, place.narrow(dim, first, count))
+    return found
 
 
 def stretches_of(pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """Sort pieces by file and offset; group those that one call reads.
-
-    A group is consecutive in its file and has at most ``PIECE_BYTES``.
-    """
+    """Sort pieces by file, and join those that are read at once, of at most ``PIECE_BYTES``."""
     found: list[list[Piece]] = []
     file, end, num_bytes = Path(), 0, 0
-    for piece in sorted(pieces, key=lambda piece: (str(piece.file), piece.start)):
+    for piece in sorted(pieces, key=lambda piece: (str(piece.part.stored.file), piece.start)):
         num_bytes += piece.num_bytes
-        follows = found and piece.start == end and piece.file == file
+        follows = found and piece.start == end and piece.part.stored.file == file
         if follows and num_bytes <= PIECE_BYTES and len(found[-1]) < _MOST_AT_ONCE:
             found[-1].append(piece)
         else:
             found.append([piece])
             num_bytes = piece.num_bytes
-        file, end = piece.file, piece.start + piece.num_bytes
+        file, end = piece.part.stored.file, piece.start + piece.num_bytes
     return found
 
 
@@ -130,7 +123,7 @@ class Reader:
         buffer.was_used()
 
     def _put(self, piece: Piece, raw: Tensor) -> None:
-        """Convert bytes on the host to the values of a piece, at its place."""
+        """Bring bytes of the host to where a piece belongs, as its steps say."""
         part, place = piece.part, piece.place
         if piece.is_plain:
             place.view(-1).view(torch.uint8).copy_(raw, non_blocking=True)
@@ -143,7 +136,7 @@ class Reader:
         place.copy_(part.made_of(values))
 
     def _next_buffer(self) -> _Buffer:
-        """Wait for the buffer that was used longest ago; return it."""
+        """Return the buffer that was used longest ago, when it is free."""
         if len(self._buffers) < (1 if self._device.type == "cpu" else _NUM_BUFFERS):
             self._buffers.append(_Buffer(self._device))
         self._turn += 1
@@ -157,7 +150,7 @@ class Reader:
             memoryview((ctypes.c_char * piece.num_bytes).from_address(target.data_ptr()))
             for target, piece in zip(memory, stretch, strict=True)
         ]
-        descriptor, first = self._files[stretch[0].file], stretch[0].start
+        descriptor, first = self._files[stretch[0].part.stored.file], stretch[0].start
         while targets:
             count = os.preadv(descriptor, targets, first)
             if count == 0:
@@ -180,12 +173,12 @@ class _Buffer:
         self._copied = torch.cuda.Event() if is_cuda else None
 
     def was_used(self) -> None:
-        """Record that the copies launched so far read the buffer."""
+        """Note that what the device was told so far reads it."""
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Wait until the device has read the buffer."""
+        """Wait until the device has read it."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -200,8 +193,8 @@ def count_not_finite(values: Tensor) -> int:
 
 
 def _may_be_not_finite(values: Tensor) -> Tensor:
-    """Compute a flag: the floats hold a NaN or infinity, or their sum overflows."""
-    if values.dtype == torch.float8_e4m3fn:  # it has no infinity, and torch no sum of it
+    """Tell whether floats hold a NaN or infinity, or their sum overflows."""
+    if values.dtype == torch.float8_e4m3fn:  # of which nothing is infinite, and torch has no sums
         return (_without_sign(values) == _NAN).any()
     # A 16-bit sum soon overflows; on a CPU a sum in another dtype would copy the values first.
     dtype = None if values.device.type == "cpu" else torch.float32
@@ -213,11 +206,11 @@ def _without_sign(values: Tensor) -> Tensor:
 
 
 def not_finite(weights: Sequence[Tensor], pieces: Sequence[Piece]) -> Counter[str]:
-    """Count NaN and infinite values by the stored tensor that they come from.
+    """Count the values that are NaN or infinite, by the stored tensor that they are of.
 
     Args:
-        weights: weights on one device. If all are finite, one sum of each is computed.
-        pieces: the pieces in which they were read.
+        weights: on one device; if all are finite, one number of each comes to the host.
+        pieces: that they were read in.
     """
     doubts = [_may_be_not_finite(weight) for weight in weights if weight.is_floating_point()]
     found: Counter[str] = Counter()
@@ -229,10 +222,10 @@ def not_finite(weights: Sequence[Tensor], pieces: Sequence[Piece]) -> Counter[st
 
 @contextmanager
 def reader_of(*contents: Content) -> Iterator[Reader]:
-    """Open the files of some contents for a reader to the host."""
+    """Open a reader of some contents to the host."""
     files: dict[Path, int] = {}
     try:
-        for file in {part.stored.file for content in contents for part in leaves(content)}:
+        for file in {part.stored.file for part in leaves(*contents)}:
             files[file] = os.open(file, os.O_RDONLY)
         yield Reader(files, torch.device("cpu"))
     finally:
@@ -241,14 +234,14 @@ def reader_of(*contents: Content) -> Iterator[Reader]:
 
 
 def read_content(reader: Reader, content: Content, place: Tensor) -> None:
-    """Read a content into a tensor of its shape."""
+    """Read all of a content to a tensor of its shape."""
     for part, where in slices(content, place):
         for piece in pieces_of(part, where):
             reader.read([piece])
 
 
 def values_of(content: Content, dtype: torch.dtype) -> Tensor:
-    """Read a content's values to the host."""
+    """Read a content now, to the host."""
     values = torch.empty(content.shape, dtype=dtype, device="cpu")
     with reader_of(content) as reader:
         read_content(reader, content, values)

@@ -1,4 +1,4 @@
-"""Reading of unread weights, from files straight to the memory where a model keeps them.
+"""The way of unread weights from files straight to where a model keeps them.
 
 Each thread takes the next pieces in the order of the files.
 """
@@ -60,7 +60,7 @@ def read_weights(
         label: label of the progress bar, which is shown on a terminal.
 
     Returns:
-        The content that each weight was read from.
+        The content of each weight.
 
     Raises:
         UnsupportedError: a weight is neither stored in 16-bit floats or wider, nor with scales.
@@ -77,7 +77,7 @@ def read_weights(
             if part.stored.packed is not None:
                 widened.append(_Widened.of_integers(part, place))
             elif part.stored.scales is None or part.stored.dtype == place.dtype:
-                pieces.extend(_pieces(part, place))
+                pieces += pieces_of(part, place)
             else:
                 widened.extend(_Widened.of(*block) for block in blocks_of(part, place))
     for found in widened:
@@ -114,7 +114,8 @@ def _sizes(weights: Sequence[Unread]) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def needed_bytes(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> int:
-    """Count the bytes of a module's unread weights, but for those that only ``without`` has.
+    """Count the bytes of the unread weights of ``module``, but those that only parts ``without``
+    have.
 
     Raises:
         UnsupportedError: as :func:`read_weights`.
@@ -132,7 +133,7 @@ def needed_bytes(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> int
 def read_rows(
     weight: Tensor, first: int, count: int, checkpoint: Checkpoint, device: torch.device
 ) -> Tensor:
-    """Read at most ``count`` rows of an unread weight, from row ``first`` on, to ``device``.
+    """Read rows of an unread weight, at most ``count`` of them, to ``device``.
 
     Raises:
         UnsupportedError, ValueError: as ``read_weights`` does.
@@ -141,18 +142,17 @@ def read_rows(
     _check_dtypes([weight])
     rows = narrow(weight.content, 0, first, min(count, len(weight) - first))
     values = torch.empty(rows.shape, dtype=weight.dtype, device=device)
-    _read_all(list(_pieces(rows, values)), checkpoint, device, label=None)
+    _read_all(_pieces(rows, values), checkpoint, device, label=None)
     return values
 
 
-def _pieces(content: Content, place: Tensor) -> Iterator[Piece]:
-    for part, where in slices(content, place):
-        yield from pieces_of(part, where)
+def _pieces(content: Content, place: Tensor) -> list[Piece]:
+    return [piece for part in slices(content, place) for piece in pieces_of(*part)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Widened:
-    """Numbers and scales that are read apart, then dequantized: the model keeps floats."""
+    """Numbers and scales that are read to be multiplied: nothing takes both."""
 
     place: Tensor
     numbers: Tensor
@@ -199,7 +199,7 @@ def _places(module: nn.Module) -> _Places:
 
 
 def _unread_of(places: _Places) -> list[Unread]:
-    """Select the unread weights, and check that all can be read."""
+    """Return the weights that are to be read, checked."""
     for weight, where in places.items():
         if weight.is_meta:
             raise NotImplementedError(f"{where[0][1]} is made of values that are not read yet")
@@ -208,43 +208,37 @@ def _unread_of(places: _Places) -> list[Unread]:
     return unread
 
 
-def _check_dtypes(weights: Iterable[Unread]) -> None:
-    """Refuse tensors that cannot be read as the floats that a model wants.
-
-    Integers and FP8 numbers without scales are such: they have no meaning.
-    """
-    for weight in weights:
-        for part in leaves(weight.content):
-            stored, made = part.stored, part.steps[-1:]
-            if stored.refusal is not None:
-                raise stored.refusal
-            is_taken = stored.dtype in _FLOATS or stored.is_scaled or any(map(callable, made))
-            if weight.is_floating_point() and not is_taken:
-                raise UnsupportedError(
-                    f"weight {stored.name} is stored as {stored.dtype}: quantized checkpoints are "
-                    "not read"
-                )
+def _check_dtypes(weights: Sequence[Unread]) -> None:
+    """Refuse tensors that cannot be read, and integers and FP8 where floats are wanted: without
+    scales they are worth nothing."""
+    for part in leaves(*(weight.content for weight in weights)):
+        if part.stored.refusal is not None:
+            raise part.stored.refusal
+    for part in leaves(*(weight.content for weight in weights if weight.is_floating_point())):
+        stored, made = part.stored, part.steps[-1:]
+        if not (stored.dtype in _FLOATS or stored.is_scaled or any(map(callable, made))):
+            raise UnsupportedError(
+                f"weight {stored.name} is stored as {stored.dtype}: quantized checkpoints are not "
+                "read"
+            )
 
 
 def _read_all(
     pieces: list[Piece], checkpoint: Checkpoint, device: torch.device, label: str | None
 ) -> None:
-    """Read all pieces in several threads, with a bar if there is a label.
-
-    The first error stops all threads.
-    """
+    """Read all pieces in several threads until the first error, with a bar if there is a label."""
     num_bytes = sum(piece.num_bytes for piece in pieces)
     num_threads = _MOST_THREADS if device.type == "cpu" else min(_DEVICE_THREADS, _MOST_THREADS)
     with (
-        checkpoint.opened({piece.file for piece in pieces}) as files,
+        checkpoint.opened({piece.part.stored.file for piece in pieces}) as files,
         progress_bar(num_bytes, label) as bar,
         _worker_threads(num_threads) as threads,
     ):
         todo, stop, lock = iter(stretches_of(pieces)), threading.Event(), threading.Lock()
 
         def work() -> Counter[str]:
-            """Read stretches until none is left; count NaN and infinite values by stored tensor."""
-            torch.set_num_threads(1)  # else each copy starts a thread per core
+            """Read stretches, and count by stored tensor the values that are NaN or infinite."""
+            torch.set_num_threads(1)  # else each copy starts as many as there are cores
             reader, found = Reader(files, device), Counter[str]()
             for stretch in todo:  # shared: each thread takes the next
                 if stop.is_set():
@@ -273,7 +267,7 @@ def _refuse_not_finite(found: Counter[str]) -> None:
 
 
 def progress_bar(num_bytes: int, label: str | None) -> Any:
-    """Make a progress bar, which is shown on a terminal alone."""
+    """Return a bar that is shown on a terminal alone."""
     from tqdm import tqdm
 
     disable = None if label else True
@@ -282,7 +276,7 @@ def progress_bar(num_bytes: int, label: str | None) -> Any:
 
 @contextmanager
 def _worker_threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Start threads that may change torch's number of threads; restore it at the end."""
+    """Start threads that may change how many threads torch uses."""
     num_threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(count, thread_name_prefix="read weights") as threads:

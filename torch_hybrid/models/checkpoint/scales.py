@@ -1,19 +1,18 @@
-"""Unread weights with scales, in any format: rows that can be one tensor, and their scales."""
+"""Unread weights that have scales, whatever their format, and the tensors that are kept of them."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from torch_hybrid.models.checkpoint import block_scales, packed_integers
+from torch_hybrid.models.checkpoint import content as contents
 from torch_hybrid.models.checkpoint.content import Content, leaves
 from torch_hybrid.models.checkpoint.unread import Unread
 
 
 def has_scales(weight: Tensor | None) -> bool:
-    """Tell whether a part of a weight is stored with scales (FP8, INT8 or INT4)."""
-    if not isinstance(weight, Unread):
-        return False
-    return any(part.stored.is_scaled for part in leaves(weight.content))
+    """Tell whether some of a weight is stored smaller, with scales."""
+    return isinstance(weight, Unread) and contents.has_scales(weight.content)
 
 
 def _is_packed(content: Content) -> bool:
@@ -21,12 +20,8 @@ def _is_packed(content: Content) -> bool:
 
 
 def stretches(weight: Unread) -> list[tuple[Unread, bool]]:
-    """Divide a weight [N, K] into the fewest runs of rows that can each be one tensor.
-
-    Returns:
-        Each run, and whether it keeps its scales; other runs are floats, or are dequantized when
-        they are read.
-    """
+    """Cut a weight [N, K] into as few stretches of rows as can each be one tensor. Each comes
+    with whether it keeps scales: others are floats, or become such as they are read."""
     content = weight.content
     is_packed = _is_packed(content)
     parts = (packed_integers if is_packed else block_scales).stretches(content)
@@ -39,7 +34,7 @@ def stretches(weight: Unread) -> list[tuple[Unread, bool]]:
 
 
 def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, Unread]:
-    """Divide a weight [..., N, K] into its numbers and their scales, in the GEMMs' layout.
+    """Return the numbers of a weight [..., N, K] and their scales, for products.
 
     Args:
         weight: an unread weight, all of it with scales of one kind.

@@ -1,9 +1,9 @@
-"""Unread weights: tensors that can be handed on, cut and joined before they are read."""
+"""Weights of a checkpoint, as tensors that are handed on, cut and joined before they are read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from torch_hybrid.models.checkpoint import content as contents
-from torch_hybrid.models.checkpoint.content import Content
+from torch_hybrid.models.checkpoint.content import Content, Stored
 from torch_hybrid.models.checkpoint.pieces import read_content, reader_of
 
 aten = torch.ops.aten
@@ -28,11 +28,11 @@ class Unread(Tensor):
     initialises weights that it then throws away.
 
     Args:
-        content: the slices that make up the weight.
-        dtype: dtype of the values once they are read.
-        device: device of the values.
-        shape: shape of the weight, if ``content`` has the same bytes in another shape.
-        unit: dtype of the content, if it has the same bytes in another dtype.
+        content: slices of stored tensors.
+        dtype: of its values once they are read.
+        device: where they will be.
+        shape: of the weight, where ``content`` says the same bytes in another one.
+        unit: dtype of the content's own values, where it is another than ``dtype``.
     """
 
     content: Content
@@ -65,7 +65,7 @@ class Unread(Tensor):
         self.unit = unit or dtype
 
     def place_in(self, memory: Tensor) -> Tensor:
-        """View memory of this weight's shape and dtype in those of its content."""
+        """View memory of this weight's shape and dtype as its content has it."""
         return memory.view(self.unit).view(self.content.shape)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -83,6 +83,15 @@ class Unread(Tensor):
             raise NotImplementedError(f"{func} of a weight that has not been read")
         args, kwargs = tree_map_only(Tensor, _without_values, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def unread_tensors(
+    tensors: Mapping[str, Stored], dtype: torch.dtype, device: torch.device
+) -> dict[str, Unread]:
+    """Make weights of all stored tensors, to be read to ``device``; those that have scales are of
+    ``dtype``."""
+    found = contents.wholes(tensors, dtype).items()
+    return {name: Unread(content, own, device) for name, (content, own) in found}
 
 
 def _without_values(x: Tensor) -> Tensor:
@@ -166,10 +175,8 @@ def _ones_like(x: Unread, **_options: Any) -> Unread:
 
 
 def _equal(x: Unread, y: Unread) -> bool:
-    """Compare the bits of two weights, which may be tied.
-
-    No other operation reads values.
-    """
+    """Read two weights that may be tied, and tell whether they have the same bits: no other
+    question is answered by reading."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     if not x.numel():

@@ -1,8 +1,8 @@
 """New values for weights that were read from a checkpoint, by the checkpoint's names.
 
-The content of each weight is known since it was read (``content.py``). The parts of a new tensor go
-to the same places, through the same casts and factors. That holds for merged projections, stacked
-experts and this rank's shard alike.
+The content of each weight is known since it was read (``content.py``). A stored tensor's parts go
+to the same places through the same casts and factors. That holds for merged projections, stacked
+experts and a rank's share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INNER = "hf_model."  # prefix of transformers' names for weights
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A weight's content as it was read, and the place where a module keeps the weight.
+    """The content of a weight that was read, and the place where a module keeps it.
 
     ``unit`` is the dtype in which the content views the weight's bytes.
     """
@@ -38,14 +38,14 @@ class Origin:
         """The weight as it is now."""
         return self.store.get(self.name)
 
-    def places(self) -> Iterator[tuple[Slice, Tensor]]:
-        """List each slice of a stored tensor with the part of the weight that it fills."""
+    def places(self) -> list[tuple[Slice, Tensor]]:
+        """Return each slice of stored tensors, and the part of the weight that it fills."""
         assert self.weight is not None
         return slices(self.content, self.weight.detach().view(self.unit).view(self.content.shape))
 
 
 class Origins:
-    """Origins of all weights of a model that were read from a checkpoint.
+    """The origins of all weights of a model that were read from a checkpoint.
 
     Args:
         origins: one for each weight.
@@ -63,11 +63,8 @@ class Origins:
                 self._of[name].append(origin)
 
     def tied(self, model: nn.Module) -> dict[str, str]:
-        """Find the tensors that were not read because another one has their weight.
-
-        Returns:
-            The name of the tensor that was read, by the name of the one that was not.
-        """
+        """Find the tensors that were not read since layers share a weight, and the tensor that
+        it was read from, by name."""
         read = {
             id(origin.weight): name
             for name, origins in self._of.items()
@@ -136,7 +133,7 @@ class Origins:
 def checked_update(
     model: nn.Module, origins: Origins | None, weights: Weights, *, partial: bool
 ) -> Callable[[], None]:
-    """Check new weights as far as possible; return the function that writes them.
+    """Check all that can be known of new weights, and return what writes them.
 
     Args:
         model: the model whose weights are written.
