@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test sanitize lint bench clean
+.PHONY: demo test sanitize lint wheel bench clean
 
 demo: $(READY)
 	$(BIN)/torch-hybrid demo
@@ -27,11 +27,18 @@ lint: $(READY)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typed .
 	MYPYPATH=build/typed $(BIN)/mypy -p torch_hybrid
 
+# The pure wheel, and one with built kernels, which is tried without a compiler: minutes, and g++.
+wheel: $(READY)
+	rm -rf build dist
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -m torch_hybrid.ops.native.wheel dist/*-none-any.whl dist
+	$(BIN)/python -m tests.installed_wheel dist/*-manylinux*.whl
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run_all
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.installed_wheel import KERNELS, install, run_without_compiler
+from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.native.build import HEADERS
+from torch_hybrid.ops.native.targets import TARGETS, cpu_flags
+from torch_hybrid.ops.native.wheel import make_wheel
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = {".py", ".cpp", ".h", ".json", ".safetensors", ".typed"}
@@ -84,3 +92,51 @@ def test_the_wheel_has_nothing_else(wheel: zipfile.ZipFile):
 def test_the_command_line_is_declared(wheel: zipfile.ZipFile):
     [name] = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     assert "torch-hybrid = torch_hybrid.cli:main" in wheel.read(name).decode()
+
+
+@pytest.fixture(scope="module")
+def platform_wheel(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the two kernels that build fastest; ``make wheel`` builds all."""
+    if reason := compiler_missing():
+        pytest.skip(reason)
+    if platform.machine() != "x86_64" or not shutil.which("objdump"):
+        pytest.skip("kernels are built for x86, and looked at by objdump")
+    sources = [HEADERS / "probe.cpp", ROOT / "ops/state_copy/_cpu.cpp"]
+    return make_wheel(Path(str(wheel.filename)), tmp_path_factory.mktemp("wheels"), sources)
+
+
+def test_a_wheel_with_kernels_is_the_pure_one_and_they(
+    wheel: zipfile.ZipFile, platform_wheel: Path
+):
+    assert platform_wheel.name == "torch_hybrid-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+    made = zipfile.ZipFile(platform_wheel)
+    others = sorted(set(made.namelist()) - set(wheel.namelist()))
+    assert len(others) == 2 * len(TARGETS)
+    assert all(
+        re.fullmatch(rf"{KERNELS}/(nativeprobe|state_copy_cpu)-\w+\.so", name) for name in others
+    )
+    [record] = [name for name in made.namelist() if name.endswith("RECORD")]
+    assert all(f"{name},sha256=" in made.read(record).decode() for name in others)
+    tags = made.read(record.replace("RECORD", "WHEEL")).decode()
+    assert "Tag: py3-none-manylinux_2_28_x86_64\n" in tags
+    assert "Root-Is-Purelib: false\n" in tags
+
+
+RUN_KERNEL = """
+import torch
+from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.native.build import PREBUILT, loaded_libraries
+from torch_hybrid.ops.state_copy import state_copy
+assert compiler_missing() is None, compiler_missing()
+pool = torch.arange(12.0).reshape(4, 3).clone()
+state_copy([pool], *torch.tensor([[1], [3]], dtype=torch.int32), dim=0, impl="cpp")
+assert pool[3].tolist() == [3.0, 4.0, 5.0], pool
+print(*sorted(file.relative_to(PREBUILT).name for file in loaded_libraries().values()))
+"""
+
+
+@pytest.mark.skipif("avx2" not in cpu_flags(), reason="kernels come built for CPUs with AVX2")
+def test_an_installed_wheel_needs_no_compiler(platform_wheel: Path, tmp_path: Path):
+    python, cache = install(platform_wheel, tmp_path / "env"), tmp_path / "cache"
+    ran = run_without_compiler(python, cache, "-c", RUN_KERNEL)
+    assert re.fullmatch(r"nativeprobe-\w+\.so state_copy_cpu-\w+\.so\n", ran)

@@ -19,6 +19,7 @@ from torch_hybrid.graphs.passes import Pass, without
 from torch_hybrid.graphs.passes.merge_linears import merge_linears
 from torch_hybrid.graphs.passes.narrow_products import narrow_products
 from torch_hybrid.graphs.passes.ordered_sums import ordered_sums
+from torch_hybrid.graphs.passes.own_linears import has_large_linears
 from torch_hybrid.graphs.passes.row_products import row_products
 from torch_hybrid.graphs.passes.row_sums import row_sums
 from torch_hybrid.graphs.step import Model
@@ -54,8 +55,8 @@ def set_choices(model: Model, choices: Sequence[Choice]) -> None:
 def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, ...]:
     """Choose the implementations of a model's experts and linear layers.
 
-    Plain linear layers are chosen for only in compiled or batch-invariant steps; otherwise torch
-    computes them.
+    Plain linear layers are chosen for only in compiled or batch-invariant steps, and in those of
+    large models on a CPU; otherwise torch computes them.
 
     Raises:
         ValueError: a wanted name is no implementation.
@@ -78,7 +79,8 @@ def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, .
         )
         for kind, group in modules.items()
     ]
-    if compiles or wanted.batch_invariant:
+    own = model.device.type == "cpu" and has_large_linears(modules_of(model))
+    if compiles or wanted.batch_invariant or own:
         need = _with(Need(device=model.device, dtype=model.dtype), wanted)
         choices.append(select("linear", linear.IMPLEMENTATIONS, need, preferred["linear"]))
     return tuple(choices)

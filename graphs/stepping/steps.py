@@ -23,6 +23,7 @@ from torch_hybrid.graphs.compiling.fixed_arithmetic import fuses_freely
 from torch_hybrid.graphs.compiling.layers_once import LayersOnce
 from torch_hybrid.graphs.compiling.toolchain import named_failures, switched_off_by
 from torch_hybrid.graphs.passes import Pass
+from torch_hybrid.graphs.passes.own_linears import has_large_linears, with_own_linears
 from torch_hybrid.graphs.passes.row_products import in_rows
 from torch_hybrid.graphs.step import (
     Caches,
@@ -35,7 +36,7 @@ from torch_hybrid.graphs.step import (
     make_step,
     map_tensors,
 )
-from torch_hybrid.graphs.stepping.model_choices import choices_of
+from torch_hybrid.graphs.stepping.model_choices import choices_of, modules_of
 from torch_hybrid.graphs.stepping.model_use import ModelUse
 from torch_hybrid.graphs.stepping.planner import StepPlanner
 from torch_hybrid.host.progress import bar, be_silent, tell
@@ -110,11 +111,15 @@ class Steps:
             variant: _step_of(model, variant) for variant in planner.forms
         }
         if store is None:
+            impl = dict(impls_of(choices)).get("linear", "torch")
             if by_row:
-                impl = dict(impls_of(choices))["linear"]
                 num_ranks = 1 if model.ranks is None else model.ranks.size
                 self.of = {
                     variant: in_rows(step, impl, num_ranks) for variant, step in self.of.items()
+                }
+            elif impl == "cpp" and has_large_linears(modules_of(model)):
+                self.of = {
+                    variant: with_own_linears(step, impl) for variant, step in self.of.items()
                 }
             return
         for tensor in pytree.tree_leaves(self._caches):

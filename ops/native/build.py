@@ -4,6 +4,8 @@ A kernel has a C interface and includes no torch header: it compiles in seconds.
 It uses OpenMP, and must share torch's own runtime: two OpenMP runtimes in a process keep two
 thread pools that fight over the same cores. So ``-fopenmp`` is given to the compiler but not to
 the linker, and the ``GOMP_*`` symbols resolve against the library that torch has loaded globally.
+A wheel for one platform brings kernels that are built already (wheel.py), for the kinds of CPU of
+targets.py: they are taken as long as they were built from the sources that lie here.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 import torch  # noqa: F401  (loads the OpenMP runtime that the kernels resolve against)
 
+from torch_hybrid.ops.native.targets import lacking, targets_here
+
 HEADERS = Path(__file__).parent
+PREBUILT = HEADERS / "prebuilt"  # libraries by key; a source tree and a pure wheel have none
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = (
     "-std=c++17",
@@ -38,7 +43,8 @@ FLAGS = (
     "-ffp-contract=off",
 )
 # Which instructions kernels may use, as the compiler's -march takes it: "x86-64-v3" is AVX2 alone.
-# By default all that this CPU has.
+# By default all that this CPU has, as far as kernels that came built make use of it; "native" is
+# built here.
 MARCH = "TORCH_HYBRID_MARCH"
 # Of a build whose every access is checked: SANITIZE names what gcc's -fsanitize takes. The runtime
 # comes first in a process or not at all, so python runs with it preloaded; see `make sanitize`.
@@ -108,7 +114,22 @@ def _path(compiler: str, name: str, source: Path) -> Path:
 
 def _brought(name: str, source: Path) -> Path | None:
     """The library of ``source`` that came from elsewhere, if one did."""
-    return _BROUGHT.get(key_of_source(name, source)) if _BROUGHT else None
+    brought = _BROUGHT.get(key_of_source(name, source)) if _BROUGHT else None
+    return brought or _prebuilt(source)
+
+
+def _prebuilt(source: Path) -> Path | None:
+    """Find the library of ``source`` that came with the package, if it has one for this CPU."""
+    if not PREBUILT.is_dir():
+        return None
+    marches = (target.march for target in targets_here(os.environ.get(MARCH)))
+    files = (PREBUILT / name_prebuilt(source, march) for march in marches)
+    return next((file for file in files if file.is_file()), None)
+
+
+def name_prebuilt(source: Path, march: str) -> str:
+    """Name the file in ``PREBUILT`` of a source for a kind of CPU."""
+    return f"{source.parent.name}{source.stem}-{_hash_of_source(source, march)}.so"
 
 
 def key_of_source(name: str, source: Path) -> str:
@@ -207,13 +228,25 @@ def _find_compiler() -> str | None:
 
 
 def _no_compiler() -> str:
-    return f"no C++ compiler was found (looked for $CXX, {', '.join(COMPILERS)})"
+    reason = f"no C++ compiler was found (looked for $CXX, {', '.join(COMPILERS)})"
+    if PREBUILT.is_dir() and (lacks := lacking()):
+        return f"{reason}, and kernels that came built need what this CPU lacks: {_listed(lacks)}"
+    return reason
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " ".join(sorted(names))
 
 
 def _flags(march: str | None = None) -> list[str]:
-    flags = [*FLAGS, f"-march={march or os.environ.get(MARCH) or 'native'}"]
+    flags = [*FLAGS, *_march_flags(march or os.environ.get(MARCH) or "native")]
     checks = os.environ.get(SANITIZE)
     return [*flags, *SANITIZER_FLAGS, f"-fsanitize={checks}"] if checks else flags
+
+
+def _march_flags(march: str) -> list[str]:
+    """Split options that choose instructions: others may follow a -march (targets.py)."""
+    return f"-march={march}".split()
 
 
 def _target(compiler: str) -> str:
@@ -235,12 +268,12 @@ def _check_march(compiler: str) -> None:
     march = os.environ.get(MARCH)
     if not march:
         return
-    if lacking := _instructions(compiler, march) - _instructions(compiler, "native"):
-        raise BuildError(f"{MARCH}={march} has what this CPU lacks: {' '.join(sorted(lacking))}")
+    if lacks := _instructions(compiler, march) - _instructions(compiler, "native"):
+        raise BuildError(f"{MARCH}={march} has what this CPU lacks: {_listed(lacks)}")
 
 
 def _instructions(compiler: str, march: str) -> frozenset[str]:
-    return frozenset(_INSTRUCTIONS.findall(_macros(compiler, f"-march={march}")))
+    return frozenset(_INSTRUCTIONS.findall(_macros(compiler, *_march_flags(march))))
 
 
 @cache
@@ -253,10 +286,10 @@ def _content_hash(compiler: str, source: Path) -> str:
     return hashlib.sha256(built_by.encode()).hexdigest()[:20]
 
 
-def _hash_of_source(source: Path) -> str:
+def _hash_of_source(source: Path, march: str | None = None) -> str:
     """Of all that a library is built from but the compiler and the CPU."""
     headers = sorted({*HEADERS.glob("*.h"), *source.parent.glob("*.h")})
-    digest = hashlib.sha256(" ".join(_flags()).encode())
+    digest = hashlib.sha256(" ".join(_flags(march)).encode())
     for file in (source, *headers):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:20]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from torch.profiler import profile
 
 import torch_hybrid as th
 from tests.devices import needs_cuda
@@ -17,6 +18,7 @@ from torch_hybrid.backends.select import Choice
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.explain import sections as explain
 from torch_hybrid.graphs.passes import DEFAULT_PASSES
+from torch_hybrid.graphs.passes.own_linears import LARGE
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.stepping.model_choices import choosers_of, passes_for
 
@@ -49,6 +51,24 @@ def impls_called(runner: Runner) -> set[str]:
 def rows_of(runner: Runner) -> dict[str, tuple[str, str]]:
     rows = explain.implementations(runner).rows
     return {op: (step, impl.partition("\n")[0]) for step, op, impl, _ in rows if step == "every"}
+
+
+@pytest.mark.parametrize("products", ["cpp", "torch"])
+def test_large_linear_layers_of_uncompiled_steps_are_those_of_the_runner(products: str):
+    """The op reads weights of a few rows twice as fast as torch; compiled steps have it as well."""
+    runner = runner_of(make_hybrid(intermediate_size=LARGE // 32), products=products)
+    assert rows_of(runner) == {"linear": ("every", products)}
+    [seq] = runner.new_sequences(1)
+    with profile() as profiled:
+        runner.extend([seq], [[1, 2, 3]])
+    called = {event.name for event in profiled.events() or ()}
+    assert ("torch_hybrid::linear" in called) == (products == "cpp")
+    assert ("aten::linear" in called) == (products == "torch")
+
+
+def test_small_linear_layers_of_uncompiled_steps_are_torchs():
+    """A call by Python takes longer than they do."""
+    assert rows_of(runner_of(make_hybrid())) == {}
 
 
 def test_experts_are_those_of_the_runner_that_steps():
