@@ -98,10 +98,10 @@ def test_a_step_is_cut_by_the_sequences_that_it_has(
 def test_rows_of_a_program_are_left_to_the_device_where_it_matters(
     num_seqs: int, num_pieces: int, rows: list[int]
 ):
-    from torch_hybrid.ops.triton.delta_scan import EVERY, scan_forms
+    from torch_hybrid.ops.triton.delta_scan import EVERY, scan_configs
 
     v = torch.empty(8192, 32, 128, dtype=torch.bfloat16, device="meta")
-    forms = scan_forms(v, 32 * num_seqs, hopper=True, num_pieces=num_pieces)
+    forms = scan_configs(v, 32 * num_seqs, hopper=True, num_pieces=num_pieces)
     assert [form.block_v for form in forms] == rows
     assert len({form.steps for form in forms}) == len(forms)
     assert (forms[0].steps == EVERY.value) == (len(forms) == 1)
@@ -112,8 +112,8 @@ def test_rows_of_a_program_are_left_to_the_device_where_it_matters(
     ("num_pieces", "is_even", "rows"), [(2, True, 128), (2, False, 64), (3, True, 64)]
 )
 def test_rows_of_a_program_are_what_was_planned(num_pieces: int, is_even: bool, rows: int):
-    from torch_hybrid.ops.triton.delta_scan import EVERY, scan_forms
+    from torch_hybrid.ops.triton.delta_scan import EVERY, scan_configs
 
     v = torch.empty(8192, 32, 128, dtype=torch.bfloat16, device="meta")
-    (form,) = scan_forms(v, 32 * 16, hopper=True, num_pieces=num_pieces, is_even=is_even)
+    (form,) = scan_configs(v, 32 * 16, hopper=True, num_pieces=num_pieces, is_even=is_even)
     assert (form.block_v, form.steps) == (rows, EVERY.value)

@@ -43,7 +43,7 @@ OWN = CpuTuning(
 @pytest.fixture(autouse=True)
 def own_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is there in C++ runs, whatever was measured on this machine."""
-    monkeypatch.setattr(_cpu, "forms", lambda dtype: OWN)
+    monkeypatch.setattr(_cpu, "tuning", lambda dtype: OWN)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_the_measured_form_changes_no_bit(
     inputs = make_inputs(case, dtype=DTYPES[dtype])
     expected = linear(*inputs, impl="cpp")
     for form in (replace(OWN, streams=1), replace(OWN, streams=8), replace(OWN, by_hardware=True)):
-        monkeypatch.setattr(_cpu, "forms", lambda dtype, form=form: form)
+        monkeypatch.setattr(_cpu, "tuning", lambda dtype, form=form: form)
         assert torch.equal(bits(linear(*inputs, impl="cpp")), bits(expected)), form
 
 
@@ -131,7 +131,7 @@ def test_the_measured_form_changes_no_bit(
 def test_many_rows_by_torch_see_nothing_beside_them(
     depth: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_cpu, "forms", lambda dtype: replace(OWN, many_by_torch=True))
+    monkeypatch.setattr(_cpu, "tuning", lambda dtype: replace(OWN, many_by_torch=True))
     x, weights, biases = make_inputs(
         Case(num_rows=100, depth=depth, widths=(50,)), dtype=DTYPES[dtype]
     )

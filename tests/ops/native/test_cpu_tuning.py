@@ -10,11 +10,11 @@ import torch
 from torch_hybrid.backends.select import select
 from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.linear.op import IMPLEMENTATIONS
-from torch_hybrid.ops.native import build, compiler_missing, forms
+from torch_hybrid.ops.native import build, compiler_missing, cpu_tuning
 from torch_hybrid.ops.ssd_step import op as ssd_step
 
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
-FOUND = forms.CpuTuning(
+FOUND = cpu_tuning.CpuTuning(
     streams=1,
     by_hardware=True,
     state_streams=8,
@@ -36,36 +36,37 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.dtyp
     """An empty cache, and the dtypes that were measured since."""
     dtypes: list[torch.dtype] = []
 
-    def measure(dtype: torch.dtype) -> forms.CpuTuning:
+    def measure(dtype: torch.dtype) -> cpu_tuning.CpuTuning:
         dtypes.append(dtype)
         return FOUND
 
-    monkeypatch.setattr(forms, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(forms, "_measure", measure)
-    monkeypatch.setattr(forms, "forms", forms.forms.__wrapped__)  # as in one process after another
+    monkeypatch.setattr(cpu_tuning, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cpu_tuning, "_measure", measure)
+    # As in one process after another.
+    monkeypatch.setattr(cpu_tuning, "tuning", cpu_tuning.tuning.__wrapped__)
     return dtypes
 
 
 def test_measured_once_for_each_dtype(measured: list[torch.dtype]) -> None:
     for _ in range(2):
-        assert forms.forms(torch.float32) == forms.forms(torch.bfloat16) == FOUND
+        assert cpu_tuning.tuning(torch.float32) == cpu_tuning.tuning(torch.bfloat16) == FOUND
     assert measured == [torch.float32, torch.bfloat16]
 
 
 def test_another_cpu_in_the_same_folder_measures_again(
     measured: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forms.forms(torch.float32)
-    monkeypatch.setattr(forms, "_cpu", lambda: "another")
-    forms.forms(torch.float32)
+    cpu_tuning.tuning(torch.float32)
+    monkeypatch.setattr(cpu_tuning, "_cpu", lambda: "another")
+    cpu_tuning.tuning(torch.float32)
     assert len(measured) == 2
 
 
 def test_a_file_that_was_cut_off_is_written_again(measured: list[torch.dtype]) -> None:
-    forms.forms(torch.float32)
-    forms._file(torch.float32).write_text('{"streams": ')
-    assert forms.forms(torch.float32) == FOUND
-    assert forms.forms(torch.float32) == FOUND
+    cpu_tuning.tuning(torch.float32)
+    cpu_tuning._file(torch.float32).write_text('{"streams": ')
+    assert cpu_tuning.tuning(torch.float32) == FOUND
+    assert cpu_tuning.tuning(torch.float32) == FOUND
     assert len(measured) == 2
 
 
@@ -73,8 +74,8 @@ def test_a_cache_that_cannot_be_written(
     measured: list[torch.dtype], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(forms, "cache_folder", lambda: tmp_path / "file")
-    assert forms.forms(torch.float32) == FOUND
+    monkeypatch.setattr(cpu_tuning, "cache_folder", lambda: tmp_path / "file")
+    assert cpu_tuning.tuning(torch.float32) == FOUND
 
 
 def test_without_what_measures_them(
@@ -83,9 +84,9 @@ def test_without_what_measures_them(
     def fail(*_: object) -> None:
         raise build.BuildError("no compiler")
 
-    monkeypatch.setattr(forms, "load_library", fail)
-    assert not forms.forms(torch.float32).many_by_torch
-    assert forms.figures(torch.float32).startswith("forms not measured")
+    monkeypatch.setattr(cpu_tuning, "load_library", fail)
+    assert not cpu_tuning.tuning(torch.float32).many_by_torch
+    assert cpu_tuning.figures(torch.float32).startswith("forms not measured")
     assert not measured
 
 
@@ -104,9 +105,9 @@ def test_a_choice_shows_the_forms(measured: list[torch.dtype]) -> None:
 
 def test_measures_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """On little memory: figures of caches, but all forms run."""
-    monkeypatch.setattr(forms, "_BYTES", 4 << 20)
-    monkeypatch.setattr(forms, "_TURNS", 2)
-    found = forms._measure(torch.float32)
+    monkeypatch.setattr(cpu_tuning, "_BYTES", 4 << 20)
+    monkeypatch.setattr(cpu_tuning, "_TURNS", 2)
+    found = cpu_tuning._measure(torch.float32)
     rates = {1: found.in_turn_rate, 4: found.four_rate, 8: found.eight_rate}
     assert rates[found.streams] == max(rates.values())
     assert found.by_hardware == (found.hardware_rate > found.kernel_rate)

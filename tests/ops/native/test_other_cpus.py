@@ -62,7 +62,7 @@ def test_the_flags_of_a_cpu_choose_its_instructions(
 def test_products_in_pairs_and_in_tiles(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = (*build.FLAGS, *EMULATED, *(["-DEMULATED_TILES"] if has_tiles else []))
     monkeypatch.setattr(build, "FLAGS", flags)
-    monkeypatch.setattr(_cpu, "forms", lambda dtype: OWN)
+    monkeypatch.setattr(_cpu, "tuning", lambda dtype: OWN)
     build.load_library.cache_clear()
     monkeypatch.setattr(_cpu, "_RUN", kernel("linear", _cpu.SOURCE, **_cpu.FIELDS))
     try:

@@ -47,7 +47,7 @@ def test_streams_change_no_bit(
     inputs = family.make_inputs(case, dtype)
     made = []
     for streams in (1, 8):
-        monkeypatch.setattr(caller, "forms", lambda dtype, form=Form(streams): form)
+        monkeypatch.setattr(caller, "tuning", lambda dtype, form=Form(streams): form)
         own = inputs.copy()
         made.append((family.run(own, "cpp"), own))
     (in_turn, pools), (in_streams, pools_of_streams) = made

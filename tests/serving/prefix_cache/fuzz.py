@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 import torch_hybrid as th
-from tests.models.mtp_snapshot import make_snapshot
+from tests.models.mtp_checkpoint import make_checkpoint
 from tests.serving.fuzz import SIZES, Fuzz
 from tests.serving.speculation.drafters import Knowing
 from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, make_hybrid
@@ -76,7 +76,7 @@ class PrefixFuzz(Fuzz):
     def make_model(self, family: str) -> th.HybridModel:
         if family == WITH_HEAD:
             with TemporaryDirectory() as folder:
-                make_snapshot("qwen3_next_dense", Path(folder))
+                make_checkpoint("qwen3_next_dense", Path(folder))
                 return th.from_pretrained(folder, mtp=True)
         if family == WITH_IMAGES:
             hf_model = make_vision_model("qwen3_5", **FEWEST_LAYERS["qwen3_5"])
