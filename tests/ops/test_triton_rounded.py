@@ -104,6 +104,26 @@ def test_numbers_far_from_one_interpreted(family: Family):
     family.check(replace(inputs, v=inputs.v * 2.0**16, state=inputs.state * 2.0**16), "cpu")
 
 
+def alike(inputs: Inputs) -> Inputs:
+    """Keys of a repeated token, all written and none forgotten: powers of systems would grow."""
+    k = inputs.k[:1].expand_as(inputs.k) + 2**-5 * inputs.k
+    return replace(inputs, k=k, beta=inputs.beta / 16 + 0.9, g=inputs.g / 256)
+
+
+@needs_interpreter
+@EACH_FAMILY
+def test_keys_that_are_alike_interpreted(family: Family):
+    case = replace(family.cases["one_head"], lengths=(70,))
+    family.check(alike(family.make_inputs(case, torch.bfloat16)), "cpu")
+
+
+@needs_cuda
+@EACH_FAMILY
+def test_keys_that_are_alike_on_a_gpu(family: Family):
+    for name in ("mixed", "qwen3_next" if "qwen3_next" in family.cases else "mixed"):
+        family.check(alike(family.make_inputs(family.cases[name], torch.bfloat16)), "cuda")
+
+
 @needs_cuda
 @EACH_FAMILY
 @pytest.mark.parametrize("num_segments", [1, 3])
