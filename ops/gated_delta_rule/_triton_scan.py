@@ -82,8 +82,8 @@ def scan(
     carry = state if walks.num_segments == 1 else state.new_empty(num_seqs, *state.shape[1:])
     if serves(prepared, q, v):
         slots = cu_seqlens, initial_indices, state_indices
-        walk = hopper_walk(prepared, q, v, state, carry, *slots, out, is_even=walks.is_even)
-        return out, walk
+        is_even = walks.is_even
+        return out, hopper_walk(prepared, q, v, state, carry, *slots, out, is_even=is_even)
     hopper = is_hopper(v.device) and head_dim_k <= 128
     forms = scan_forms(
         v,
