@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.gated_delta_rule._hopper import hopper_prepare, serves
 from torch_hybrid.ops.gated_delta_rule._triton_scan import Prepared, scan
 from torch_hybrid.ops.triton.decays import (
     cumulate,
@@ -18,7 +19,7 @@ from torch_hybrid.ops.triton.decays import (
     decay_since_start,
     decay_until_end,
 )
-from torch_hybrid.ops.triton.delta_rule import inverse
+from torch_hybrid.ops.triton.delta_rule import inverse, rounded_inverse
 from torch_hybrid.ops.triton.delta_scan import ScanSegments
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
@@ -99,6 +100,8 @@ def _prepare(
         attend=attend,
         factors=q.new_empty(*shape, 4, chunk, dtype=torch.float32),
     )
+    if serves(prepared, q, k):
+        return prepared, hopper_prepare(prepared, q, k, g, beta, cu_seqlens, scale=scale)
     scratch = q.new_empty(*shape, chunk, 16, dtype=torch.float32)
 
     def launch(first_block: int, last_block: int) -> None:
@@ -242,5 +245,8 @@ def _prepare_kernel(
     system = tl.where(row[:, None] > row[None, :], system, 0.0)
     NT: tl.constexpr = max(PS, 1)  # tensors that pieces are in
     p_solve = solve + place * NT * C * C + square
-    solved = inverse(system, scratch + place * 16 * C, C, PS) * b_beta[None, :]
-    store_pieces(p_solve, solved, C * C, NT, everywhere)
+    if PS == ROUNDED:
+        solved = rounded_inverse((-system).to(tl.float16), C)
+    else:
+        solved = inverse(system, scratch + place * 16 * C, C, PS)
+    store_pieces(p_solve, solved * b_beta[None, :], C * C, NT, everywhere)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.gated_delta_rule._hopper import hopper_walk, serves
 from torch_hybrid.ops.triton.delta_scan import (
     EVERY,
     UNEVEN,
@@ -77,6 +78,12 @@ def scan(
     num_tokens, num_v_heads, head_dim_v = v.shape
     num_seqs = state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    # What a segment leaves to the next; where there is one alone, nothing.
+    carry = state if walks.num_segments == 1 else state.new_empty(num_seqs, *state.shape[1:])
+    if serves(prepared, q, v):
+        slots = cu_seqlens, initial_indices, state_indices
+        is_even = walks.is_even
+        return out, hopper_walk(prepared, q, v, state, carry, *slots, out, is_even=is_even)
     hopper = is_hopper(v.device) and head_dim_k <= 128
     forms = scan_configs(
         v,
@@ -85,8 +92,6 @@ def scan(
         num_pieces=prepared.num_pieces,
         is_even=walks.is_even,
     )
-    # What a segment leaves to the next; where there is one alone, nothing.
-    carry = state if walks.num_segments == 1 else state.new_empty(num_seqs, *state.shape[1:])
 
     def walk(first_block: int, last_block: int) -> None:
         for form in forms:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_hybrid.ops.kimi_delta_attention._triton_scan import Prepared, scan
 from torch_hybrid.ops.ragged_chunks import FULL_DECAY
 from torch_hybrid.ops.triton.decays import MOST_FIXED, exp, fixed_decay, fixed_exp
-from torch_hybrid.ops.triton.delta_rule import inverse
+from torch_hybrid.ops.triton.delta_rule import inverse, rounded_inverse
 from torch_hybrid.ops.triton.delta_scan import ScanSegments
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
@@ -249,7 +249,11 @@ def _prepare_kernel(
     everywhere = later < C
     store_pieces(attend + place * C * C + square, b_qk, C * C, 1, everywhere)
     b_beta = tl.load(beta + token * stride_beta + head, mask=mask_t, other=0.0)
-    b_solve = inverse(b_kk * b_beta[:, None], scratch + place * 16 * C, C, PS) * b_beta[None, :]
+    if PS == ROUNDED:
+        b_solve = rounded_inverse((-b_kk * b_beta[:, None]).to(tl.float16), C)
+    else:
+        b_solve = inverse(b_kk * b_beta[:, None], scratch + place * 16 * C, C, PS)
+    b_solve *= b_beta[None, :]
     store_pieces(solve + place * NT * C * C + square, b_solve, C * C, NT, everywhere)
 
 

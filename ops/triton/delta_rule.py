@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_hybrid.ops.triton.products import exact_dot
+from torch_hybrid.ops.triton.products import dot, exact_dot
 
 
 @triton.jit
@@ -65,3 +65,41 @@ def _invert_blocks(scratch: tl.tensor, C: tl.constexpr) -> None:
     for i in tl.static_range(16):
         tl.store(block + (i * 16 + column), rows[i])
     tl.debug_barrier()
+
+
+@triton.jit
+def rounded_inverse(minus: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """``(I - minus)^-1`` of a strictly lower triangular ``minus [C, C]`` of float16.
+
+    By products alone, of numbers rounded to float16, in the order of :func:`inverse`. Up to blocks
+    of 16 each warp has its own.
+    """
+    N: tl.constexpr = C // 16
+    block = tl.arange(0, N)
+    diagonal = block[:, None, None, None] == block[None, None, :, None]
+    blocks = tl.where(diagonal, tl.reshape(minus, [N, 16, N, 16]), 0.0).to(tl.float32)
+    blocks = tl.sum(blocks, 2)
+    row = tl.arange(0, 16)[None, :, None]
+    column = tl.arange(0, 16)[None, None, :]
+    x = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, blocks, 0.0))
+    blocks = blocks.to(tl.float16)
+    zeros = tl.zeros([N, 16, 16], dtype=tl.float32)
+    for level in tl.static_range(1, 4):
+        below = tl.where(_is_below(row >> level, column >> level), blocks, 0.0)
+        halves = x.to(tl.float16)
+        x = dot(dot(halves, below, zeros).to(tl.float16), halves, x)
+    solved = tl.reshape(tl.where(diagonal, tl.reshape(x, [N, 16, 1, 16]), 0.0), [C, C])
+    row = tl.arange(0, C)[:, None]
+    column = tl.arange(0, C)[None, :]
+    zeros = tl.zeros([C, C], dtype=tl.float32)
+    for level in tl.static_range(4, 6 if C == 64 else 5):
+        below = tl.where(_is_below(row >> level, column >> level), minus, 0.0)
+        halves = solved.to(tl.float16)
+        solved = dot(dot(halves, below, zeros).to(tl.float16), halves, solved)
+    return solved
+
+
+@triton.jit
+def _is_below(row: tl.tensor, column: tl.tensor) -> tl.tensor:
+    """Whether blocks are the lower left quarter of one of twice their size."""
+    return (row % 2 == 1) & (column == row - 1)

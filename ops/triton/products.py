@@ -107,9 +107,7 @@ def piece_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr) 
 @triton.jit
 def exact_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
     """``acc + x @ y`` for both of float32, in PIECES pieces: whole in 1, to its last bit in 3."""
-    if PIECES == ROUNDED:
-        acc = dot(x.to(tl.float16), y.to(tl.float16), acc)
-    elif PIECES == 1 or _INTERPRETED:
+    if PIECES == 1 or _INTERPRETED:
         acc += tl.dot(x, y, input_precision="ieee")
     elif PIECES == 2:
         acc = pieces_dot(cut(x, 2), cut(y, 2), acc)

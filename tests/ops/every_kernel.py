@@ -272,6 +272,14 @@ def on_hopper() -> Iterator[tuple[str, Call]]:
     args = blocks.make_inputs(picked, dtype=torch.bfloat16, padding=(3, 1)).args()
     options = {"scale": 0.2, "block_size": 4}
     yield f"{op.__name__}, tiles of queries", partial(run, op, args, options)
+    heads = {"num_k_heads": 1, "num_v_heads": 2, "k_dim": 128, "v_dim": 128}
+    rounded = gdn_op.CHUNK_IMPLEMENTATIONS["triton_rounded"].load()
+    rule = gdn.make_inputs(DeltaCase(**heads, **LENGTHS), torch.bfloat16)
+    options = rule.options() | {"chunk_size": 64}
+    yield (
+        "chunk_gated_delta_rule, rounded",
+        lambda device: rounded(*moved(rule.args(), device), **options),
+    )
 
 
 def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -405,6 +413,8 @@ def forced(*, dry: bool) -> ExitStack:
     """
     from torch_hybrid.ops.block_attention import _triton_hopper as blocks_hopper
     from torch_hybrid.ops.fused_experts import _hopper
+    from torch_hybrid.ops.gated_delta_rule import _hopper as rule_hopper
+    from torch_hybrid.ops.gated_delta_rule import _triton_chunk as rule_chunk
     from torch_hybrid.ops.latent_attention import _triton_hopper, _triton_tiles
     from torch_hybrid.ops.paged_attention import _triton_long
     from torch_hybrid.ops.selective_scan import _triton as _triton_scan
@@ -414,7 +424,8 @@ def forced(*, dry: bool) -> ExitStack:
     stack = ExitStack()
     if dry:
         stack.enter_context(mock.patch.object(_triton_tiles, "is_hopper", return_value=True))
-        for module in (hopper_attention, _triton_hopper, blocks_hopper, _hopper):
+        stack.enter_context(mock.patch.object(rule_chunk, "is_hopper", return_value=True))
+        for module in (hopper_attention, _triton_hopper, blocks_hopper, _hopper, rule_hopper):
             stack.enter_context(mock.patch.object(module, "runs_gluon", return_value=True))
     stack.enter_context(mock.patch.object(_triton_long, "PROCESSORS", 1))
     stack.enter_context(mock.patch.object(_triton_long, "is_hopper", return_value=True))

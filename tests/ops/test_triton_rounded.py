@@ -39,13 +39,13 @@ class Family:
 
     all: ClassVar[dict[str, Family]] = {}
 
-    def launch(self, inputs: Inputs, num_segments: int = 1) -> Tensor:
+    def launch(self, inputs: Inputs, num_segments: int = 1, is_even: int = 0) -> Tensor:
         """Call the launcher, which the interpreter runs on a CPU too."""
         return self.implementations[NAME].load()(
             *inputs.args(),
             **inputs.options(),
             chunk_size=32,
-            planned=[torch.tensor([num_segments, 0])],
+            planned=[torch.tensor([num_segments, is_even])],
         )
 
     def check(self, inputs: Inputs, device: str, num_segments: int = 1) -> None:
@@ -104,6 +104,26 @@ def test_numbers_far_from_one_interpreted(family: Family):
     family.check(replace(inputs, v=inputs.v * 2.0**16, state=inputs.state * 2.0**16), "cpu")
 
 
+def alike(inputs: Inputs) -> Inputs:
+    """Keys of a repeated token, all written and none forgotten: powers of systems would grow."""
+    k = inputs.k[:1].expand_as(inputs.k) + 2**-5 * inputs.k
+    return replace(inputs, k=k, beta=inputs.beta / 16 + 0.9, g=inputs.g / 256)
+
+
+@needs_interpreter
+@EACH_FAMILY
+def test_keys_that_are_alike_interpreted(family: Family):
+    case = replace(family.cases["one_head"], lengths=(70,))
+    family.check(alike(family.make_inputs(case, torch.bfloat16)), "cpu")
+
+
+@needs_cuda
+@EACH_FAMILY
+def test_keys_that_are_alike_on_a_gpu(family: Family):
+    for name in ("mixed", "qwen3_next" if "qwen3_next" in family.cases else "mixed"):
+        family.check(alike(family.make_inputs(family.cases[name], torch.bfloat16)), "cuda")
+
+
 @needs_cuda
 @EACH_FAMILY
 @pytest.mark.parametrize("num_segments", [1, 3])
@@ -123,13 +143,34 @@ def test_decays_on_a_gpu(family: Family, decay: float):
 
 @needs_cuda
 @EACH_FAMILY
-def test_segments_show_in_no_bit_on_a_gpu(family: Family):
-    shape = {"num_k_heads": 16, "num_v_heads": 16, "k_dim": 128, "v_dim": 128}
+def test_how_it_is_walked_shows_in_no_bit_on_a_gpu(family: Family):
+    shape = {"num_k_heads": 32, "num_v_heads": 32, "k_dim": 128, "v_dim": 128}
     inputs = family.make_inputs(Case(lengths=(4096, 37, 900), **shape), torch.bfloat16)
-    whole, cut = on_device(inputs, "cuda"), on_device(inputs, "cuda")
-    assert torch.equal(family.launch(whole), family.launch(cut, num_segments=4))
-    slots = inputs.state_indices.long().cuda()
-    assert torch.equal(whole.state[slots], cut.state[slots])
+    whole, slots = on_device(inputs, "cuda"), inputs.state_indices.long().cuda()
+    out = family.launch(whole)
+    for num_segments, is_even in ((4, 0), (1, 1), (3, 1)):
+        other = on_device(inputs, "cuda")
+        assert torch.equal(out, family.launch(other, num_segments, is_even))
+        assert torch.equal(whole.state[slots], other.state[slots])
+
+
+@needs_cuda
+@EACH_FAMILY
+@pytest.mark.parametrize("is_even", [0, 1])
+def test_a_sequence_of_nans_is_alone_with_them_on_a_gpu(family: Family, is_even: int):
+    """Chunks are fetched whole: what follows a sequence lies beside it."""
+    shape = {"num_k_heads": 32, "num_v_heads": 32, "k_dim": 128, "v_dim": 128}
+    inputs = family.make_inputs(Case(lengths=(70, 50, 64, 129), **shape), torch.bfloat16)
+    broken = replace(inputs, **{name: getattr(inputs, name).clone() for name in "qkv"})
+    for name in "qkv":
+        getattr(broken, name)[70:120] = torch.nan
+    own, other = on_device(inputs, "cuda"), on_device(broken, "cuda")
+    out, out_other = family.launch(own, 1, is_even), family.launch(other, 1, is_even)
+    kept = torch.arange(len(out)) < 70
+    kept |= torch.arange(len(out)) >= 120
+    assert torch.equal(out[kept.cuda()], out_other[kept.cuda()])
+    slots = inputs.state_indices[[0, 2, 3]].long().cuda()
+    assert torch.equal(own.state[slots], other.state[slots])
 
 
 @EACH_FAMILY

@@ -181,7 +181,7 @@ def test_compiles_without_spills() -> None:
             rows += [resources_of(each, "sm_90", f"{label}, rounded") for each in rounded]
     table = Path(__file__).with_name("resources_chunk.txt")
     # Outside its loops, for chunks of strong decays; with fewer registers it was slower.
-    may_spill = {"prepare": 24, "prepare: Kimi-Linear, rounded": 40}
+    may_spill = {"prepare": 24, "prepare: Kimi-Linear, rounded": 64}
     assert_all_fit(rows, table, may_spill=may_spill)
     for row in rows:
         assert (row.products == "-") == ("float32" in row.kernel), row
