@@ -1,4 +1,4 @@
-"""The way from a transformers model to one that a runner can serve: our mixers replace its own."""
+"""The adaptation of a transformers model for runners: our mixers replace its own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
         UnsupportedError: the model type, or a field of its config, is not known here; an adapter
             cannot be merged; a module whose weights are taken is quantized, wrapped or hooked; or
             ``vision`` is asked of a model without a tower that is served.
-        ValueError: it is no causal language model, was adapted before, or has NaN weights.
+        ValueError: the model is no causal language model, was adapted before, or has NaN weights.
     """
     if isinstance(hf_model, nn.Module):
         replace_inference_tensors(hf_model)
@@ -83,7 +83,7 @@ def adapted(hf_model: Any, architecture: Architecture, tower: Tower | None = Non
     register_attention()
     if (backbone := family.backbone(base)) is None:
         hf_model.set_attn_implementation(ATTENTION_NAME)
-    else:  # whose layers call no function of attention: transformers warns where it is set
+    else:  # its layers call no attention function, and transformers would warn where one is set
         setattr(hf_model, hf_model.base_model_prefix, backbone)
         hf_model.config._attn_implementation = ATTENTION_NAME
     hf_model.eval().requires_grad_(False)
@@ -100,7 +100,7 @@ def adapted(hf_model: Any, architecture: Architecture, tower: Tower | None = Non
 
 
 def _check_taken_weights(hf_model: Any, architecture: Architecture) -> None:
-    """Look at every module that is about to be swapped, or read by its weights."""
+    """Check every module that is swapped, or of which only the weights are taken."""
     family = architecture.family
     layers = f"{hf_model.base_model_prefix}.{family.hf_layers}"
     for layer_id, layer in enumerate(hf_model.get_submodule(layers)):
@@ -118,14 +118,14 @@ def _check_taken_weights(hf_model: Any, architecture: Architecture) -> None:
 
 def _check_finite(hf_model: nn.Module) -> None:
     for name, weight in hf_model.named_parameters():
-        # A sum is finite only if every term is (or by overflow, which the exact test settles).
+        # A finite sum has finite terms alone; a sum that overflowed is settled by the exact test.
         if not weight.sum().isfinite() and not weight.isfinite().all():
             count = int((~weight.isfinite()).sum())
             raise ValueError(f"weight {name} has {count} NaN or infinite values")
 
 
 def _swap_mixers(layers: Iterable[Any], architecture: Architecture) -> None:
-    """Put our mixers in the place of theirs; a module that several layers share stays one.
+    """Replace the model's mixers by ours; a module that several layers share stays one.
 
     Modules of plain attention stay, and call our attention function.
     """
@@ -158,7 +158,7 @@ def _swap_experts(hf_model: nn.Module, family: Family) -> None:
 
 
 def _drop_padding(head: nn.Linear, vocab_size: int) -> None:
-    """Leave the head the rows of tokens."""
+    """Trim the head to the rows of tokens, without padding."""
     if vocab_size < head.out_features:
         head.weight = nn.Parameter(head.weight.detach()[:vocab_size], requires_grad=False)
         head.out_features = vocab_size

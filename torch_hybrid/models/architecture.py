@@ -15,11 +15,11 @@ class Architecture:
     """A model as its config describes it, before any weight is read.
 
     Attributes:
-        config: of transformers, that of the whole of a multimodal model.
-        family: of the model.
+        config: transformers' config, the outer one of a multimodal model.
+        family: family of the model.
         table: mixers of all layers.
-        head: place of a head that predicts further tokens, if it is read.
-        num_head: its layers, which the config and the table have after the model's own.
+        head: place of the MTP head in the checkpoint, if it is read.
+        num_head: layers of the head; config and table have them after the model's own.
     """
 
     config: Any
@@ -30,11 +30,11 @@ class Architecture:
 
     @classmethod
     def of(cls, config: Any, family: Family, *, mtp: bool = False) -> Self:
-        """Read a config of a family's.
+        """Read the architecture from a transformers config of this family.
 
         Raises:
-            UnsupportedError: a field of the config is not known here, or ``mtp`` asks for a head
-                and none is known.
+            UnsupportedError: a field of the config is not known here, or ``mtp`` asks for an
+                MTP head and none is known.
         """
         head, num_head = family.mtp if mtp else None, 0
         if mtp:

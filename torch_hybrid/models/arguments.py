@@ -1,4 +1,4 @@
-"""What ``from_pretrained`` is given, checked before anything is read."""
+"""Checks of the arguments of ``from_pretrained``, before anything is read."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _ALSO = {
 
 
 def checked_path(path_or_id: str | Path) -> str:
-    """A folder that is there, or what may be a hub id.
+    """Check that a path is an existing folder or may be a hub id, and expand its ``~``.
 
     Raises:
-        TypeError: it is neither a text nor a path.
-        ValueError: it can only be a folder and is none.
-        UnsupportedError: it is GGUF.
+        TypeError: the argument is neither a str nor a Path.
+        ValueError: the argument can only be a folder, and there is none.
+        UnsupportedError: the path is GGUF.
     """
     if not isinstance(path_or_id, str | Path):
         raise TypeError(
@@ -45,10 +45,10 @@ def checked_path(path_or_id: str | Path) -> str:
 
 
 def checked_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
-    """The dtype that weights are to have, by torch's name or one that people have for it.
+    """Look up the dtype of weights by torch's name or by a common alias ("bf16", "half").
 
     Raises:
-        ValueError: weights cannot have it.
+        ValueError: the name is unknown, or the dtype is not floating-point.
     """
     if isinstance(dtype, str):
         name = dtype.lower().removeprefix("torch.")
@@ -61,17 +61,17 @@ def checked_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
 
 
 def check_tables(tables: str) -> None:
-    """Raise ValueError unless tables can be there."""
+    """Raise ValueError unless tables can be kept there: on the device or the host."""
     if tables not in ("device", "host"):
         raise ValueError(f"tables must be 'device' or 'host', got {tables!r}")
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """A device that is there and that ops have implementations for.
+    """Check that a device exists and that ops have implementations for it, and return it.
 
     Raises:
-        ValueError: it is no name of a device.
-        UnsupportedError: there is no such device here, or it is neither a CPU nor CUDA.
+        ValueError: ``device`` names no device.
+        UnsupportedError: torch sees no such device, or it is neither a CPU nor a CUDA device.
     """
     try:
         checked = torch.device(device)

@@ -1,4 +1,4 @@
-"""What stands where transformers has a model without its head, if its layers know no step."""
+"""The replacement of transformers' headless model, where that does not hand layers the step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_hybrid.backends.step import Step
 
 
 class BackboneOutput:
-    """What a model without its head gives."""
+    """The output of a headless model, by the name that transformers has for it."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -20,10 +20,10 @@ class Backbone(nn.Module):
     """Embeddings, layers that take the step, and norms around them.
 
     Args:
-        embeddings: of tokens.
+        embeddings: module from tokens to vectors.
         layers: ``forward(hidden [1, T, dim], *, step) -> [1, T, dim]``.
-        norm: of what the last layer gives.
-        first_norm: of embeddings; None: there is none.
+        norm: norm after the last layer.
+        first_norm: norm of the embeddings; None: there is none.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def get_input_embeddings(self) -> nn.Module:
-        """As models of transformers have it."""
+        """Return the embedding module, as transformers' models do."""
         return self.embeddings
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
-        """As models of transformers have it."""
+        """Replace the embedding module, as transformers' models do."""
         self.embeddings = embeddings
 
     def forward(
@@ -56,7 +56,7 @@ class Backbone(nn.Module):
         attention_mask: None,
         use_cache: bool,
     ) -> BackboneOutput:
-        """Tokens [1, T], or [1, T, dim] in their place; positions count for nothing."""
+        """Run the layers on tokens [1, T] or embeddings [1, T, dim]; positions are ignored."""
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         hidden = self.first_norm(hidden)
         for layer in self.layers:

@@ -78,7 +78,7 @@ def family_of(model_type: Any) -> Family:
     """Return the family of a model type.
 
     Raises:
-        UnsupportedError: none is served that has it.
+        UnsupportedError: no family that is served has this model type.
     """
     if model_type in NOT_SERVED:
         raise UnsupportedError(

@@ -33,12 +33,12 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """The swap of a decoder layer's mixer of one kind for ours.
+    """The replacement of a decoder layer's mixer of one kind by our mixer.
 
     Attributes:
-        attribute: name of the module that is swapped, in the layer or in one of its children.
-        make: what takes the module, whose weights ours keeps, and the spec, and makes ours.
-        adapter: what wraps ours in the interface that the decoder layer calls.
+        attribute: name of the module that is replaced, in the layer or in one of its children.
+        make: function of the module and its spec that makes our mixer with the module's weights.
+        adapter: class that wraps our mixer in the interface that the decoder layer calls.
     """
 
     attribute: str
@@ -48,12 +48,12 @@ class Swap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The last step from hidden states to logits.
+    """The size, scale and softcap of a model's logits.
 
     Attributes:
-        vocab_size: rows of the head that are of tokens; those after them are padding.
+        vocab_size: rows of the head that are of tokens; the rows after them are padding.
         scale: factor on the logits.
-        softcap: their bound, ``softcap * tanh(logits / softcap)``; 0: none.
+        softcap: bound of the logits, ``softcap * tanh(logits / softcap)``; 0: no bound.
     """
 
     vocab_size: int
@@ -68,17 +68,17 @@ class Family:
     other kind of mixer needs a swap. ``hf_*`` are names in the family's modeling file.
 
     Attributes:
-        model_types: as configs name them.
-        swaps: of mixers, by kind.
+        model_types: values of the configs' ``model_type``.
+        swaps: replacements of mixers, by kind of mixer.
         num_position_axes: 3 where rotary positions are 3-D (mrope).
         vision: modalities of its tower; empty where it has none.
-        mtp: place of the head that predicts further tokens in checkpoints; None: none is known.
-        hf_layers: attribute of the model, without its head, that has the decoder layers.
+        mtp: place of the MTP head in checkpoints; None: no head is known.
+        hf_layers: attribute of the headless model that has the decoder layers.
         hf_takes_masks: whether the model takes a mask for each type of layer.
-        hf_step_argument: argument of the model as which it hands the step to its layers.
-        hf_layer_step_arguments: arguments of a decoder layer as which it is handed the step: a
-            module that is handed no others finds it in one of those.
-        hf_token_arguments: arguments of the model that are tokens where it is handed embeddings.
+        hf_step_argument: argument by which the model hands the step to its layers.
+        hf_layer_step_arguments: arguments by which a decoder layer gets the step, and hands it to
+            modules that it hands no further options.
+        hf_token_arguments: arguments that take the tokens where the model is handed embeddings.
         hf_taken_modules: endings of the names of modules whose weights ``backbone`` takes.
         hf_kernel_fields: fields of the config that name kernels of packages that need not be there.
     """
@@ -104,7 +104,7 @@ class Family:
         """Change a model without its head before its mixers are swapped.
 
         Returns:
-            What stands in for the model, where its layers are not handed the step; else None.
+            The replacement of the model, where its layers are not handed the step; else None.
         """
 
     def experts(self, module: Any) -> FusedExperts:

@@ -48,7 +48,7 @@ def _indexed_latent_attention(module: Any, spec: IndexedLatentSpec) -> IndexedLa
 
 
 class _KimiDeltaAdapter(LinearAttentionAdapter):
-    """Our mixer, which the decoder layer hands the tokens too."""
+    """Our mixer, for a decoder layer that also hands it the tokens."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, step: LayerStep, **_options: object
@@ -63,7 +63,7 @@ class _IndexedLatentAdapter(LinearAttentionAdapter):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, step: LayerStep, **_options: object
     ) -> tuple[Tensor, None, None]:
-        """Map [1, T, dim] to [1, T, dim], and neither attention weights nor what was picked."""
+        """Map [1, T, dim] to [1, T, dim]; attention weights and picked blocks are None."""
         return super().forward(hidden_states, step=step), None, None
 
 
@@ -73,7 +73,7 @@ def _text_class() -> type[nn.Module]:
     from transformers.models.glm5_next import modeling_glm5_next as theirs
 
     class Glm5NextForCausalLM(theirs.Glm5NextPreTrainedModel, GenerationMixin):  # type: ignore[misc]
-        """The text model with its head, which transformers has inside of the multimodal alone."""
+        """The text model with its head, which transformers has only inside the multimodal model."""
 
         __module__ = theirs.__name__  # where transformers looks up what its experts can do
         _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -105,7 +105,7 @@ class Glm5NextFamily(Family):
         require(config, "qk_rope_head_dim", config.qk_rope_head_dim, [0])
         always_tail = config.index_kpool_always_select_tail
         require(config, "index_kpool_always_select_tail", always_tail, [True])
-        # Others take what the layer before them picked.
+        # Layers of another type attend to the blocks that the layer before them picked: not served.
         for picks in config.indexer_types:
             require(config, "indexer_types", picks, ["full"])
         indexed = IndexedLatentSpec(

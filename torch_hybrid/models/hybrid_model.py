@@ -23,14 +23,14 @@ from torch_hybrid.ranks import Ranks
 
 
 class HybridModel(nn.Module):
-    """A model as a runner needs it: its layers, and a forward over packed tokens.
+    """A transformers model with our mixers, and a forward over packed tokens for runners.
 
     Args:
         hf_model: a causal language model of transformers, with its mixers swapped already.
-        architecture: of the model.
-        logits: of its family, for this model.
-        vision: the tower that makes embeddings of images, if it is kept.
-        mtp: a head that predicts further tokens, whose layers follow the model's in the table.
+        architecture: architecture of the model.
+        logits: size, scale and softcap of its logits.
+        vision: the tower that embeds images, if it is kept.
+        mtp: MTP head, whose layers follow the model's in the table.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HybridModel(nn.Module):
         self.num_position_axes = family.num_position_axes
         self.logits_scale, self.logits_softcap = logits.scale, logits.softcap
         self.vision = vision
-        self.ranks: Ranks | None = None  # those that share the model, after ``shard``
+        self.ranks: Ranks | None = None  # the ranks that share the model, after ``shard``
         self.origins: Origins | None = None  # of weights that were read from a checkpoint
         config = hf_model.config.get_text_config()
         self.vocab_size: int = hf_model.get_output_embeddings().out_features
@@ -73,7 +73,7 @@ class HybridModel(nn.Module):
         self._token_arguments = family.hf_token_arguments
 
     def new_weights(self, weights: Weights, *, partial: bool) -> Callable[[], None]:
-        """Check new weights, and return what writes them: see ``checked_update``."""
+        """Check new weights, and return the function that writes them: see ``checked_update``."""
         return checked_update(self, self.origins, weights, partial=partial)
 
     @property
@@ -105,7 +105,7 @@ class HybridModel(nn.Module):
 
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
-        """Have the first ``count`` layers alone, while a step is traced."""
+        """Limit the model to its first ``count`` layers while a step is traced."""
         inner = self.hf_model.base_model
         whole, inner.layers = inner.layers, inner.layers[:count]
         try:
@@ -126,15 +126,15 @@ class HybridModel(nn.Module):
         return head
 
     def generate(self, *_args: object, **_options: object) -> None:
-        """Say what generates instead."""
+        """Raise UnsupportedError that names the runner and engine to call instead."""
         refuse_generate()
 
     def save_pretrained(self, *_args: object, **_options: object) -> None:
-        """Say what can be saved instead."""
+        """Raise UnsupportedError: transformers' own model must be saved before it is adapted."""
         refuse_save()
 
     def replace_vocabulary(self, embedding: nn.Module, head: nn.Module) -> None:
-        """Put others in the place of ``embedding`` and ``head``."""
+        """Replace ``embedding`` and ``head``."""
         self.hf_model.set_input_embeddings(embedding)
         self.hf_model.set_output_embeddings(head)
 
@@ -165,15 +165,15 @@ class HybridModel(nn.Module):
             tokens: [T] int64.
             positions: [T] int64, or [3, T] where positions are 3-D.
             step: plans, caches and table. The caches are mutated as the plans say.
-            embeds: [rows, dim] of which some stand for tokens' own embeddings; None: none does.
-            embed_rows: [T] int32, which of them does for each token; 0: its own.
+            embeds: [rows, dim] embeddings that replace those of some tokens; None: all keep theirs.
+            embed_rows: [T] int32, row of ``embeds`` for each token; 0: the token's own embedding.
             input_ids: argument of transformers' models, which is refused.
 
         Returns:
             [T, dim] hidden states after the last norm.
 
         Raises:
-            UnsupportedError: it is called as transformers' models are, without a step.
+            UnsupportedError: the model is called as transformers' models are, without a step.
         """
         if tokens is None or positions is None or step is None:
             raise UnsupportedError(OURS_TO_RUN)
@@ -193,22 +193,22 @@ class HybridModel(nn.Module):
             **{"attention_mask": self._no_masks, self._step_argument: step},
         )
         hidden: Tensor = outputs.last_hidden_state[0]
-        hidden = hidden.to(self.dtype)  # some keep their residuals in float32
+        hidden = hidden.to(self.dtype)  # some models keep their residuals in float32
         if self.mtp is not None:
             before = self.mtp.before(hidden, tokens, step)
-            if before is not None:  # for its keys: what it gives is of use to drafts alone
+            if before is not None:  # fills the head's KV cache; its output is for drafts alone
                 self._head(self.mtp, tokens, before, positions, step)
         return hidden
 
     def draft(self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, step: Step) -> Tensor:
-        """Predict what the head expects after each of some tokens, as hidden states for ``logits``.
+        """Run the MTP head on tokens, and return hidden states of drafts for ``logits``.
 
         Args:
             tokens: [T] int64; ``KEPT`` for those that the model has run.
-            hidden: [T, dim] of the tokens before them, as this returned it; None where the model
-                ran those.
+            hidden: [T, dim] of the tokens before them, from the last call of ``draft``; None where
+                the model ran those tokens.
             positions: [T] int64, or [3, T].
-            step: with the plans of ``drafting``.
+            step: step with the plans of ``drafting``.
 
         Returns:
             [T, dim].

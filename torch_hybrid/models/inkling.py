@@ -35,9 +35,9 @@ def layer_specs(
     """Return the specs of each layer: one of two kinds of attention, with its convolutions.
 
     Args:
-        config: of the text model.
-        scale: attention's factor on q k, by the width of a head.
-        sinks: whether each query has one.
+        config: config of the text model.
+        scale: attention's factor on q k, a function of the width of a head.
+        sinks: True where each query has an attention sink of its own.
     """
     if not MIN_WIDTH <= config.conv_kernel_size <= MAX_WIDTH:
         raise UnsupportedError(
@@ -115,7 +115,7 @@ class _AttentionAdapter(LinearAttentionAdapter):
 
 
 class _ConvolutionAdapter(LinearAttentionAdapter):
-    """Our convolution in the place of a branch's, which is handed no other options."""
+    """Our convolution in the place of a branch's, for a layer that hands it the step alone."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, past_key_values: LayerStep, conv_mask: None = None

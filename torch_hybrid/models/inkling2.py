@@ -72,12 +72,12 @@ def _attention(module: Any, spec: AttentionSpec) -> SinkAttention:
 
 
 def _oldest_first(taps: Tensor, dim: int) -> Tensor:
-    """Reverse taps along a dim, where they begin at the token itself."""
+    """Invert the order of taps along a dim: the model's begin at the token itself."""
     return torch.cat(taps.split(1, dim)[::-1], dim)
 
 
 def _taps_of_heads(convolution: Any, spec: AttentionSpec) -> Tensor:
-    """Return the rows that project to taps, by head."""
+    """Order the rows that project to taps by head."""
     [rows] = weights_of(convolution.weight_proj)
     return _oldest_first(rows.unflatten(0, (spec.num_kv_heads, -1)), 1).flatten(0, 1)
 
@@ -101,13 +101,13 @@ def _branch_convolution(module: Any, branch: str) -> BranchConvolution:
 
 
 class _DecoderLayer(nn.Module):
-    """A layer of the model, which is handed all that was added up before it and hands that on.
+    """A decoder layer that takes the residual streams of earlier blocks, and hands them on.
 
     Args:
-        layer: transformers', whose modules are taken.
-        number: of the layer.
-        blocks_of: how many layers a block has.
-        num_blocks: that the model has.
+        layer: transformers' layer, whose modules are taken.
+        number: index of the layer in the model.
+        blocks_of: number of layers in a block.
+        num_blocks: number of blocks in the model.
     """
 
     is_block_boundary = False  # the model that calls it need not keep the sums of blocks
@@ -138,7 +138,7 @@ class _DecoderLayer(nn.Module):
     def forward(
         self, streams: Tensor | Streams, _: Tensor, *, step: LayerStep, **_options: object
     ) -> Streams:
-        """Run the layer on embeddings [1, T, dim], or on what the layer before gives."""
+        """Run the layer on embeddings [1, T, dim], or on the streams of the layer before."""
         if self.attention_input is None:
             assert isinstance(streams, Tensor)
             present, blocks = streams, streams.new_zeros(())
@@ -168,7 +168,7 @@ def _residual(module: Any, num_blocks: int, num_known: int) -> BlockResidual:
 
 
 class _FinalInput(nn.Module):
-    """The mix of what the last layer gives, in the place of the model's."""
+    """The mix of the last layer's streams, in the place of the model's own mix."""
 
     def __init__(self, residual: BlockResidual) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Inkling2Family(Family):
     )
 
     def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
-        # What Inkling has, and transformers does not read here.
+        # Fields of Inkling that transformers does not read for Inkling-2.
         require_fields(
             config, hidden_act="silu", n_shared_experts=0, logits_mup_width_multiplier=1.0
         )

@@ -1,4 +1,4 @@
-"""Jamba: Mamba, attention without positions in one layer of some, experts in every other."""
+"""Jamba: Mamba layers, every few an attention layer without positions; experts in every other."""
 
 from __future__ import annotations
 

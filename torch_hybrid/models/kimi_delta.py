@@ -1,4 +1,4 @@
-"""What the families with Kimi delta attention and MLA share: their facts, and our mixer."""
+"""The specs and the mixer that all families with Kimi delta attention and MLA share."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch_hybrid.specs import KimiDeltaSpec, LatentSpec, LayerSpec
 def kimi_delta_specs(
     config: Any, full: LatentSpec, *, gate_lower_bound: float | None
 ) -> list[LayerSpec]:
-    """The facts of each layer, whose fields the families name alike in transformers."""
+    """Return the spec of each layer, from config fields that all these families name alike."""
     linear = kimi_delta_spec(config, gate_lower_bound=gate_lower_bound)
     return listed(config, {"full_attention": full, "linear_attention": linear})
 
 
 def kimi_delta_spec(config: Any, *, gate_lower_bound: float | None) -> KimiDeltaSpec:
-    """The same of the linear ones."""
+    """Return the spec of the Kimi delta attention layers."""
     require(config, "hidden_act", config.hidden_act, ["silu"])
     return KimiDeltaSpec(
         num_heads=config.linear_num_heads,
@@ -39,7 +39,7 @@ def kimi_delta_spec(config: Any, *, gate_lower_bound: float | None) -> KimiDelta
 def kimi_delta_mixer(
     module: Any, spec: KimiDeltaSpec, rows: Sequence[Tensor], *, gate_rank: int | None
 ) -> KimiDeltaAttention:
-    """Our mixer with the weights of a transformers module.
+    """Make our mixer with the weights of a transformers module.
 
     ``rows`` are the rows of the projections to q, k, v, decay, output gate and b, in that order.
     """

@@ -38,5 +38,5 @@ class KimiLinearFamily(Family):
             moe_router_activation_func="sigmoid",
             rope_scaling=None,
         )
-        # The "rope" dims of queries and keys exist, and nothing rotates them.
+        # The "rope" dims of queries and keys exist, but no rotary embedding is applied to them.
         return kimi_delta_specs(config, latent_spec(config, rope={}), gate_lower_bound=None)

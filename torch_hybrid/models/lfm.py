@@ -1,6 +1,7 @@
 """LFM2, with experts and without, and LFM3: gated short convolutions, and attention in some layers.
 
-LFM3 has windows in some of those, longer convolutions, and rotary embeddings by type of layer.
+LFM3 has sliding windows in some attention layers, longer convolutions, and rotary embeddings by
+type of layer.
 """
 
 from __future__ import annotations

@@ -71,36 +71,35 @@ def from_pretrained(
     vision: bool = False,
     tables: str = "device",
 ) -> HybridModel | Ring25:
-    """Load a checkpoint of safetensors: into a transformers model whose mixers are ours, or into
-    our own module.
+    """Load a checkpoint of safetensors: a transformers model with our mixers, or our own module.
 
     Weights in block-FP8 (``quant_method: fp8``), and integers of compressed-tensors, GPTQ and AWQ,
     stay as small as they are stored, with their scales.
 
     Names, shapes and dtypes are checked before the first weight is read. Then several threads read
-    the weights straight to where they are kept: of a shared model, what this rank keeps of it.
+    the weights straight to where they are kept; each rank reads only its part of a shared model.
 
     Args:
         path_or_id: a folder as ``save_pretrained`` writes it, or a hub id.
-        dtype: of the weights; "auto" takes the checkpoint's. Names as torch has them, or "bf16",
-            "fp16", "half" and the like.
-        device: where the weights go.
-        weights: "auto", as they are stored, or "int8" or "int4": made integers as they are read,
-            see ``quantize``; ``dtype`` is then what they are multiplied with.
-        group: of integers of 4 bits; see ``quantize``.
-        keep, eight_bits: names of modules whose weights stay as they are, or have 8 bits rather
-            than 4; see ``quantize``.
-        mtp: read the checkpoint's head that predicts further tokens too, which then drafts for the
-            model: ``Speculation("mtp")``. Of several heads, the first.
+        dtype: dtype of the weights; "auto" takes the checkpoint's. Names as torch has them, or
+            "bf16", "fp16", "half" and the like.
+        device: device that the weights go to.
+        weights: "auto": as they are stored; "int8" or "int4": quantized as they are read, see
+            ``quantize``. ``dtype`` is then that of the activations that they multiply.
+        group: numbers of a row that share a scale in INT4; see ``quantize``.
+        keep, eight_bits: names of modules whose weights stay as they are, or become INT8 rather
+            than INT4; see ``quantize``.
+        mtp: read the checkpoint's MTP head too, the first of several. It then drafts for the
+            model: ``Speculation("mtp")``.
         ranks: the processes that share the model, as by ``shard``; each of them makes this call.
-        experts: how they share a mixture of experts; see ``shard``.
+        experts: how the ranks share a mixture of experts; see ``shard``.
         vision: keep the tower of a multimodal checkpoint, as transformers has it, for images in
-            prompts; every rank has all of it. Without, the text part alone is loaded.
-        tables: where tables of n-gram embeddings go (Qwen4-Exp's are tens of GiB): "device", or
-            "host", to pinned memory of which a GPU reads the rows that a step names, in place.
+            prompts; every rank has all of it. Without ``vision``, the text part alone is loaded.
+        tables: place of tables of n-gram embeddings (Qwen4-Exp's are tens of GiB): "device", or
+            "host", pinned memory from which the GPU gathers the rows of a step in place.
 
     Raises:
-        TypeError: ``path_or_id`` is neither a text nor a path.
+        TypeError: ``path_or_id`` is neither a str nor a Path.
         UnsupportedError: the model type, a field of its config, the device or the dtype of stored
             weights is not known here; the ranks do not divide heads or widths; ``vision`` is asked
             of a model without a tower that is served, ``mtp`` of one without a known head, or both
@@ -147,7 +146,7 @@ def from_pretrained(
 
 
 def _tables_on_host(model: nn.Module, device: torch.device) -> frozenset[Tensor]:
-    """Return the tables that are to be elsewhere than on the device."""
+    """Find the tables that stay on the host; none where the device is the host."""
     found = [part.table for part in model.modules() if isinstance(part, NgramEmbedding)]
     if not found:
         raise UnsupportedError(
@@ -158,7 +157,7 @@ def _tables_on_host(model: nn.Module, device: torch.device) -> frozenset[Tensor]
 
 @contextmanager
 def _counted_room(device: torch.device) -> Iterator[None]:
-    """Raise CapacityError where there was room when it was counted, and others took it."""
+    """Raise CapacityError where other processes took memory after it was counted."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -176,7 +175,7 @@ def unread(
     vision: bool = False,
     mtp: bool = False,
 ) -> tuple[Checkpoint, HybridModel | Ring25]:
-    """Open a checkpoint by its headers, and make a model of its weights, of which none is read."""
+    """Open a checkpoint by its headers, and make a model with unread weights."""
     if vision and mtp:
         raise UnsupportedError("a model that is given images cannot have its MTP head: load either")
     folder, fields = _read_config(path_or_id)

@@ -29,7 +29,7 @@ def mamba_from(module: Any, spec: MambaSpec) -> Mamba:
 
 
 class MaskedMambaAdapter(LinearAttentionAdapter):
-    """A mixer that its decoder layer hands nothing but a mask, which is the step."""
+    """Our mixer for decoder layers that hand it a mask alone: the step comes as that mask."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, attention_mask: LayerStep, cache_params: None = None

@@ -16,7 +16,7 @@ from torch_hybrid.specs import Mamba2Spec
 def mamba2_spec(config: Any, *, gate: str) -> Mamba2Spec:
     """Return the spec of the Mamba2 layers, for configs that call their fields ``mamba_*``."""
     require(config, "hidden_act", config.hidden_act, ["silu"])
-    # None is no limit: steps are positive by themselves.
+    # None: no limit, as time steps are positive by themselves.
     dt_min, dt_max = config.time_step_limit or (0.0, float("inf"))
     return Mamba2Spec(
         num_heads=config.mamba_n_heads,

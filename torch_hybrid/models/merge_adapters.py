@@ -1,4 +1,4 @@
-"""Adapters of peft (LoRA and its kin), merged into the weights of the model that they adapt.
+"""Adapters of peft (LoRA and its variants), merged into the weights of the model that they adapt.
 
 Our mixers are made of a module's weights, beside which an unmerged adapter would be lost.
 """
@@ -15,15 +15,20 @@ from torch_hybrid.errors import UnsupportedError
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """The transformers model within ``model``, its active adapters merged in place, as
-    ``merge_and_unload`` of peft does; those that are switched off are left out.
+    """Merge the active adapters of a model in place, as peft's ``merge_and_unload`` does.
 
-    Takes a PeftModel, a transformers model with adapters, or one without.
+    Adapters that are switched off are left out.
+
+    Args:
+        model: a PeftModel, or a transformers model with or without adapters; it is changed.
+
+    Returns:
+        The transformers model within ``model``.
 
     Raises:
         UnsupportedError: an adapter changes no weights (prompt tuning, activated LoRA).
     """
-    if "peft" not in sys.modules:  # then nothing in the model is of peft
+    if "peft" not in sys.modules:  # then the model has no peft modules
         return model
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -66,7 +71,7 @@ def _untie(model: nn.Module) -> None:
 
 
 def _merged(name: str, wrapper: Any) -> nn.Module:
-    """What wrappers of peft wrap, one within another, their adapters merged."""
+    """Merge the adapters of nested peft wrappers, and return the module that they wrap."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 

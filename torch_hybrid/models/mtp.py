@@ -32,21 +32,22 @@ from torch_hybrid.models.checkpoint.content import Stored
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.specs import LayerTable, PreviousHiddenSpec
 
-_PARTS = ("fc", "embedding_norm", "hidden_norm", "norm")  # of an ``MtpHead`` and of a layout
-_FIELDS = ("num_hidden_layers", "layer_types", "mlp_layer_types")  # that say what layers there are
+_PARTS = ("fc", "embedding_norm", "hidden_norm", "norm")  # modules of a head, fields of a layout
+_FIELDS = ("num_hidden_layers", "layer_types", "mlp_layer_types")  # fields that list the layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpLayout:
-    """The place of a head in a family's checkpoints. In names, ``{first}`` and ``{last}`` stand for
-    the numbers of its first and last layer.
+    """The place of an MTP head in a family's checkpoints.
+
+    In names, ``{first}`` and ``{last}`` stand for the numbers of the head's first and last layer.
 
     Attributes:
         layers: beginning of the names of a layer's weights; ``{}`` is its number.
-        numbered_on: whether those numbers follow the model's own; else they begin at 0.
+        numbered_on: True where the head's numbers follow the model's own; else they begin at 0.
         fc, embedding_norm, hidden_norm, norm: modules around the layers.
         shared: modules that the head shares with the model: they are not read twice.
-        layer_types: of its layers, from the text config.
+        layer_types: function of the text config: types of the head's layers.
     """
 
     layers: str
@@ -76,12 +77,12 @@ class MtpHead(nn.Module):
     """A head and its layers, without the embedding and the output that are the model's.
 
     Args:
-        fc: from ``[embedding | hidden]`` to hidden.
-        embedding_norm, hidden_norm: before it.
-        layers: decoder layers of transformers, which were handed their steps.
-        norm: after them.
-        first_layer: number of the first in the model's table.
-        kinds: of their mixers.
+        fc: projection from ``[embedding | hidden]`` to hidden.
+        embedding_norm, hidden_norm: norms before ``fc``.
+        layers: decoder layers of transformers, with hooks that hand them the step.
+        norm: norm after the layers.
+        first_layer: number of the first of them in the model's table.
+        kinds: kinds of their mixers.
     """
 
     def __init__(
@@ -101,13 +102,13 @@ class MtpHead(nn.Module):
         self.first_layer, self.kinds = first_layer, kinds
 
     def forward(self, embedded: Tensor, hidden: Tensor, step: Step, **options: Any) -> Tensor:
-        """Predict what follows each token, as hidden states.
+        """Predict the token after each one, as hidden states for the model's head.
 
         Args:
-            embedded: [T, dim] of the tokens.
-            hidden: [T, dim] of the token before each, of the model or of the head.
-            step: whose caches hold the head's past; mutated as its plans say.
-            options: of the decoder layers.
+            embedded: [T, dim] embeddings of the tokens.
+            hidden: [T, dim] hidden states of the token before each, of the model or of the head.
+            step: step whose caches hold the head's past; they are mutated as its plans say.
+            options: further arguments of the decoder layers.
 
         Returns:
             [T, dim].
@@ -120,14 +121,17 @@ class MtpHead(nn.Module):
         return result.to(hidden.dtype)
 
     def before(self, hidden: Tensor, tokens: Tensor, step: Step) -> Tensor | None:
-        """Keep the last of ``hidden`` and ``tokens``. Return [T, dim] of the token before each,
-        if the head is to read the tokens of the step."""
+        """Keep the last hidden states and tokens of each sequence in the cache.
+
+        Returns:
+            [T, dim] hidden states of the token before each; None where the head does not read the
+            tokens of the step."""
         plan, cache = self._kept(step)
         before = previous_hidden(hidden, tokens, plan, cache)
         return before if plan.is_read else None
 
     def kept(self, tokens: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Return tokens, of which some were kept, and [T, dim] of the token before each."""
+        """Read kept tokens, and the hidden states [T, dim] before all tokens, from the cache."""
         return kept_hidden(tokens, *self._kept(step))
 
     def _kept(self, step: Step) -> tuple[PreviousHiddenPlan, LayerCache]:
@@ -154,7 +158,7 @@ def lengthened(config: Any, layout: MtpLayout | None) -> tuple[Any, int]:
         text.mlp_layer_types = [*text.mlp_layer_types, *["sparse"] * len(types)]
     if getattr(text, "layer_types", None):
         text.layer_types = [*text.layer_types, *types]
-    if text.num_hidden_layers == num_layers:  # where it does not follow from the types
+    if text.num_hidden_layers == num_layers:  # where the config does not derive it from the types
         text.num_hidden_layers = num_layers + len(types)
     return config, len(types)
 
@@ -174,13 +178,13 @@ def with_head(
     ``mtp``.
 
     Args:
-        checkpoint: of the model.
-        given: the same by the names in its files.
+        checkpoint: checkpoint of the model.
+        given: the same checkpoint by the names in its files.
         config: the text config, lengthened.
-        layout: of the family.
+        layout: layout of the family's heads.
 
     Raises:
-        ValueError: it has no head.
+        ValueError: the checkpoint has no MTP head.
     """
     num_head = len(layout.layer_types(config))
     num_layers = config.num_hidden_layers - num_head
@@ -229,9 +233,9 @@ def take_head(hf_model: Any, table: LayerTable, num_head: int) -> MtpHead:
     """Take the head out of a model of transformers, which then has its own layers alone.
 
     Args:
-        hf_model: whose last ``num_head`` layers and ``mtp`` are the head's; it is changed.
-        table: of all of them.
-        num_head: how many.
+        hf_model: model whose last ``num_head`` layers and ``mtp`` are the head's; it is changed.
+        table: mixers of all layers, the head's included.
+        num_head: number of the head's layers.
     """
     base, config = hf_model.base_model, hf_model.config
     first = len(base.layers) - num_head

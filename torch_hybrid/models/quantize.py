@@ -1,6 +1,6 @@
-"""Weights of a model as integers of 8 or 4 bits with scales, made of what a checkpoint has.
+"""Quantization of a model's weights to INT8 or INT4 with scales, in memory or as they are read.
 
-A weight is taken in stretches of its rows, so that of one that is read little is ever held in full
+A weight is quantized some rows at a time, so that little of an unread weight is ever held in full
 precision.
 """
 
@@ -33,16 +33,16 @@ from torch_hybrid.ops.formats.stored_weights import WITH_SCALES
 from torch_hybrid.ranks import SummedLinear, SumOverRanks
 
 WEIGHTS = {"int8": INT8, "int4": INT4}
-# What stays as it is, by the names of modules: embeddings, of which a step reads a few rows,
-# routers, which are small and decide, and a tower, which is transformers' own.
-# benchmarks/figures/quantization.md has what was measured of these and of others.
+# Names of modules that are not quantized: embeddings, of which a step reads a few rows, routers,
+# which are small and choose the experts, and a tower, whose modules are transformers' own.
+# benchmarks/figures/quantization.md has the measurements.
 KEPT = ("*embed*", "*router*", "*gate", "*.gate.*", "vision.*")
-# What has 8 bits where others have 4.
+# Names of modules that become INT8 where others become INT4.
 EIGHT_BITS = ("*head", "*k_proj", "*v_proj", "*o_proj", "*out_proj")
 
-_STRETCH_BYTES = 64 << 20
+_STRETCH_BYTES = 64 << 20  # of the rows that are quantized at once
 
-# Rows [first, first + count) of a weight, wherever it is.
+# Reads rows [first, first + count) of a weight, in memory or from files.
 ReadRows = Callable[[Tensor, int, int], Tensor]
 
 
@@ -55,25 +55,25 @@ def quantize(
     keep: Sequence[str] = KEPT,
     eight_bits: Sequence[str] = EIGHT_BITS,
 ) -> None:
-    """Make integers with scales of the weights of a model in memory, one weight after the other.
+    """Quantize the weights of a model in memory to INT8 or INT4, one weight after the other.
 
-    Of 8 bits, a row of a weight has one scale; of 4 bits, each ``group`` numbers of a row have one.
-    Linear layers and experts are changed. Products then read so much less memory; what they
-    multiply with is not rounded.
+    In INT8, each row of a weight has one scale; in INT4, each ``group`` numbers of a row have one.
+    Linear layers, embeddings and experts are quantized. Their GEMMs then read that much less
+    memory; activations are not rounded.
 
     Args:
-        model: before a runner is made of it.
+        model: model without a runner; it is changed.
         weights: "int8" or "int4".
-        group: 32, 64 or 128; of 4 bits alone.
-        keep: names of modules that stay as they are, as patterns; by default embeddings, routers
-            and a tower. With ``()`` everything is changed.
-        eight_bits: names of modules that have 8 bits where ``weights`` is "int4"; by default the
-            head, the outputs of mixers, and keys and values of attention.
+        group: numbers of a row that share a scale in INT4: 32, 64 or 128.
+        keep: patterns of names of modules that are not quantized; by default embeddings, routers
+            and a tower. With ``()`` all are quantized.
+        eight_bits: patterns of names of modules that become INT8 where ``weights`` is "int4"; by
+            default the head, the outputs of mixers, and keys and values of attention.
 
     Raises:
         ValueError: ``weights`` or ``group`` is none of these, or a group does not divide the rows
             of a weight.
-        UnsupportedError: the model has such weights, or others with scales, already.
+        UnsupportedError: the model has quantized weights already.
     """
     check_weights(weights, group, others=())
     plan = plan_integers(model, weights, group=group, keep=keep, eight_bits=eight_bits)
@@ -86,12 +86,12 @@ def quantize(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationPlan:
-    """What becomes of a model's weights.
+    """The weights of a model that are to be quantized, and the tensors that replace them.
 
     Attributes:
-        modules: whose weights become integers, by their names.
-        shapes: of the numbers of each of their weights, and of its scales.
-        group: numbers of 4 bits that share a scale.
+        modules: names and modules whose weights are quantized.
+        shapes: shapes and dtypes of the numbers of each weight, then of its scales.
+        group: numbers of a row that share a scale in INT4.
     """
 
     modules: list[tuple[str, nn.Module]]
@@ -100,7 +100,7 @@ class QuantizationPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of all numbers and scales."""
+        """Bytes of all numbers and scales."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes)
 
 
@@ -112,7 +112,7 @@ def plan_integers(
     keep: Sequence[str] = KEPT,
     eight_bits: Sequence[str] = EIGHT_BITS,
 ) -> QuantizationPlan:
-    """Which weights of a model become integers, in memory or unread.
+    """Choose the weights of a model to quantize, in memory or unread.
 
     Raises:
         ValueError, UnsupportedError: as ``quantize``.
@@ -137,7 +137,7 @@ def quantize_unread(
     *,
     label: str = "loading",
 ) -> None:
-    """Make integers of weights that have not been read, on ``device``; the others stay unread."""
+    """Quantize the unread weights of a plan on ``device``; all others stay unread."""
 
     def read(weight: Tensor, first: int, count: int) -> Tensor:
         return read_rows(weight, first, count, checkpoint, device)
@@ -146,7 +146,7 @@ def quantize_unread(
 
 
 def check_weights(weights: str, group: int, *, others: tuple[str, ...] = ("auto",)) -> None:
-    """Raise ValueError unless such weights can be made, or are one of ``others``."""
+    """Raise ValueError unless ``weights`` and ``group`` are known; ``others`` are known too."""
     if weights not in (*others, *WEIGHTS):
         raise ValueError(f"weights must be one of {[*others, *WEIGHTS]}, got {weights!r}")
     if group not in GROUPS:
@@ -154,7 +154,7 @@ def check_weights(weights: str, group: int, *, others: tuple[str, ...] = ("auto"
 
 
 def _refuse_with_scales(model: nn.Module) -> None:
-    """Raise UnsupportedError where weights have scales already."""
+    """Raise UnsupportedError where weights are quantized already."""
     for name, module in model.named_modules():
         for key, weight in module.named_parameters(recurse=False):
             if weight.dtype in WITH_SCALES:
@@ -163,7 +163,7 @@ def _refuse_with_scales(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """As what each weight is to be stored."""
+    """The format in which each weight is to be stored, by the name of its module."""
 
     dtype: torch.dtype
     group: int
@@ -171,14 +171,14 @@ class _Stored:
     eight_bits: tuple[str, ...]
 
     def dtype_of(self, name: str) -> torch.dtype | None:
-        """Of the numbers of a module; None where it stays as it is."""
+        """Choose the dtype of a module's numbers; None where it is not quantized."""
         if any(fnmatchcase(name, pattern) for pattern in self.keep):
             return None
         is_larger = any(fnmatchcase(name, pattern) for pattern in self.eight_bits)
         return INT8 if is_larger else self.dtype
 
     def shapes(self, name: str, weight: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """The shapes and dtypes of the numbers of a weight, and of its scales."""
+        """Calculate the shapes and dtypes of a weight's numbers and of its scales."""
         *rows, depth = weight.shape
         dtype = self.dtype_of(name)
         if dtype == INT8:
@@ -202,7 +202,7 @@ def _make_integers(
     memory = iter(weight_memory(plan.shapes, device))
     parents = _parents_of(model)
     todo = list(plan.modules)
-    plan.modules.clear()  # what is held by nothing else is freed when it is done
+    plan.modules.clear()  # so that each old weight is freed once it is quantized
     with progress_bar(sum(w.nbytes for _, m in todo for w in _weights_of(m)), label) as bar:
         while todo:
             _, module = todo.pop(0)
@@ -233,10 +233,10 @@ def _replace(
 
 
 def _chosen(model: nn.Module, stored: _Stored) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose weights become integers, by their names."""
+    """Find the modules whose weights are to be quantized, with their names."""
     taken_apart = read_by_weight(model)
     for path, module in model.named_modules():
-        name = path.removesuffix(".part")  # of a stretch of the vocabulary that a rank has
+        name = path.removesuffix(".part")  # the rank's part of the vocabulary
         is_taken = type(module) in (nn.Linear, SummedLinear, nn.Embedding, FusedExperts)
         if is_taken and stored.dtype_of(name) is not None and module not in taken_apart:
             yield name, module

@@ -1,4 +1,4 @@
-"""What is said of weights that somebody else has quantized, and that are not served."""
+"""Refusals of weights that other libraries have quantized and that are not served."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch_hybrid.errors import UnsupportedError
 
 _INSTEAD = "; weights='int8' or 'int4' makes integers of a checkpoint of floats as it is read"
-# By what configs call them.
+# Reasons by the names of methods in configs.
 _REASONS = {
     "bitsandbytes": "its numbers of 4 bits are picked from a table (NF4)",
     "hqq": "its groups have zero points",
@@ -19,7 +19,7 @@ _REASONS = {
     "mxfp4": "it has 4-bit floats with a power of two for each 32",
     "torchao": "it keeps weights in tensors of its own classes",
 }
-# Those of which checkpoints are read: see ``stored_formats.py``.
+# Methods whose checkpoints are read: see ``stored_formats.py``.
 _READ = ("awq", "compressed-tensors", "gptq")
 # Libraries whose layers or tensors hold quantized weights, by their packages.
 _PACKAGES = {
@@ -34,7 +34,7 @@ _PACKAGES = {
 
 
 def refuse_method(model_type: str, quantization: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for what a config's ``quantization_config`` says."""
+    """Raise UnsupportedError for the method of a config's ``quantization_config``."""
     method = quantization.get("quant_method")
     given = f"{model_type}: checkpoints of this quantization are not served, got {method!r}"
     reason = f": {_REASONS[method]}" if method in _REASONS else ""
@@ -42,7 +42,7 @@ def refuse_method(model_type: str, quantization: Mapping[str, Any]) -> None:
 
 
 def refuse_gguf(path: str) -> None:
-    """Raise UnsupportedError where a path is that of a GGUF file, or of a folder of such alone."""
+    """Raise UnsupportedError where a path is a GGUF file, or a folder of GGUF files alone."""
     folder = Path(path)
     is_file = folder.suffix == ".gguf"
     is_folder = folder.is_dir() and any(folder.glob("*.gguf")) and not any(folder.glob("*.json"))
@@ -54,7 +54,7 @@ def refuse_gguf(path: str) -> None:
 
 
 def refuse_modules(model: nn.Module) -> None:
-    """Raise UnsupportedError where a layer or a weight is of a library that quantizes."""
+    """Raise UnsupportedError where a layer or a weight has a class of a quantization library."""
     for name, module in model.named_modules():
         for what in (module, *module.parameters(recurse=False)):
             package = type(what).__module__.partition(".")[0]

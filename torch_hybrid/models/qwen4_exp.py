@@ -24,7 +24,7 @@ from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH
 from torch_hybrid.specs import IndexedAttentionSpec, LayerSpec, NgramSpec
 
-# Whose reciprocals are exact in any dtype, and which a convolution can hold.
+# Sizes whose reciprocals are exact in any dtype, and that fit a convolution's width.
 _BLOCK_SIZES = (2, 4, 8, 16)
 
 
@@ -117,7 +117,7 @@ class _IndexedAttentionAdapter(LinearAttentionAdapter):
 
 
 class _NgramAdapter(LinearAttentionAdapter):
-    """Our per-layer embedding in the place of the model's, which is handed no options."""
+    """Our per-layer embedding in the place of the model's, which gets no options from its layer."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, tokens: Tensor, step: LayerStep, conv_mask: None = None

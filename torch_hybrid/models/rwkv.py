@@ -81,11 +81,12 @@ class RwkvFamily(Family):
         return [(time_mix, channel_mix)] * config.num_hidden_layers
 
     def backbone(self, model: Any) -> Backbone:
-        """Halve the residual after every ``rescale_every`` layers, and all that later layers add to
-        it: norms see the same but for their eps."""
+        """Halve the residual after every ``rescale_every`` layers, and the outputs of later layers.
+
+        Norms give the same as without, but for their eps."""
         every, layers = model.config.rescale_every, []
         for number, block in enumerate(model.blocks):
-            if every > 0 and not model.layers_are_rescaled:  # as its first forward would do
+            if every > 0 and not model.layers_are_rescaled:  # else its first forward does it
                 _divide(block.attention.output, 2 ** (number // every))
                 _divide(block.feed_forward.value, 2 ** (number // every))
             is_last_of_some = every > 0 and (number + 1) % every == 0

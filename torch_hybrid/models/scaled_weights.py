@@ -1,7 +1,7 @@
-"""Models of checkpoints that are quantized: layers that keep weights as they are stored.
+"""Layers that keep the weights of a quantized checkpoint as they are stored.
 
-Adapters and ``cut`` take unread weights with scales as what they are worth. Once it is known what a
-model keeps, ``hold_scales`` puts layers in their place that keep numbers and scales.
+Adapters and ``cut`` see the dequantized shape and dtype of unread weights with scales. Afterwards
+``hold_scales`` replaces the layers of such weights by layers that keep numbers and scales.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch_hybrid.ranks import SummedLinear, SumOverRanks
 
 
 def hold_scales(model: nn.Module) -> None:
-    """Keep unread weights that have scales as they are stored, where their layers multiply such.
+    """Replace layers of unread weights with scales by layers that keep them as they are stored.
 
-    Others are widened as they are read: those of ``kv_b_proj``, which attention over latents takes
-    apart, and rows of integers that are cut within the words that hold them.
+    Other weights are dequantized as they are read: those of ``kv_b_proj``, which MLA takes apart,
+    and integers that are cut within rows that share an int32 word.
 
     Raises:
-        UnsupportedError: weights are cut within blocks or groups; or nothing multiplies such on the
-            device.
+        UnsupportedError: weights are cut within blocks or groups; or no op multiplies their format
+            on the device.
     """
     widened = read_by_weight(model)
     for module in list(model.modules()):
         if isinstance(module, FusedExperts) and has_scales(module.down_proj):
             _hold_experts(module)
         for name, child in list(module.named_children()):
-            # Of a subclass (torch's own attention has one) others may read the weight as well.
+            # Other modules may read the weight of a subclass (torch's own attention has one).
             if not isinstance(child, nn.Linear) or type(child) not in (nn.Linear, SummedLinear):
                 continue
             if child not in widened and has_scales(child.weight):
@@ -53,7 +53,7 @@ def _hold_experts(experts: FusedExperts) -> None:
 
 
 def _held(linear: nn.Linear) -> nn.Module:
-    """A layer that computes what a linear one does, of numbers and scales."""
+    """Make the layer that computes what a linear one does from its weight as it is stored."""
     weight = linear.weight
     assert isinstance(weight, Unread)
     parts = stretches(weight)

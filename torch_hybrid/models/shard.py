@@ -1,18 +1,18 @@
 """Tensor parallelism: a model of which each rank holds some heads and a part of every MLP.
 
-What is cut, by the names that transformers gives to projections:
+Cuts, by the names that transformers gives to projections:
 
     attention, MLA    q, k, v: rows by head (of MLA: the queries' and ``kv_b_proj``'s; latents are
                       whole on every rank); o: columns, and a sum over the ranks
     our own mixers    as their ``shard`` says: each of the blocks of a projection on its own
     MLP               gate and up: rows; down: columns
     experts           the same in every expert, or whole experts (``experts="all_to_all"``)
-    low-rank adapters their second factor, as the rows of what they adapt
-    embedding, head   a stretch of the vocabulary; whole where the ranks do not divide it
-    norms, routers, embeddings of n-grams, what mixes residual streams, convolves branches, or
-                      carries a block's output into another: whole on every rank
+    low-rank adapters their second factor, as the rows of the layer that they adapt
+    embedding, head   consecutive rows of the vocabulary; whole where the ranks do not divide it
+    norms, routers, embeddings of n-grams, and modules that mix residual streams, convolve
+                      branches, or carry a block's output into another: whole on every rank
 
-A layer of feed-forward sums once, at its end: what a shared expert and the others add up to. Linear
+A feed-forward layer has one all-reduce, at its end: of the sum of shared and routed experts. Linear
 layers that blocks of several decoder layers share are cut once, and stay shared.
 """
 
@@ -39,15 +39,15 @@ from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerEntry, PreviousHi
 M = TypeVar("M", HybridModel, Ring25)
 Experts = Literal["tensor", "all_to_all"]
 Cut = Callable[[Any], nn.Module]  # a module to this rank's part of it
-Done = dict[nn.Module, nn.Module]  # what became of each: several layers may share one
+Done = dict[nn.Module, nn.Module]  # the part of each module: several layers may share one
 Part = tuple[nn.Module, str]  # a module, and the name of a child
-# Children of a decoder layer that mix the residual streams, convolve the output of attention, or
-# carry that of a block that layers share to the next mixer: every rank has them.
+# Children of a decoder layer that every rank has whole. They mix the residual streams, convolve the
+# output of attention, or carry the output of a shared block to the next mixer.
 _WHOLE_CHILDREN = frozenset(
     {"attn_hyper_connection", "mlp_hyper_connection", "attn_hc", "ffn_hc", "attn_sconv", "linear"}
     | {"attention_input", "mlp_input", "post_attention_convolution"}
 )
-# Those that have mixers and MLPs of the layer.
+# Children of a decoder layer that hold its mixers and MLPs.
 _HOLDERS = frozenset({"mamba_decoder", "shared_transformer", "shared_transf"})
 
 
@@ -55,12 +55,13 @@ _HOLDERS = frozenset({"mamba_decoder", "shared_transformer", "shared_transf"})
 def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts = "tensor") -> M:
     """Keep this rank's part of a model, which the ranks of a group then run together.
 
-    Every rank calls it on a model of its own, with the same weights, and afterwards makes the same
-    calls with the same batches (``Agreement`` checks that). Logits are the same on every rank.
+    Every rank calls ``shard`` on a model of its own, with the same weights. Afterwards all ranks
+    make the same calls with the same batches, which ``Agreement`` checks. Logits are the same on
+    every rank.
 
     Args:
-        model: from ``from_pretrained`` or ``adapt``. It is changed, and of no use after an error.
-        group: the ranks; by default all of ``torch.distributed``.
+        model: from ``from_pretrained`` or ``adapt``. It is changed, and unusable after an error.
+        group: process group of the ranks; by default all of ``torch.distributed``.
         experts: "tensor" cuts every expert of a mixture; "all_to_all" gives each rank whole
             experts, to which the ranks send their tokens.
 
@@ -69,7 +70,7 @@ def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts 
 
     Raises:
         UnsupportedError: the number of ranks does not divide heads or widths, or a module has
-            weights of which nothing is known here.
+            weights and no known cut.
         ValueError: ``experts`` is another word, the model was sharded before, or
             ``torch.distributed`` is not initialised.
     """
@@ -101,7 +102,7 @@ def _has_scales(module: nn.Module) -> bool:
 
 
 def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
-    """Keep the part of one of the ranks, of weights that may be unread.
+    """Keep the part of one rank of a model, whose weights may be unread.
 
     Raises:
         UnsupportedError: as ``shard`` does.
@@ -155,7 +156,7 @@ def _shard_vocabulary(model: HybridModel | Ring25, ranks: Ranks) -> None:
 
 
 def _parts(layer: nn.Module) -> Iterator[Part]:
-    """The children of a decoder layer, and those of what holds some."""
+    """Visit the children of a decoder layer; those in ``_HOLDERS`` give their own children."""
     for name, child in layer.named_children():
         if name in _HOLDERS:
             yield from _parts(child)
@@ -164,7 +165,9 @@ def _parts(layer: nn.Module) -> Iterator[Part]:
 
 
 def _mixer_of(parts: list[Part], attribute: str | None) -> Part | None:
-    """The mixer of this name, or attention; None where attention has it, and is cut with it."""
+    """Find the mixer of this name, or attention without a name.
+
+    None where the mixer is a child of attention, and is cut with that."""
     if attribute is not None:
         found = next((part for part in parts if part[1] == attribute), None)
         children = (holder.get_submodule(name)._modules for holder, name in parts)
@@ -200,7 +203,7 @@ def _shard_feed_forward(
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
-    """This process among those of a group; by default, of all.
+    """Return the rank of this process among those of a group; by default, of all processes.
 
     Raises:
         ValueError: ``torch.distributed`` is not initialised.
@@ -236,7 +239,7 @@ def _whole(module: nn.Module) -> nn.Module:
 
 
 def _in_adapters(rows: Cut) -> Cut:
-    """Low-rank adapters beside a layer of which ``rows`` keeps some."""
+    """Make the cut of low-rank adapters from that of the layer that they adapt, by rows."""
 
     def cut(adapters: nn.ModuleList) -> nn.Module:
         for adapter in adapters:
@@ -255,7 +258,7 @@ def _attention_cuts(spec: AttentionSpec, ranks: Ranks) -> Mapping[str, Cut]:
         return ranks.summed_columns(linear, spec.num_q_heads)
 
     def norm(num_heads: int) -> Cut:
-        """Of each head by itself, or of all heads together (OLMo)."""
+        """Make the cut of a norm over each head by itself, or over all heads together (OLMo)."""
 
         def cut(norm: Any) -> nn.Module:
             width = norm.weight.numel()
@@ -310,7 +313,7 @@ def _latent_cuts(module: Any, spec: LatentSpec, ranks: Ranks) -> Mapping[str, Cu
 
 
 def _feed_forward_cuts(ranks: Ranks, experts: Experts, done: Done) -> Mapping[str, Cut]:
-    """Of MLPs and of mixtures of experts. What each rank computes is to be summed."""
+    """Define the cuts of MLPs and mixtures of experts; the ranks' outputs are to be summed."""
 
     def rows(linear: nn.Linear, num_blocks: int = 1) -> nn.Module:
         width = linear.out_features // num_blocks

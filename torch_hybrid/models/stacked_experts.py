@@ -1,8 +1,8 @@
 """Experts that a checkpoint has one by one, stacked before transformers' loader sees them.
 
-It looks up every name, and copies a converter for it: with a tensor for each expert that takes as
-long as to read their bytes. Names of experts differ by a number alone, so a stack of all of them is
-handed on under the first one's.
+The loader looks up every name, and copies a converter for it. With a tensor for each expert, that
+takes as long as reading their bytes. Names of experts differ by a number alone, so the loader is
+handed one stack of all experts under the name of the first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 
 class _Stacked(MergeModulelist):  # type: ignore[misc]
-    """What merges experts, where those of one kind may come merged."""
+    """The merge of experts, for tensors that may already be a stack of all experts."""
 
     def convert(self, input_dict: dict[str, list[Tensor]], *args: Any, **options: Any) -> Any:
         given = {
@@ -40,12 +40,15 @@ class _Stacked(MergeModulelist):  # type: ignore[misc]
 def stack_experts(
     tensors: Mapping[str, Tensor], mapping: Sequence[WeightConverter | WeightRenaming]
 ) -> dict[str, Tensor]:
-    """Tensors of a checkpoint, with those of experts stacked that a converter would stack first,
-    where they have one dtype.
+    """Stack the tensors of experts that a converter would stack first, where they have one dtype.
 
     Args:
-        tensors: by name.
-        mapping: how they get to a model, for this one alone: converters are told what they get.
+        tensors: tensors of a checkpoint, by name.
+        mapping: transformers' entries from these names to the model's. Converters are changed to
+            expect stacks, so the mapping is of use for this load alone.
+
+    Returns:
+        All tensors by name, each stack under the name of its first expert.
     """
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -68,8 +71,9 @@ def stack_experts(
 
 
 def check_experts(checkpoint: Checkpoint) -> None:
-    """Name the tensors of experts that are missing beside others, or of another shape than those:
-    joined to one weight they would have no names."""
+    """Raise ValueError, with their names, for experts' tensors that are missing or differ in shape.
+
+    After they are stacked, a single expert has no name to report."""
     names_by_kind = _names_by_kind(checkpoint.tensors)
     counts: Mapping[str, set[int]] = defaultdict(set)
     for (mixture, _), of_kind in names_by_kind.items():
@@ -89,7 +93,7 @@ def check_experts(checkpoint: Checkpoint) -> None:
 
 
 def _names_by_kind(names: Iterable[str]) -> Mapping[tuple[str, str], dict[int, str]]:
-    """Names of tensors of experts by expert, for each layer's experts and each of their weights."""
+    """Group the names of experts' tensors by mixture and weight, then by the expert's number."""
     found: Mapping[tuple[str, str], dict[int, str]] = defaultdict(dict)
     for name in names:
         if match := _OF_EXPERT.fullmatch(name):

@@ -1,4 +1,4 @@
-"""What the config of a quantized checkpoint says of its weights, and which of it is served."""
+"""The stored formats of quantized checkpoints, by their configs, and refusals of all others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch_hybrid.models.checkpoint.packed_tensors import Scheme, with_packed_in
 from torch_hybrid.models.quantized import refuse_method
 from torch_hybrid.ops.formats.block_scales import BLOCK
 
-# A checkpoint to the same one, where a weight is one tensor.
+# Maps a checkpoint to the same one with one tensor for each weight.
 AsWeights = Callable[[Checkpoint], Checkpoint]
 _Fields = Mapping[str, Any]
 
 
 def as_weights(model_type: str, quantization: _Fields) -> AsWeights:
-    """How tensors of a checkpoint make weights, by its config's ``quantization_config``.
+    """Choose the function that makes weights of stored tensors, by the ``quantization_config``.
 
     Raises:
         UnsupportedError: the method, or a field of it, is not known here.
@@ -39,7 +39,7 @@ def as_weights(model_type: str, quantization: _Fields) -> AsWeights:
 
 
 def _check_block_fp8(model_type: str, fields: _Fields) -> None:
-    """Weights have blocks of 128 x 128, and activations are rounded by what they are."""
+    """Check that weights have blocks of 128 x 128, and activations are quantized dynamically."""
     check = partial(_check, model_type, fields)
     check("weight_block_size", [BLOCK, BLOCK])
     check("activation_scheme", "dynamic")
@@ -55,7 +55,7 @@ def _check(
     inside: str = "",
     why: str = "",
 ) -> Any:
-    """The value of a field, which is one of some."""
+    """Return the value of a config field; raise UnsupportedError unless it is allowed."""
     given = fields.get(name, default)
     if given in allowed:
         return given
@@ -69,7 +69,7 @@ def _check(
 def _check_known(
     model_type: str, fields: _Fields, known: Collection[str], *, inside: str = ""
 ) -> None:
-    """Refuse fields that say something else than is known here."""
+    """Raise UnsupportedError for config fields that are not known here."""
     if unknown := sorted(fields.keys() - set(known)):
         names = ", ".join(f"quantization_config.{inside}{name}" for name in unknown)
         raise UnsupportedError(f"{model_type}: config fields that are not known here: {names}")
@@ -83,7 +83,7 @@ _CT_SAYS |= {"global_compression_ratio", "version"}  # nothing about weights
 _CT_GROUP_SAYS = {"format", "input_activations", "output_activations", "targets", "weights"}
 _CT_WEIGHTS_SAY = {"actorder", "block_structure", "dynamic", "group_size", "num_bits", "strategy"}
 _CT_WEIGHTS_SAY |= {"symmetric", "type", "scale_dtype", "zp_dtype"}
-_CT_WEIGHTS_SAY |= {"observer", "observer_kwargs"}  # how scales were found
+_CT_WEIGHTS_SAY |= {"observer", "observer_kwargs"}  # settings of the quantization itself
 
 
 def _compressed_tensors(model_type: str, fields: _Fields) -> Scheme:
@@ -138,7 +138,7 @@ def _compressed_group(model_type: str, inside: str, group: _Fields, format_: str
 
 _GPTQ_SAYS = {"bits", "checkpoint_format", "desc_act", "dynamic", "group_size", "pack_dtype"}
 _GPTQ_SAYS |= {"quant_method", "sym", "format", "is_marlin_format"}
-# How numbers were found, and how others run them.
+# Settings of the quantization itself, and of other runtimes.
 _GPTQ_SAYS |= {"act_group_aware", "backend", "batch_size", "block_name_to_quantize"}
 _GPTQ_SAYS |= {"cache_block_outputs", "cache_examples_on_gpu", "damp_auto_increment"}
 _GPTQ_SAYS |= {"damp_percent", "dataset", "disable_exllama", "exllama_config", "lm_head"}
@@ -173,7 +173,7 @@ def _gptq(model_type: str, fields: _Fields) -> Scheme:
 
 _AWQ_SAYS = {"bits", "group_size", "modules_to_not_convert", "quant_method", "version"}
 _AWQ_SAYS |= {"zero_point", "format", "sym", "desc_act", "lm_head", "pack_dtype"}
-# How others run them.
+# Settings of other runtimes.
 _AWQ_SAYS |= {"backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"}
 _AWQ_SAYS |= {"checkpoint_format", "meta"}
 

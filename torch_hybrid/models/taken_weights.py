@@ -1,4 +1,4 @@
-"""What is asked of modules of which only the weights are taken: that the weights say all."""
+"""A check of modules of which only the weights are taken: their class and weights must say all."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
 
-# Where the modules of a transformers model come from. Those of fla are norms that it takes on GPUs.
+# Packages of the modules of a transformers model; fla has norms that transformers takes on GPUs.
 _KNOWN = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "fla.")
 
 
 def check_weights_say_all(name: str, module: nn.Module) -> None:
-    """Refuse a module, or a part of it, that computes something else than its class and weights
-    say: a subclass, a quantized or otherwise wrapped layer, one with hooks.
+    """Refuse a module of which a part computes something else than its class and weights say.
+
+    Such a part is a subclass, a quantized or otherwise wrapped layer, or a layer with hooks.
 
     Raises:
-        UnsupportedError: names the part and what it is.
+        UnsupportedError: there is such a part; the error names it.
     """
     for path, part in module.named_modules(prefix=name):
         if (what := _what_else(part) or _other_weight(part)) is not None:
@@ -26,7 +27,7 @@ def check_weights_say_all(name: str, module: nn.Module) -> None:
 
 
 def weights_say_all(module: nn.Module) -> bool:
-    """Whether a module computes what its class and weights say, which may be unread."""
+    """Tell whether a module computes what its class and weights say; weights may be unread."""
     return all(_what_else(part) is None for part in module.modules())
 
 

@@ -33,7 +33,7 @@ def no_tower(model_type: str) -> str:
 
 
 def text_and_tower(hf_model: Any, family: Family) -> tuple[Any, Tower]:
-    """Part a multimodal model into its language model and the rest."""
+    """Separate a multimodal model into its language model and its tower; the model is changed."""
     text = text_part(hf_model, family)
     rest = hf_model.model
     del rest.language_model

@@ -1,8 +1,8 @@
-"""The tower of a multimodal model: transformers' own modules, which make rows of images.
+"""The tower of a multimodal model: transformers' own modules, which embed images and videos.
 
-A prompt has a placeholder for each row that its images come to; the rows stand in the place of the
-placeholders' embeddings. Nothing of a tower is compiled: it runs beside the steps. On a GPU its
-convolutions of float32 are of TF32 where torch lets cuDNN have that, which is the default.
+A prompt has a placeholder token for each row of an image's embeddings; that row replaces the
+placeholder's own embedding. A tower is not compiled: it runs beside the steps. On a GPU its
+float32 convolutions use TF32 where torch allows cuDNN to, which is the default.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Inputs = Mapping[str, Tensor]  # of a tower, by the names that a processor gives them
+Inputs = Mapping[str, Tensor]  # a tower's inputs, by the names that a processor gives them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modality:
-    """How images, or videos, come from a processor and go to a tower.
+    """One kind of a tower's inputs, images or videos: names of their tensors and tokens.
 
     Attributes:
-        name: of one of them, for messages.
-        inputs: names of what the processor returns, as the tower takes them: pixels, the sizes of
-            each image in patches, and what else there is for each.
-        num_sizes: numbers in the sizes of an image.
-        is_packed: pixels of all images lie one after the other, a patch in each row; else each
-            image has an entry, padded to the size of the largest.
-        placeholder: the config's field of the token that stands for a row.
-        span: its fields of the tokens that begin and end one, where placeholders of several kinds
-            are one token: those within such a span are of this kind, and of no other.
-        features: the method of transformers' module that makes the rows.
-        merge: of a config, how many patches come to a row, along each side.
+        name: name of the kind, for messages.
+        inputs: names of the processor's outputs, in the order in which the tower takes them:
+            pixels, the sizes of each image in patches, and other tensors with a row for each.
+        num_sizes: count of numbers in the sizes of an image.
+        is_packed: True where each row of the pixels is a patch, image after image; else each
+            image has a row, padded to the size of the largest.
+        placeholder: config field of the placeholder token.
+        span: config fields of the tokens that begin and end a video, where images and videos have
+            the same placeholder; placeholders within a span are of this kind alone.
+        features: method of transformers' module that computes the embeddings.
+        merge: function of a config: patches that become one row, along each side.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Modality:
 
 
 def grids_of_patches(kind: str, pixels: str) -> Modality:
-    """What the processors of Qwen's models return of one kind, "image" or "video"."""
+    """Describe the outputs of Qwen's processors for one kind, "image" or "video"."""
     return Modality(
         name=kind,
         inputs=(pixels, f"{kind}_grid_thw"),
@@ -85,12 +85,12 @@ TILES = (
 
 
 class Tower(nn.Module):
-    """Makes rows of the images of a prompt.
+    """The tower of a model, which embeds the images and videos of a prompt.
 
     Args:
-        module: of transformers, without its language model.
-        modalities: that the model takes.
-        has_positions: whether tokens have 3-D positions, which images move.
+        module: multimodal model of transformers, without its language model.
+        modalities: kinds of inputs that the model takes.
+        has_positions: True where tokens have 3-D positions, which depend on images.
     """
 
     def __init__(self, module: Any, modalities: Sequence[Modality], *, has_positions: bool) -> None:
@@ -101,18 +101,17 @@ class Tower(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the tower's weights."""
         device: torch.device = next(self.module.parameters()).device
         return device
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """Of all that the tower takes."""
+        """Names of all inputs that the tower takes."""
         return tuple(name for modality in self.modalities for name in modality.inputs)
 
     def check(self, tokens: Sequence[int], inputs: Inputs) -> None:
-        """Raise ValueError unless inputs are whole and come to as many rows as there are
-        placeholders among the tokens of the prompt."""
+        """Raise ValueError unless inputs are complete and give a row to each placeholder token."""
         for modality in self.modalities:
             given = [name for name in modality.inputs if name in inputs]
             if not given:
@@ -143,12 +142,12 @@ class Tower(nn.Module):
                 )
 
     def places(self, tokens: Sequence[int], inputs: Inputs) -> list[int]:
-        """Which tokens of a prompt are placeholders of what it has, ascending."""
+        """Find the placeholders of a prompt's images and videos: indices of tokens, ascending."""
         return sorted(place for _, own in self._places_of_each(tokens, inputs) for place in own)
 
     @torch.inference_mode()
     def rows(self, tokens: Sequence[int], inputs: Inputs) -> Tensor:
-        """[K, dim] a row for each of the ``places`` of a prompt, on the model's device."""
+        """Compute the embeddings [K, dim] of the ``places`` of a prompt, on the model's device."""
         places: list[int] = []
         found: list[Tensor] = []
         for modality, own in self._places_of_each(tokens, inputs):
@@ -162,8 +161,10 @@ class Tower(nn.Module):
         return torch.cat(found)[in_order.to(found[0].device)]
 
     def positions(self, tokens: Sequence[int], inputs: Inputs) -> tuple[Tensor, int]:
-        """[3, tokens] rotary positions of a prompt, as transformers counts them, and by how much
-        those of later tokens are more than their number."""
+        """Compute the rotary positions [3, tokens] of a prompt, as transformers counts them.
+
+        Returns:
+            The positions, and the difference of later tokens' positions from their indices."""
         ids = torch.tensor([[*tokens]], dtype=torch.int64, device="cpu")
         kinds = torch.zeros_like(ids)
         sizes = {}
@@ -176,8 +177,11 @@ class Tower(nn.Module):
     def digests(
         self, tokens: Sequence[int], inputs: Inputs
     ) -> list[tuple[list[int], list[tuple[bytes, int]]]]:
-        """Of each kind, the places of a prompt, and its images in order: a digest of their content,
-        and their rows."""
+        """Hash the images and videos of a prompt.
+
+        Returns:
+            For each kind, its placeholders' places, and its images in order: a digest of each
+            image's content, and the number of its rows."""
         found = []
         for modality, places in self._places_of_each(tokens, inputs):
             counts = self._num_rows(modality, inputs)
@@ -190,7 +194,7 @@ class Tower(nn.Module):
     def _places_of_each(
         self, tokens: Sequence[int], inputs: Inputs
     ) -> list[tuple[Modality, list[int]]]:
-        """What is given of a prompt, and where its placeholders are."""
+        """Find the kinds that a prompt has, each with the places of its placeholders."""
         return [
             (modality, [place for place, own in enumerate(self._are_of(modality, tokens)) if own])
             for modality in self.modalities
@@ -198,7 +202,7 @@ class Tower(nn.Module):
         ]
 
     def _are_of(self, modality: Modality, tokens: Sequence[int]) -> list[bool]:
-        """Which tokens are placeholders of this kind."""
+        """Mark the tokens that are placeholders of this kind."""
         placeholder = self._token(modality.placeholder)
         is_own = [token == placeholder for token in tokens]
         for other in self.modalities:
@@ -216,19 +220,21 @@ class Tower(nn.Module):
         return int(getattr(self.module.config, field))
 
     def _num_rows(self, modality: Modality, inputs: Inputs) -> list[int]:
-        """Rows of each image."""
+        """Count the rows of embeddings of each image."""
         merged = modality.merge(self.module.config) ** 2
         counts: list[int] = (inputs[modality.inputs[1]].prod(-1) // merged).tolist()
         return counts
 
     def _frames(self, modality: Modality, inputs: Inputs) -> list[int]:
-        """Rows of each frame: an image is one, between those of a video stand their times."""
+        """Count the rows of each frame, which are a run of placeholders.
+
+        An image is one frame; timestamps separate the frames of a video."""
         frames = inputs[modality.inputs[1]][:, 0].tolist()
         rows = self._num_rows(modality, inputs)
         return [n // count for n, count in zip(rows, frames, strict=True) for _ in range(count)]
 
     def _entries(self, modality: Modality, inputs: Inputs) -> list[int]:
-        """Rows of the pixels that each image has."""
+        """Count the rows of each image in the pixels."""
         sizes = inputs[modality.inputs[1]]
         counts: list[int] = sizes.prod(-1).tolist() if modality.is_packed else [1] * len(sizes)
         return counts

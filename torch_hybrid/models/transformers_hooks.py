@@ -35,7 +35,7 @@ def register_attention() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _HandStep:
-    """A hook of a decoder layer, which hands on the step as that of this layer."""
+    """A hook of a decoder layer that hands the layer its own part of the step."""
 
     layer_id: int
     model_argument: str
@@ -59,9 +59,9 @@ def hand_steps(
     A module that several layers share finds in each of them another plan and cache.
 
     Args:
-        layers: of a model.
-        model_argument: as which the model hands the step to its layers.
-        layer_arguments: as which a layer hands it to its modules.
+        layers: decoder layers of a model.
+        model_argument: argument by which the model hands the step to its layers.
+        layer_arguments: arguments by which a layer hands the step to its modules.
     """
     for layer_id, layer in enumerate(layers):
         hand_step = _HandStep(layer_id, model_argument, layer_arguments)
@@ -69,18 +69,18 @@ def hand_steps(
 
 
 def refuse_as_transformers(hf_model: Any) -> None:
-    """Make the model's own ``generate`` and ``save_pretrained`` say what to use instead."""
+    """Make the model's own ``generate`` and ``save_pretrained`` raise UnsupportedError."""
     hf_model.generate = refuse_generate
     hf_model.save_pretrained = refuse_save
 
 
 def refuse_generate(*_args: Any, **_options: Any) -> None:
-    """Say what generates instead."""
+    """Raise UnsupportedError that names the runner and engine to call instead."""
     raise UnsupportedError(OURS_TO_RUN)
 
 
 def refuse_save(*_args: Any, **_options: Any) -> None:
-    """Say what can be saved instead."""
+    """Raise UnsupportedError: transformers' own model must be saved before it is adapted."""
     raise UnsupportedError(
         "an adapted model cannot be saved: its mixers keep their weights in another order, and "
         "nothing could load them. Call save_pretrained before adapt"
@@ -88,7 +88,7 @@ def refuse_save(*_args: Any, **_options: Any) -> None:
 
 
 def _given(step: AnyStep | None) -> AnyStep:
-    """Return the step of a runner: transformers' own forward and generate have none."""
+    """Return the step; raise UnsupportedError without one, as in transformers' own generate."""
     if step is None:
         raise UnsupportedError(OURS_TO_RUN)
     return step
@@ -101,7 +101,7 @@ def _attention(
     value: Tensor,
     attention_mask: None,
     *,
-    step: LayerStep | None = None,  # of an adapted model
+    step: LayerStep | None = None,  # the runner's; None where transformers itself calls the model
     **_options: Any,  # transformers passes every option to every attention function
 ) -> tuple[Tensor, None]:
     """Run full attention of the kind that the layer has, called by transformers."""

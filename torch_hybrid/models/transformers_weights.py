@@ -29,11 +29,13 @@ _OF_TEXT = re.compile(r"(?:(model\.)(?:language_model|llm)\.|language_model\.|(l
 
 
 def take_quantization(config: Any) -> AsWeights | None:
-    """Take a quantization out of a config, of which transformers would make layers of its own,
-    and return how its tensors make weights.
+    """Take the quantization out of a config, else transformers would make layers of its own.
+
+    Returns:
+        The function that makes weights of a checkpoint's tensors; None without quantization.
 
     Raises:
-        UnsupportedError: the config says that they are quantized in a way that is not served.
+        UnsupportedError: the quantization of the config is not served.
     """
     found = None
     for part in (config, config.get_text_config()):
@@ -92,7 +94,7 @@ def make_unread(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-        except NotImplementedError:  # of our own: an operation that unread weights do not have
+        except NotImplementedError:  # ours: an operation that unread weights do not have
             raise
         except (OSError, RuntimeError) as error:
             told = f"cannot use the weights in {checkpoint.folder}: {error}"
@@ -132,8 +134,10 @@ def _text_part(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> Any:
-    """Derive a class whose loader is given experts as stacks. It raises where a weight is
-    missing, or of another shape than its config says, before it makes all of those."""
+    """Derive a class whose loader is given experts as stacks, and refuses an incomplete checkpoint.
+
+    The loader raises where a weight is missing or of another shape than its config says, before
+    transformers initialises such weights."""
     from transformers import initialization as init
     from transformers.monkey_patching import apply_patches
 
@@ -162,7 +166,7 @@ def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> An
         @staticmethod
         def _finalize_model_loading(model: Any, load_config: Any, found: Any) -> Any:
             ignored = model._keys_to_ignore_on_load_missing or ()
-            # To others, which are missing by themselves; of a file that is not there, nobody knows.
+            # Tied weights are missing on purpose, unless their file is missing: then nobody knows.
             tied = model.all_tied_weights_keys.keys() - checkpoint.lost.keys()
             missing = [
                 name
@@ -180,9 +184,9 @@ def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> An
 
         @staticmethod
         def _adjust_bias(layer: object, weight: object) -> None:
-            """Leave the bias of a layer with a tied weight: it is as long as that."""
+            """Leave the bias of a layer with a tied weight, whose length is right already."""
 
-    # By these transformers knows which names a checkpoint may have.
+    # transformers looks up by these the names that a checkpoint may have.
     Refusing.__name__, Refusing.__module__ = model_class.__name__, model_class.__module__
     return Refusing
 
@@ -211,19 +215,19 @@ def _parts_of(config: Any) -> Iterator[Any]:
 
 
 def _dtype_of(config: Any, dtype: torch.dtype | str) -> torch.dtype:
-    """Return the dtype of what has scales in files: the one asked for, or the config's."""
+    """Choose the dtype of dequantized weights: the one asked for, or the config's."""
     if isinstance(dtype, torch.dtype):
         return dtype
     given: torch.dtype | None = config.dtype or config.get_text_config().dtype
     return given or torch.bfloat16
 
 
-_LOADING = RLock()  # what transformers sets for the whole process while it makes a model
+_LOADING = RLock()  # guards settings of the process that transformers changes to make a model
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Show no bar for what reads no bytes, and no report of what is raised, or said, here.
+    """Silence transformers' progress bars and reports: this loader has its own.
 
     transformers has one verbosity for the process, and exchanges functions of classes while it
     makes a model. Threads take turns, else one would put back another's setting.

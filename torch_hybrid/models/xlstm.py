@@ -24,7 +24,9 @@ from torch_hybrid.models.family import (
 )
 from torch_hybrid.specs import MOST_GATE_SOFTCAP, MlstmSpec
 
-_MOST_EPS = 1e-5  # of which the norm leaves less than rounding does: our mixer has none
+# Our mixer divides without the model's eps: after the norm, one this small changes less than
+# rounding does.
+_MOST_EPS = 1e-5
 
 
 def _head_dim(config: Any, name: str, factor: float) -> int:
@@ -50,7 +52,7 @@ def _mixer(module: Any, spec: MlstmSpec) -> Mlstm:
 
 
 class _FeedForward(nn.Module):
-    """A gated MLP, by the names that all families have for its projections."""
+    """A gated MLP, whose projections have the names that ``shard`` knows."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()

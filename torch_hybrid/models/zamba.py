@@ -1,4 +1,4 @@
-"""Zamba: Mamba of several heads in every layer, in some behind attention and an MLP that all share.
+"""Zamba: multi-head Mamba in every layer, in some after one shared block of attention and MLP.
 
 Each call of that block has keys and values of its own, and takes the embedding beside the hidden
 state.
@@ -74,8 +74,7 @@ class ZambaFamily(Family):
         return listed(config, mixers)
 
     def backbone(self, model: Any) -> None:
-        """Share the block's children. Integers that are made of their weights, or a rank's part,
-        are then shared as well."""
+        """Share the block's children, so that quantization and ``shard`` treat each once."""
         found = (layer._modules.get("shared_transf") for layer in model.layers)
         blocks: list[Any] = [block for block in found if block is not None]
         share_children(part for block in blocks for part in (block.self_attn, block.feed_forward))

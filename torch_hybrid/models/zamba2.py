@@ -1,4 +1,4 @@
-"""Zamba2: Mamba2 in every layer, in some behind a block of attention and an MLP that layers share.
+"""Zamba2: Mamba2 in every layer, in some after a shared block of attention and MLP.
 
 Each call of a block has keys and values of its own, low-rank adapters of its own, and takes the
 embedding beside the hidden state.
@@ -26,7 +26,7 @@ _ADAPTERS = {
 
 
 def share_children(parts: Iterable[nn.Module]) -> None:
-    """Make children of some modules one where their weights are one, and say all."""
+    """Share one module among children that have the same weights, if weights say all of them."""
     ours: dict[tuple[Any, ...], nn.Module] = {}
     for part in parts:
         for name, child in list(part.named_children()):
@@ -69,15 +69,14 @@ class Zamba2Family(Family):
         return listed(config, mixers)
 
     def backbone(self, model: Any) -> None:
-        """Leave each layer its own adapters alone, which it would look up among those of all
-        layers, and share the rest.
+        """Leave each layer only its own adapters of all layers', and share the other children.
 
-        Integers that are made of shared weights are then shared as well, and so is a rank's part.
+        Quantization and ``shard`` then treat each shared weight once.
         """
         found = (layer._modules.get("shared_transformer") for layer in model.layers)
         blocks: list[Any] = [block for block in found if block is not None]
         for index, block in enumerate(blocks):
-            block.block_id = None  # with it, layers that are alike would seem not to be
+            block.block_id = None  # else the compiler would take equal layers for different ones
             for part in (block.self_attn, block.feed_forward):
                 part.block_id = None
                 part.layer_dic = dict.fromkeys(range(len(model.layers)), 0)

@@ -35,7 +35,7 @@ def _projection(module: Any, spec: ConvolvedProjectionSpec) -> ConvolvedProjecti
 
 
 class _ProjectionAdapter(LinearAttentionAdapter):
-    """Our projection in the place of attention's, which is handed the step as a mask of tokens."""
+    """Our projection in the place of attention's; the step comes as its mask of tokens."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, past_key_values: None, conv_mask: LayerStep
@@ -49,7 +49,7 @@ class _ProjectionAdapter(LinearAttentionAdapter):
 def _hand_step(
     _attention: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Hand attention's projection the step as its mask of tokens: it is handed no other option."""
+    """Hand attention's projection the step as its mask of tokens, its only option."""
     return args, {**options, "attention_mask": {"conv": options["step"]}}
 
 

@@ -1,8 +1,8 @@
-"""Unread FP8 weights, and the scales that belong to what is kept of them.
+"""Unread FP8 weights, and the scales of the parts of them that a model keeps.
 
-A stored weight [..., N, K] has the scales [..., ceil(N / 128), ceil(K / 128)] of its blocks. The
-strides of a part tell its place, and so the scales of its blocks. Adapters know nothing of scales,
-and neither does the cut of a model.
+A stored weight [..., N, K] has a scale for each block: [..., ceil(N / 128), ceil(K / 128)]. The
+strides of a part tell its place, and so the scales of its blocks. Adapters and ``shard`` know
+nothing of scales.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def _is_scaled(part: Slice) -> bool:
 
 
 def stretches(content: Content) -> list[Content]:
-    """Cut a weight [N, K] into the fewest stretches of rows that are tensors: floats of 16 bits or
-    more, or FP8 of whole blocks."""
+    """Cut a weight [N, K] into the fewest runs of rows that can each be one tensor.
+
+    A run has no scales, or is FP8 in whole blocks."""
     found: list[Content] = []
     for rows in _rows(content):
         if found and _follows(found[-1], rows):
@@ -55,8 +56,10 @@ def _follows(before: Content, rows: Content) -> bool:
 
 
 def cut_at_block(content: Content, dim: int, start: int) -> list[Content]:
-    """Cut a content, which begins at ``start`` of a stored dim, at the end of a block that it
-    does not begin."""
+    """Cut off the rows or columns before the first block boundary inside a content.
+
+    ``start`` is the place along the stored dim at which the content begins. A content that begins
+    with a block, or ends within its first one, stays whole."""
     size, rest = content.shape[dim], -start % BLOCK
     if rest == 0 or rest >= size:
         return [content]
@@ -86,7 +89,7 @@ def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, U
 
 
 def _bare(content: Content) -> Content:
-    """Return numbers as they are stored: their worth is rounded where they are multiplied."""
+    """Strip casts from stored numbers: a GEMM rounds the dequantized values itself."""
     if isinstance(content, Joined):
         return Joined(tuple(map(_bare, content.parts)), content.dim)
     _check_scaled(content)
@@ -129,7 +132,7 @@ def _scales_of(content: Content) -> Content:
 
 
 def _blocks(part: Slice, row: int, column: int) -> Content:
-    """Return the scales of all blocks that a slice touches."""
+    """Select the scales of all blocks that a slice touches."""
     stored = part.stored
     scales = stored.scales
     assert scales is not None

@@ -27,9 +27,9 @@ Step = torch.dtype | Tensor | Callable[[Tensor], Tensor]
 class Stored:
     """A tensor in a file: its values lie from byte ``start``, row-major.
 
-    ``scales`` are those of its blocks of 128 x 128, where its values are FP8 (e4m3). What is
-    ``packed`` has the shape of the weight, whose integers lie otherwise, and in tensors of their
-    own. A ``refusal`` is raised where a model takes the tensor.
+    ``scales`` are those of its blocks of 128 x 128, where its values are FP8 (e4m3). A ``packed``
+    weight has this ``shape``; its integers lie in other tensors, in another layout. A ``refusal``
+    is raised where a model takes the tensor.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Stored:
 
     @property
     def is_scaled(self) -> bool:
-        """True where its values are worth nothing without scales."""
+        """True where the stored values are quantized, and need scales to be dequantized."""
         return self.scales is not None or self.packed is not None
 
 

@@ -152,7 +152,7 @@ def _pieces(content: Content, place: Tensor) -> list[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class _Widened:
-    """Numbers and scales that are read to be multiplied: nothing takes both."""
+    """A weight that is dequantized as it is read, as no layer takes its numbers and scales."""
 
     place: Tensor
     numbers: Tensor
@@ -209,8 +209,8 @@ def _unread_of(places: _Places) -> list[Unread]:
 
 
 def _check_dtypes(weights: Sequence[Unread]) -> None:
-    """Refuse tensors that cannot be read, and integers and FP8 where floats are wanted: without
-    scales they are worth nothing."""
+    """Refuse tensors that cannot be read, and integers and FP8 without scales where floats are
+    wanted."""
     for part in leaves(*(weight.content for weight in weights)):
         if part.stored.refusal is not None:
             raise part.stored.refusal
@@ -237,7 +237,7 @@ def _read_all(
         todo, stop, lock = iter(stretches_of(pieces)), threading.Event(), threading.Lock()
 
         def work() -> Counter[str]:
-            """Read stretches, and count by stored tensor the values that are NaN or infinite."""
+            """Read runs of pieces, and count the NaN or infinite values of each stored tensor."""
             torch.set_num_threads(1)  # else each copy starts as many as there are cores
             reader, found = Reader(files, device), Counter[str]()
             for stretch in todo:  # shared: each thread takes the next

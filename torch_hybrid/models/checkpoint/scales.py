@@ -11,7 +11,7 @@ from torch_hybrid.models.checkpoint.unread import Unread
 
 
 def has_scales(weight: Tensor | None) -> bool:
-    """Tell whether some of a weight is stored smaller, with scales."""
+    """Tell whether some of a weight is stored in FP8 or as integers, with scales."""
     return isinstance(weight, Unread) and contents.has_scales(weight.content)
 
 
@@ -20,8 +20,10 @@ def _is_packed(content: Content) -> bool:
 
 
 def stretches(weight: Unread) -> list[tuple[Unread, bool]]:
-    """Cut a weight [N, K] into as few stretches of rows as can each be one tensor. Each comes
-    with whether it keeps scales: others are floats, or become such as they are read."""
+    """Cut a weight [N, K] into the fewest runs of rows that can each be one tensor.
+
+    Each run comes with True where it keeps its scales. The others are floats, or are dequantized
+    as they are read."""
     content = weight.content
     is_packed = _is_packed(content)
     parts = (packed_integers if is_packed else block_scales).stretches(content)
@@ -34,7 +36,7 @@ def stretches(weight: Unread) -> list[tuple[Unread, bool]]:
 
 
 def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, Unread]:
-    """Return the numbers of a weight [..., N, K] and their scales, for products.
+    """Divide a weight [..., N, K] into its numbers and their scales, for a GEMM.
 
     Args:
         weight: an unread weight, all of it with scales of one kind.
