@@ -409,7 +409,7 @@ def forced(*, dry: bool) -> ExitStack:
     from torch_hybrid.ops.paged_attention import _triton_long
     from torch_hybrid.ops.selective_scan import _triton as _triton_scan
     from torch_hybrid.ops.ssd import _triton_chunk
-    from torch_hybrid.ops.triton import hopper_attention, walks
+    from torch_hybrid.ops.triton import channel_programs, hopper_attention
 
     stack = ExitStack()
     if dry:
@@ -419,7 +419,7 @@ def forced(*, dry: bool) -> ExitStack:
     stack.enter_context(mock.patch.object(_triton_long, "PROCESSORS", 1))
     stack.enter_context(mock.patch.object(_triton_long, "is_hopper", return_value=True))
     stack.enter_context(mock.patch.object(_triton_chunk, "_segment", _segment))
-    for module in (walks, _triton_scan):
+    for module in (channel_programs, _triton_scan):
         stack.enter_context(mock.patch.object(module, "_SEGMENT", 32))
     return stack
 

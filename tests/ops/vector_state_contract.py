@@ -193,9 +193,9 @@ def check_segments(
     family: Family, monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype
 ) -> None:
     """Sequences in segments are as exact as whole ones, and none knows what is beside it."""
-    from torch_hybrid.ops.triton import walks
+    from torch_hybrid.ops.triton import channel_programs
 
-    monkeypatch.setattr(walks, "_SEGMENT", 8)
+    monkeypatch.setattr(channel_programs, "_SEGMENT", 8)
     expected = family.expect_case(replace(family.cases["mixed"], **SEGMENTS), dtype)
     moved = on_device(expected.inputs, device)
     out = family.run(moved, "triton")
