@@ -40,16 +40,16 @@ def runner(inputs: Inputs, impl: str) -> Callable[[], Tensor]:
 
 def check(inputs: Inputs) -> None:
     one, other = inputs.copy(), inputs.copy()
-    torch.testing.assert_close(runner(one, "cpp")(), wkv_reference(*other.args()))
+    torch.testing.assert_close(runner(one, "cpp")(), wkv_reference(other))
     torch.testing.assert_close(one.state[1:], other.state[1:])
 
 
 def errors(length: int) -> dict[str, float]:
     """The largest error of each against the definition in float64."""
     inputs = make_inputs(Case(lengths=(length,), num_channels=256))
-    exact = wkv_reference(*inputs.exact().args())
+    exact = wkv_reference(inputs.exact())
     outs = {name: runner(inputs.copy(), name)() for name in ("cpp", "torch")}
-    outs["reference"] = wkv_reference(*inputs.copy().args())
+    outs["reference"] = wkv_reference(inputs.copy())
     return {name: (out.double() - exact).abs().max().item() for name, out in outs.items()}
 
 

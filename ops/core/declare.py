@@ -19,6 +19,8 @@ reads ``x.factor``.
 
 Letters are sizes. A field of rows, weights or a pool binds the letters that it is the first to
 name; ``counts=True`` lets an index tensor bind its own. Other dimensions are expressions of them.
+``chunk_size: Annotated[int, NO_DEFAULT] = field(default=32, kw_only=True)`` is an option whose
+default the public function alone has, and the schema has not.
 """
 
 from __future__ import annotations
@@ -95,25 +97,40 @@ class _Kind:
     Args:
         dims: sizes after the leading one, as letters, numbers and expressions.
         dtype: of the tensor; None for that of the first field.
-        counts: whether the field binds the letters of its dims that no field before it binds.
+        or_float32: whether it may be float32 besides.
+        counts: whether the field binds the letters of its dims that no field before it binds; or
+            those that it binds, where it leaves others to a later field.
     """
 
     leading: tuple[str, ...] = ()
 
     def __init__(
-        self, *dims: str, dtype: torch.dtype | None = None, counts: bool | None = None
+        self,
+        *dims: str,
+        dtype: torch.dtype | None = None,
+        or_float32: bool = False,
+        counts: bool | str = True,
     ) -> None:
         self.dims = (*self.leading, *dims)
         self.dtype = dtype
-        self.counts = self.binds if counts is None else counts
-
-    binds = True
+        self.or_float32 = or_float32
+        self.counted = counts.split() if isinstance(counts, str) else self.dims if counts else ()
 
 
 class Rows(_Kind):
-    """[T, *dims]: a row for each token; rows lie any distance apart, one row is dense."""
+    """[T, *dims]: a row for each token; rows lie any distance apart, one row is dense.
+
+    Args:
+        dims: sizes of a row.
+        apart: how many dimensions lie any distance apart, from the first on.
+        counts: as in any kind.
+    """
 
     leading = ("T",)
+
+    def __init__(self, *dims: str, apart: int = 1, counts: bool | str = True) -> None:
+        super().__init__(*dims, counts=counts)
+        self.apart = apart
 
 
 class Dense(_Kind):
@@ -128,8 +145,6 @@ class Pool(_Kind):
 
 class Index(_Kind):
     """[*dims] int32, contiguous."""
-
-    binds = False
 
     def __init__(self, *dims: str, counts: bool = False) -> None:
         super().__init__(*dims, dtype=torch.int32, counts=counts)
@@ -171,6 +186,7 @@ def pair_made(fake: Callable[[Any], tuple[Tensor, Tensor]]) -> Returns[tuple[Ten
 
 
 NOTHING: Returns[None] = Returns(num_tensors=0)
+NO_DEFAULT = "no default in the schema"  # beside an option's type
 
 _SCHEMA_TYPES = {
     float: "float",
@@ -226,6 +242,7 @@ class Declaration:
     Attributes:
         name: of the op: the class's name in lower case.
         kinds: of the tensors, by field.
+        optional: tensors that may be None.
         bound: the field and axis that bind each letter.
     """
 
@@ -241,13 +258,13 @@ class Declaration:
             if isinstance(kind, _Kind)
         }
         self.first = next(iter(self.kinds))
-        self._optional = {
+        self.optional = {
             name for name in self.kinds if type(None) in get_args(_bare(self._hints[name]))
         }
         self.bound: dict[str, tuple[str, int]] = {}
         for name, kind in self.kinds.items():
-            for axis, letter in enumerate(kind.dims if kind.counts else ()):
-                if letter.isidentifier():
+            for axis, letter in enumerate(kind.dims):
+                if letter.isidentifier() and letter in kind.counted:
                     self.bound.setdefault(letter, (name, axis))
 
     def schema(self, returns: Returns[Any]) -> str:
@@ -256,11 +273,13 @@ class Declaration:
 
         def declared(each: Field[Any]) -> str:
             if (kind := self.kinds.get(each.name)) is None:
-                default = "" if each.default is MISSING else f"={each.default!r}".replace("'", '"')
-                return f"{_SCHEMA_TYPES[_bare(self._hints[each.name])]} {each.name}{default}"
+                hint = self._hints[each.name]
+                is_bare = each.default is MISSING or NO_DEFAULT in _metadata(hint)
+                default = "" if is_bare else f"={each.default!r}".replace("'", '"')
+                return f"{_SCHEMA_TYPES[_bare(hint)]} {each.name}{default}"
             mark = f"({next(letters)}!)" if isinstance(kind, Pool) else ""
             default = "" if each.default is MISSING else "=None"
-            return f"Tensor{mark}{'?' * (each.name in self._optional)} {each.name}{default}"
+            return f"Tensor{mark}{'?' * (each.name in self.optional)} {each.name}{default}"
 
         positional, before, after = (map(declared, part) for part in self._ordered())
         result = ["()", "Tensor", "(Tensor, Tensor)"][returns.num_tensors]
@@ -323,12 +342,15 @@ class Declaration:
             dtype = f"{self.first}.dtype" if kind.dtype is None else repr(kind.dtype)
             if name != self.first:
                 fail = f"check_dtypes({{'{name}': ({name}, {dtype})}})"
-                yield from self._unless(name, f"{name}.dtype == {dtype}", fail)
+                holds = f"{name}.dtype == {dtype}"
+                holds += f" or {name}.dtype == torch.float32" * kind.or_float32
+                yield from self._unless(name, holds, fail)
         for name, kind in self.kinds.items():
             holds = f"{name}.is_contiguous()"
             fail = f"check_contiguous({name}={name})"
             if isinstance(kind, Rows):
-                holds, fail = f"{holds} or has_dense_rows({name})", f"fail_rows('{name}', {name})"
+                holds += f" or has_dense_rows({name}, {kind.apart})"
+                fail = f"fail_rows('{name}', {name})"
             yield from self._unless(name, holds, fail)
 
     def _binding(self, name: str, kind: _Kind) -> Iterator[str]:
@@ -340,7 +362,7 @@ class Declaration:
         yield from (f"    {letter} = {name}.shape[{axis}]" for letter, axis in new.items())
 
     def _unless(self, name: str, holds: str, otherwise: str) -> Iterator[str]:
-        guard = f"{name} is not None and " if name in self._optional else ""
+        guard = f"{name} is not None and " if name in self.optional else ""
         yield f"    if {guard}not ({holds}): {otherwise}"
 
 
@@ -361,9 +383,11 @@ def cpp_launcher(
     Args:
         cls: the op's class.
         source: of the kernel, whose function has the op's name.
-        sizes: letters and what the struct calls them: ``"T=num_tokens D=dim"``.
-        integers: of the struct in its order: names of sizes, ``<field>_stride`` of rows,
-            ``is_bf16``, ``num_threads``.
+        sizes: letters, or expressions of them without blanks, and what the struct calls them:
+            ``"T=num_tokens D//2=half_dim"``.
+        integers: of the struct in its order: names of sizes, ``<field>_stride`` and
+            ``<field>_head_stride`` of rows, ``is_bf16``, ``wide_<field>`` (float32),
+            ``num_threads``.
         numbers: options that the struct has as doubles.
         out: field that the result has shape and dtype of.
     """
@@ -375,19 +399,26 @@ def cpp_launcher(
         integers=integers,
         numbers=numbers,
     )
-    letters = {name: letter for letter, _, name in (each.partition("=") for each in sizes.split())}
+    named = {name: size for size, _, name in (each.partition("=") for each in sizes.split())}
     special = {
         "is_bf16": f"x.{declaration.first}.dtype is bf16",
         "num_threads": "num_threads()",
     }
 
+    def size_of(letter: re.Match[str]) -> str:
+        owner, axis = declaration.bound[letter.group()]
+        return f"x.{owner}.shape[{axis}]"
+
     def value(name: str) -> str:
         if name in special:
             return special[name]
-        if name in letters:
-            owner, axis = declaration.bound[letters[name]]
-            return f"x.{owner}.shape[{axis}]"
-        return f"x.{name.removesuffix('_stride')}.stride(0)"
+        if name in named:
+            return re.sub(r"[A-Za-z_]+", size_of, named[name])
+        if name.startswith("wide_"):
+            return f"x.{name.removeprefix('wide_')}.dtype is float32"
+        rows = name.removesuffix("_stride").removesuffix("_head")
+        stride = f"x.{rows}.stride({int(name.endswith('_head_stride'))})"
+        return f"0 if x.{rows} is None else {stride}" if rows in declaration.optional else stride
 
     values = [*(f"x.{name}" for name in declaration.kinds), "out", *map(value, integers.split())]
     values += [f"x.{name}" for name in numbers.split()]
@@ -398,7 +429,8 @@ def cpp_launcher(
         "        x.check_indices()",
         "    return out",
     ]
-    scope = {"run": run, "bf16": torch.bfloat16, "num_threads": torch.get_num_threads}
+    scope = {"run": run, "bf16": torch.bfloat16, "float32": torch.float32}
+    scope |= {"num_threads": torch.get_num_threads}
     return compile_function("\n".join(lines), declaration.name, scope)
 
 

@@ -79,10 +79,16 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size must be one of {list(CHUNK_SIZES)}, got {chunk_size}")
 
 
-def has_dense_rows(tensor: Tensor) -> bool:
-    """Tell whether each row of a tensor is dense, however far apart rows lie."""
+def has_dense_rows(tensor: Tensor, apart: int = 1) -> bool:
+    """Tell whether each row of a tensor is dense, however far apart rows lie.
+
+    Args:
+        tensor: [..., *row].
+        apart: how many dimensions are before those of a row.
+    """
     dense = 1
-    for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()), strict=False):
+    row = reversed(tensor.shape[apart:])
+    for size, stride in zip(row, reversed(tensor.stride()), strict=False):
         if size > 1 and stride != dense:
             return False
         dense *= size

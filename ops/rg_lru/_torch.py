@@ -5,32 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.pointwise import sigmoid
+from torch_hybrid.ops.rg_lru.op import RgLru
 
 
-def rg_lru(
-    x: Tensor,
-    gates: Tensor,
-    log_a: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> Tensor:
+def rg_lru(given: RgLru) -> Tensor:
     """Scan all tokens of all sequences by doubling.
 
     A token is the map ``h -> decay h + added``. After the pass of distance d it is that of itself
-    and the 2 d - 1 tokens before it, as far as those are of its sequence.
+    and the 2 d - 1 tokens before it; none is of another sequence.
     """
-    if x.device.type == "cpu":
-        check_state_indices(
-            cu_seqlens,
-            initial_indices,
-            state_indices,
-            num_tokens=x.shape[0],
-            num_slots=state.shape[0],
-        )
+    x, state, cu_seqlens = given.x, given.state, given.cu_seqlens
+    initial_indices, state_indices = given.initial_indices, given.state_indices
     work = torch.promote_types(x.dtype, torch.float32)
     num_tokens, num_seqs = x.shape[0], state_indices.shape[0]
     token = torch.arange(num_tokens, device=x.device, dtype=torch.int32)
@@ -44,8 +30,8 @@ def rg_lru(
     initial = state[initial_indices].to(work).where(~is_new[:-1, None], 0)
     initial = torch.nn.functional.pad(initial, (0, 0, 0, 1))
 
-    input_gate, recurrent_gate = sigmoid(gates.to(work)).chunk(2, dim=-1)
-    log_decay = recurrent_gate.flatten(1) * log_a.to(work)
+    input_gate, recurrent_gate = sigmoid(given.gates.to(work)).chunk(2, dim=-1)
+    log_decay = recurrent_gate.flatten(1) * given.log_a.to(work)
     scale = (-torch.expm1(2 * log_decay)).sqrt()
     scale = scale.masked_fill((starts & is_new[seq])[:, None], 1.0)
     decay = log_decay.exp()

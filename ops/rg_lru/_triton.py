@@ -9,43 +9,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.rg_lru.op import RgLru
 from torch_hybrid.ops.triton.channel_programs import ChannelPrograms, walk_of, zero_padding
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay
 from torch_hybrid.ops.triton.ragged import fetch_rows
 
 
-def rg_lru(
-    x: Tensor,
-    gates: Tensor,
-    log_a: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    is_invariant: bool = False,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::rg_lru``.
+def rg_lru(given: RgLru, *, is_invariant: bool = False) -> Tensor:
+    """Launch ``torch_hybrid::rg_lru``.
 
     ``is_invariant``: a token has the bits that it has in any call, by one kernel for any lengths
     that walks sequences whole.
     """
+    x, gates = given.x, given.gates
     num_tokens, num_channels = x.shape
-    num_seqs = state_indices.shape[0]
+    num_seqs = given.state_indices.shape[0]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     walks = ChannelPrograms.of(num_tokens, num_seqs, num_channels, is_invariant=is_invariant)
     ends = decays = None
     if walks.segment:
-        ends, decays = state.new_empty(2, walks.num_segments, num_channels)
+        ends, decays = given.state.new_empty(2, walks.num_segments, num_channels)
     for grid, constants in walks.launches():
         _rg_lru_kernel[grid](
             x,
             gates,
-            log_a,
-            state,
-            cu_seqlens,
-            initial_indices,
-            state_indices,
+            given.log_a,
+            given.state,
+            given.cu_seqlens,
+            given.initial_indices,
+            given.state_indices,
             ends,
             decays,
             out,
@@ -86,7 +78,7 @@ def _rg_lru_kernel(
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    """One program: a sequence, or a segment of it, and a block of channels.
+    """Walk a sequence, or a segment of it, in a block of channels: one program.
 
     It walks the tokens, of which it fetches ROWS at once, the state in registers.
     """
@@ -146,8 +138,10 @@ def _rg_lru_kernel(
 
 @triton.jit
 def _one_minus_square(a: tl.tensor, x: tl.tensor) -> tl.tensor:
-    """1 - a^2 of a = e^(x / 2) for x <= 0. Near 0, where the difference has no digits left, by the
-    series of e^x."""
+    """Compute 1 - a^2 of a = e^(x / 2) for x <= 0; near 0 by the series of e^x.
+
+    There the difference has no digits left.
+    """
     series = 1.0 + x * (1.0 / 8)
     for divisor in tl.static_range(7, 1, -1):
         series = 1.0 + x * series * (1.0 / divisor)

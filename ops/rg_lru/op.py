@@ -1,8 +1,9 @@
-"""Real-gated linear recurrent units (RG-LRU): a vector state, updated in place by slot."""
+"""rg_lru, real-gated linear recurrent units: its declaration and its implementations."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -13,14 +14,8 @@ from torch_hybrid.ops.core.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.recurrence import check_slots, check_tokens
-from torch_hybrid.ops.core.registration import (
-    check_contiguous,
-    check_dtypes,
-    check_impl,
-    check_shapes,
-    define_op,
-)
+from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.registration import check_shapes
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -34,13 +29,15 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.rg_lru._cpu:rg_lru",
+        checks_indices=True,
     ),
     "triton": Implementation(
         capability=_TRITON_CAPABILITY, launcher="torch_hybrid.ops.rg_lru._triton:rg_lru"
     ),
     "triton_invariant": Implementation(
         capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-        launcher="torch_hybrid.ops.rg_lru._triton_invariant:rg_lru",
+        launcher="torch_hybrid.ops.rg_lru._triton:rg_lru",
+        options={"is_invariant": True},
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
@@ -49,18 +46,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-def rg_lru(
-    x: Tensor,
-    gates: Tensor,
-    log_a: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    impl: str,
-) -> Tensor:
-    """Advance a state of one number per channel by each token, and return it.
+@dataclass(slots=True)
+class RgLru(StatefulOp):
+    """State of one number per channel, after each token that advances it.
 
         i, r = sigmoid(gates)                  of each channel
         log_decay = r log_a
@@ -90,53 +78,29 @@ def rg_lru(
         [T, C] states after each token in x's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, ``impl`` is unknown, or, where reading
-            them is free (on a CPU), an index is out of range.
+        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
+            reading them is free (on a CPU), an index is out of range.
 
     "Griffin" (arXiv 2402.19427), as in RecurrentGemma.
     """
-    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
-    _check_inputs(x, gates, log_a, state, cu_seqlens, initial_indices, state_indices)
-    out: Tensor = _RG_LRU(
-        x, gates, log_a, state, cu_seqlens, initial_indices, state_indices, impl=impl
-    )
-    return out
+
+    x: Annotated[Tensor, Rows("C")]
+    gates: Annotated[Tensor, Rows("H", "G", apart=2)]
+    log_a: Annotated[Tensor, Dense("C", dtype=torch.float32)]
+    state: Annotated[Tensor, Pool("C", dtype=torch.float32)]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+
+    def check(self) -> None:
+        """Raise ValueError unless heads divide the channels, and gates are two a channel."""
+        (num_tokens, channels), num_heads = self.x.shape, self.gates.shape[1]
+        if num_heads < 1 or channels % num_heads:
+            raise ValueError(
+                f"gates must have heads that divide {channels} channels, got {num_heads}"
+            )
+        shape = (num_tokens, num_heads, 2 * channels // num_heads)
+        check_shapes({"gates": (self.gates, shape)})
 
 
-def _check_inputs(
-    x: Tensor,
-    gates: Tensor,
-    log_a: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> None:
-    for name, tensor, num_dims in (("x", x, 2), ("gates", gates, 3)):
-        if tensor.ndim != num_dims:
-            raise ValueError(f"{name} must have {num_dims} dimensions, got {list(tensor.shape)}")
-    num_tokens, channels = x.shape
-    num_heads = gates.shape[1]
-    if num_heads < 1 or channels % num_heads:
-        raise ValueError(f"gates must have heads that divide {channels} channels, got {num_heads}")
-    check_tokens({"x": (x, (num_tokens, channels), x.dtype)})
-    check_shapes(
-        {
-            "gates": (gates, (num_tokens, num_heads, 2 * channels // num_heads)),
-            "log_a": (log_a, (channels,)),
-        }
-    )
-    check_dtypes({"gates": (gates, x.dtype), "log_a": (log_a, torch.float32)})
-    if gates.stride(2) != 1 and gates.shape[2] > 1:
-        strides = list(gates.stride())
-        raise ValueError(f"gates must have contiguous rows, got strides {strides}")
-    check_contiguous(log_a=log_a)
-    check_slots(state, (channels,), cu_seqlens, initial_indices, state_indices)
-
-
-_RG_LRU = define_op(
-    "rg_lru(Tensor x, Tensor gates, Tensor log_a, Tensor(a!) state, Tensor cu_seqlens, "
-    "Tensor initial_indices, Tensor state_indices, *, str impl) -> Tensor",
-    like=["x"],
-    implementations=IMPLEMENTATIONS,
-)
+rg_lru = define(RgLru, IMPLEMENTATIONS, returns=like("x"))

@@ -5,28 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.rg_lru.op import RgLru
 
-def rg_lru_reference(
-    x: Tensor,
-    gates: Tensor,
-    log_a: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> Tensor:
-    """The oracle of the op: same arguments, any float dtype, ``state`` updated in place.
 
-    It computes in float32, or in float64 when ``x`` is float64.
-    """
+def rg_lru_reference(given: RgLru) -> Tensor:
+    """Compute the op one token at a time, in float32 or, where ``x`` is float64, in float64."""
+    x, state = given.x, given.state
     work = torch.promote_types(x.dtype, torch.float32)
-    input_gate, recurrent_gate = gates.to(work).sigmoid().chunk(2, dim=-1)
-    log_decay = recurrent_gate.flatten(1) * log_a.to(work)
+    input_gate, recurrent_gate = given.gates.to(work).sigmoid().chunk(2, dim=-1)
+    log_decay = recurrent_gate.flatten(1) * given.log_a.to(work)
     gated = input_gate.flatten(1) * x.to(work)
 
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    offsets = cu_seqlens.tolist()
-    slots = zip(initial_indices.tolist(), state_indices.tolist(), strict=True)
+    offsets = given.cu_seqlens.tolist()
+    slots = zip(given.initial_indices.tolist(), given.state_indices.tolist(), strict=True)
     for n, (initial, slot) in enumerate(slots):
         if offsets[n] == offsets[n + 1]:
             continue

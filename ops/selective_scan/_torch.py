@@ -7,81 +7,52 @@ from torch import Tensor
 
 from torch_hybrid.ops.pointwise import silu, softplus
 from torch_hybrid.ops.ragged_chunks import (
+    Sequences,
     chunk_table,
     initial_states,
     live_sequences,
     store_states,
 )
+from torch_hybrid.ops.selective_scan.op import (
+    ChunkSelectiveScan,
+    RecurrentSelectiveScan,
+    SelectiveScan,
+)
 
 
-def recurrent_selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    z: Tensor | None,
-    A_log: Tensor,
-    D: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> Tensor:
+def recurrent_selective_scan(given: RecurrentSelectiveScan) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
-    seqs = live_sequences(
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        num_tokens=x.shape[0],
-        num_slots=state.shape[0],
-    )
-    S, A = initial_states(state, seqs), -A_log.float().exp()
+    x, z, B, C, D = given.x, given.z, given.B, given.C, given.D.float()
+    seqs = _live(given)
+    S, A = initial_states(given.state, seqs), -given.A_log.float().exp()
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for i in range(seqs.max_length):
         num_left = int((seqs.lengths > i).sum())
         token = seqs.starts[:num_left] + i
-        x_t, step = x[token].float(), softplus(dt[token].float())
+        x_t, step = x[token].float(), softplus(given.dt[token].float())
         _advance(S[:num_left], x_t, step, _of_channels(B, token, x), A)
-        y = _read(S[:num_left], _of_channels(C, token, x)) + D.float() * x_t
+        y = _read(S[:num_left], _of_channels(C, token, x)) + D * x_t
         out[token] = (y if z is None else y * silu(z[token].float())).to(out.dtype)
-    store_states(state, seqs, S)
+    store_states(given.state, seqs, S)
     return out
 
 
-def chunk_selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    z: Tensor | None,
-    A_log: Tensor,
-    D: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    chunk_size: int,
-) -> Tensor:
-    """Walk all chunks side by side from zero states, then the states from chunk to chunk, then all
+def chunk_selective_scan(given: ChunkSelectiveScan) -> Tensor:
+    """Walk all chunks side by side from zero states; then the states from chunk to chunk; then all
     chunks again for what those have in their outputs."""
-    seqs = live_sequences(
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        num_tokens=x.shape[0],
-        num_slots=state.shape[0],
-    )
-    S, A = initial_states(state, seqs), -A_log.float().exp()
+    x, z, B, C, D = given.x, given.z, given.B, given.C, given.D.float()
+    seqs = _live(given)
+    S, A = initial_states(given.state, seqs), -given.A_log.float().exp()
+    chunk_size = given.chunk_size
     chunks = chunk_table(seqs, chunk_size)
     # Rows past the end of a sequence have steps of 0: they change no state.
-    steps = softplus(dt[chunks.token].float()) * chunks.is_real[..., None]
+    steps = softplus(given.dt[chunks.token].float()) * chunks.is_real[..., None]
 
     def read(states: Tensor, i: int) -> Tensor:
         return _read(states, _of_channels(C, chunks.token[:, i], x))
 
     x_c = x[chunks.token].float()
-    y = D.float() * x_c
+    y = D * x_c
     own = x_c.new_zeros(len(chunks.token), *S.shape[1:])
     for i in range(chunk_size):
         _advance(own, x_c[:, i], steps[:, i], _of_channels(B, chunks.token[:, i], x), A)
@@ -96,7 +67,7 @@ def chunk_selective_scan(
         S[:num_left].mul_((since_start[c, -1][..., None] * A).exp()).add_(own[c])
     for i in range(chunk_size):
         y[:, i] += read(starts * (since_start[:, i][..., None] * A).exp(), i)
-    store_states(state, seqs, S)
+    store_states(given.state, seqs, S)
 
     if z is not None:
         y *= silu(z[chunks.token].float())
@@ -105,13 +76,23 @@ def chunk_selective_scan(
     return out
 
 
+def _live(given: SelectiveScan) -> Sequences:
+    return live_sequences(
+        given.cu_seqlens,
+        given.initial_indices,
+        given.state_indices,
+        num_tokens=given.x.shape[0],
+        num_slots=given.state.shape[0],
+    )
+
+
 def _of_channels(rows: Tensor, token: Tensor, x: Tensor) -> Tensor:
-    """Rows [T, G, N] of some tokens, each group's repeated for its channels."""
+    """Take rows [T, G, N] of some tokens, each group's repeated for its channels."""
     return rows[token].float().repeat_interleave(x.shape[1] // rows.shape[1], 1)
 
 
 def _advance(S: Tensor, x: Tensor, step: Tensor, B: Tensor, A: Tensor) -> None:
-    """One token of each of the states S [M, channels, N], in place."""
+    """Advance each of the states S [M, channels, N] by one token, in place."""
     S.mul_((step[..., None] * A).exp()).addcmul_((step * x)[..., None], B)
 
 

@@ -2,7 +2,7 @@
 """Implementation "triton": a program walks the tokens of some channels, their states in registers.
 
 The chunk form cuts sequences in segments: one launch walks each but the last from nothing for what
-it leaves, another goes from segment to segment for what each starts from, and then all are walked
+it leaves; another goes from segment to segment for what each starts from; and then all are walked
 from there. A state decays over a segment by its rate times the sum of its channel's steps.
 """
 
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.selective_scan.op import SelectiveScan
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay, softplus
 from torch_hybrid.ops.triton.ragged import (
     fetch_rows,
@@ -33,22 +34,16 @@ _FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer two more laun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What all launches read of the T tokens, and how the channels are dealt out to programs."""
+class Walks:
+    """Programs of a call: its channels are dealt out to them, its sequences maybe cut."""
 
-    x: Tensor  # [T, channels]
-    dt: Tensor  # [T, channels]
-    B: Tensor  # [T, G, N]
-    A_log: Tensor  # [channels, N]
-    state: Tensor
-    cu_seqlens: Tensor
-    initial_indices: Tensor
+    given: SelectiveScan
     is_chunked: bool
 
     @property
     def is_wide(self) -> bool:
-        """Whether channels are enough warps."""
-        states = self.x.shape[1] * triton.next_power_of_2(self.B.shape[2])
+        """True where channels are enough warps."""
+        states = self.given.x.shape[1] * triton.next_power_of_2(self.given.B.shape[2])
         return bool(states >= _FEWEST_WARPS * _STATES)
 
     @property
@@ -58,24 +53,24 @@ class Inputs:
         The number of sequences does not count: in a captured graph most of them may be empty.
         """
         segment = _SEGMENT if self.is_wide else _SEGMENT // 2
-        is_cut = self.is_chunked and len(self.x) >= _FEWEST_SEGMENTS * segment
+        is_cut = self.is_chunked and len(self.given.x) >= _FEWEST_SEGMENTS * segment
         return segment if is_cut else 0
 
     @property
     def programs(self) -> int:
-        """For all channels of a sequence, or of a segment of it."""
+        """Number for all channels of a sequence, or of a segment of it."""
         sizes = self.sizes()
         blocks: int = triton.cdiv(sizes["CHANNELS"], sizes["BLOCK_C"])
         return sizes["G"] * blocks
 
     @property
     def segments(self) -> int:
-        """That any sequences of as many tokens may be cut in."""
-        return num_blocks(len(self.x), len(self.initial_indices), self.segment)
+        """Number that any sequences of as many tokens may be cut in."""
+        return num_blocks(len(self.given.x), len(self.given.initial_indices), self.segment)
 
     def sizes(self) -> dict[str, int]:
-        num_groups, state_dim = self.B.shape[1:]
-        channels = self.x.shape[1] // num_groups
+        num_groups, state_dim = self.given.B.shape[1:]
+        channels = self.given.x.shape[1] // num_groups
         block_n = triton.next_power_of_2(state_dim)
         states = _STATES if self.is_wide else _STATES // 2
         return {
@@ -91,109 +86,81 @@ class Inputs:
         return {**self.sizes(), **launched}
 
 
-def recurrent_selective_scan(*tensors: Any) -> Tensor:
-    """Launcher of ``torch_hybrid::recurrent_selective_scan``."""
-    return _scan(*tensors, is_chunked=False)
-
-
-def chunk_selective_scan(*tensors: Any, chunk_size: int) -> Tensor:
-    """Launcher of ``torch_hybrid::chunk_selective_scan``; its parts are segments."""
-    return _scan(*tensors, is_chunked=True)
-
-
-def _scan(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    z: Tensor | None,
-    A_log: Tensor,
-    D: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    is_chunked: bool,
-) -> Tensor:
+def selective_scan(given: SelectiveScan, *, is_chunked: bool = False) -> Tensor:
+    """Launch either form; the parts of the chunk form are segments."""
+    x, z = given.x, given.z
     num_tokens = len(x)
-    num_seqs = state_indices.shape[0]
+    num_seqs = given.state_indices.shape[0]
     if num_seqs == 0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    inputs = Inputs(
-        x=x,
-        dt=dt,
-        B=B,
-        A_log=A_log,
-        state=state,
-        cu_seqlens=cu_seqlens,
-        initial_indices=initial_indices,
-        is_chunked=is_chunked,
-    )
-    starts, ends = _walk_segments(inputs) if inputs.segment else (None, None)
-    num_walks = inputs.segments if inputs.segment else num_seqs
-    _scan_kernel[(inputs.programs * num_walks,)](
+    walks = Walks(given=given, is_chunked=is_chunked)
+    starts, ends = _walk_segments(walks) if walks.segment else (None, None)
+    num_walks = walks.segments if walks.segment else num_seqs
+    _scan_kernel[(walks.programs * num_walks,)](
         x,
-        dt,
-        B,
-        C,
+        given.dt,
+        given.B,
+        given.C,
         z,
-        A_log,
-        D,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
+        given.A_log,
+        given.D,
+        given.state,
+        given.cu_seqlens,
+        given.initial_indices,
+        given.state_indices,
         starts,
         ends,
         out,
         num_tokens,
         num_seqs,
         x.stride(0),
-        dt.stride(0),
-        B.stride(0),
-        C.stride(0),
+        given.dt.stride(0),
+        given.B.stride(0),
+        given.C.stride(0),
         0 if z is None else z.stride(0),
         ROWS=_FETCHED if is_chunked else 1,
-        **inputs.constants(),
+        **walks.constants(),
     )
     return out
 
 
-def _walk_segments(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """What a sequence of several segments starts from, by the first token of its first one; and the
-    states after each that is not its last, by that segment's first token."""
-    num_tokens, channels = inputs.x.shape
-    num_seqs = len(inputs.initial_indices)
-    num_kept = num_tokens // inputs.segment
-    starts, ends = inputs.state.new_empty(2, num_kept, *inputs.state.shape[1:])
-    steps = inputs.state.new_empty(num_kept, channels)
-    _segment_kernel[(inputs.programs * inputs.segments,)](
-        inputs.x,
-        inputs.dt,
-        inputs.B,
-        inputs.A_log,
-        inputs.cu_seqlens,
+def _walk_segments(walks: Walks) -> tuple[Tensor, Tensor]:
+    """Find what a sequence of several segments starts from, by the first token of its first one.
+
+    And the states after each segment that is not its last, by that segment's first token.
+    """
+    given = walks.given
+    num_tokens, channels = given.x.shape
+    num_seqs = len(given.initial_indices)
+    num_kept = num_tokens // walks.segment
+    starts, ends = given.state.new_empty(2, num_kept, *given.state.shape[1:])
+    steps = given.state.new_empty(num_kept, channels)
+    _segment_kernel[(walks.programs * walks.segments,)](
+        given.x,
+        given.dt,
+        given.B,
+        given.A_log,
+        given.cu_seqlens,
         ends,
         steps,
         num_seqs,
-        inputs.x.stride(0),
-        inputs.dt.stride(0),
-        inputs.B.stride(0),
+        given.x.stride(0),
+        given.dt.stride(0),
+        given.B.stride(0),
         ROWS=_FETCHED,
-        **inputs.constants(),
+        **walks.constants(),
     )
-    _carry_kernel[(inputs.programs * num_seqs,)](
-        inputs.A_log,
-        inputs.state,
-        inputs.cu_seqlens,
-        inputs.initial_indices,
+    _carry_kernel[(walks.programs * num_seqs,)](
+        given.A_log,
+        given.state,
+        given.cu_seqlens,
+        given.initial_indices,
         starts,
         ends,
         steps,
         ROWS=_FETCHED,
-        **inputs.constants(),
+        **walks.constants(),
     )
     return starts, ends
 
@@ -229,7 +196,7 @@ def _scan_kernel(
     SEGMENT: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_C channels of a group (of CHANNELS) of one sequence, or of a segment.
+    """Walk BLOCK_C channels of a group (of CHANNELS) of one sequence, or of a segment: one program.
 
     It walks the tokens, of which it fetches ROWS at once.
     """
@@ -320,8 +287,8 @@ def _segment_kernel(
     SEGMENT: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """One program: what one segment, which is not the last of its sequence, leaves in zero states,
-    and the sums of its steps."""
+    """Find what one segment, which is not the last of its sequence, leaves in zero states, and the
+    sums of its steps: one program."""
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     pid = tl.program_id(0)
     walk = pid // (BLOCKS * G)
@@ -375,7 +342,7 @@ def _carry_kernel(
     SEGMENT: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_C channels of one sequence of several segments.
+    """Carry BLOCK_C channels of one sequence through its several segments: one program.
 
     It copies what the sequence starts from, and puts what a segment leaves in the place of what it
     leaves in zero states.
@@ -414,5 +381,5 @@ def _carry_kernel(
 def _after(
     b_s: tl.tensor, rate: tl.tensor, step: tl.tensor, b_x: tl.tensor, b_b: tl.tensor
 ) -> tl.tensor:
-    """States after a token, of which the steps are 0 where there is none."""
+    """Advance states by a token, of which the steps are 0 where there is none."""
     return b_s * exp2_of_decay(rate * step[:, None]) + (step * b_x)[:, None] * b_b[None, :]

@@ -8,25 +8,24 @@ and the one that takes its outputs, the op is all that a mixer does.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
-from torch_hybrid.ops.core.recurrence import (
-    DEFAULT_CHUNK_SIZE,
-    check_chunk_size,
-    check_slots,
-    check_tokens,
+from torch_hybrid.ops.core.declare import (
+    NO_DEFAULT,
+    Dense,
+    Index,
+    Pool,
+    Rows,
+    StatefulOp,
+    define,
+    like,
 )
-from torch_hybrid.ops.core.registration import (
-    check_contiguous,
-    check_dtypes,
-    check_impl,
-    check_shapes,
-    define_op,
-)
+from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -49,20 +48,25 @@ _TORCH_CAPABILITY = Capability(devices=frozenset({"cpu", "cuda"}))
 RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
         capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-        launcher=f"{_CPU}:recurrent_selective_scan",
+        launcher=f"{_CPU}:selective_scan",
+        checks_indices=True,
     ),
     "triton": Implementation(
         capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-        launcher=f"{_TRITON}:recurrent_selective_scan",
+        launcher=f"{_TRITON}:selective_scan",
     ),
     "torch": Implementation(
         capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:recurrent_selective_scan"
     ),
 }
 CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_selective_scan"),
+    "cpp": Implementation(
+        capability=_CPP_CAPABILITY, launcher=f"{_CPU}:selective_scan", checks_indices=True
+    ),
     "triton": Implementation(
-        capability=_TRITON_CAPABILITY, launcher=f"{_TRITON}:chunk_selective_scan"
+        capability=_TRITON_CAPABILITY,
+        launcher=f"{_TRITON}:selective_scan",
+        options={"is_chunked": True},
     ),
     "torch": Implementation(
         capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:chunk_selective_scan"
@@ -70,22 +74,34 @@ CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-def recurrent_selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    z: Tensor | None,
-    A_log: Tensor,
-    D: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    impl: str,
-) -> Tensor:
-    """Walk token by token and advance the state of every sequence.
+@dataclass(slots=True)
+class SelectiveScan(StatefulOp):
+    """Arguments of both execution forms."""
+
+    x: Annotated[Tensor, Rows("E")]
+    dt: Annotated[Tensor, Rows("E")]
+    B: Annotated[Tensor, Rows("G", "M", counts="G")]
+    C: Annotated[Tensor, Rows("G", "M", counts=False)]
+    z: Annotated[Tensor | None, Rows("E")]
+    A_log: Annotated[Tensor, Dense("E", "M", or_float32=True)]
+    D: Annotated[Tensor, Dense("E", or_float32=True)]
+    state: Annotated[Tensor, Pool("E", "M", dtype=torch.float32)]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+
+    def check(self) -> None:
+        """Raise ValueError unless groups divide the channels."""
+        channels, num_groups = self.x.shape[1], self.B.shape[1]
+        if num_groups < 1 or channels % num_groups:
+            raise ValueError(
+                f"x must have a multiple of the {num_groups} groups of B, got {channels}"
+            )
+
+
+@dataclass(slots=True)
+class RecurrentSelectiveScan(SelectiveScan):
+    """Selective scan that walks token by token and advances the state of every sequence.
 
     Per channel and state, with a step size of each channel:
 
@@ -121,38 +137,19 @@ def recurrent_selective_scan(
         [T, channels] in x's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, ``impl`` is unknown, or, where reading
-            them is free (on a CPU), an index is out of range.
+        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
+            reading them is free (on a CPU), an index is out of range.
 
     From "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (arXiv 2312.00752).
     """
-    tensors = (x, dt, B, C, z, A_log, D, state, cu_seqlens, initial_indices, state_indices)
-    sizes = {"state_dim": state.shape[-1]}
-    check_impl(impl, RECURRENT_IMPLEMENTATIONS, x.device, sizes, dtype=x.dtype)
-    _check_inputs(*tensors)
-    out: Tensor = _RECURRENT(*tensors, impl=impl)
-    return out
 
 
-def chunk_selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    z: Tensor | None,
-    A_log: Tensor,
-    D: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
-    impl: str,
-) -> Tensor:
-    """Walk the parts of a sequence side by side where that pays: the same function.
+@dataclass(slots=True)
+class ChunkSelectiveScan(SelectiveScan):
+    """Selective scan that walks parts of a sequence side by side where that pays.
 
-    Arguments, mutation and result are those of :func:`recurrent_selective_scan`, and:
+    It is the same function: arguments, mutation and result are those of
+    :func:`recurrent_selective_scan`, and:
 
     Args:
         chunk_size: tokens that "torch" takes as a part, 16, 32, 64 or 128; changes speed and
@@ -160,65 +157,21 @@ def chunk_selective_scan(
             takes parts of its own.
         impl: a name in CHUNK_IMPLEMENTATIONS.
     """
-    tensors = (x, dt, B, C, z, A_log, D, state, cu_seqlens, initial_indices, state_indices)
-    sizes = {"state_dim": state.shape[-1]}
-    check_impl(impl, CHUNK_IMPLEMENTATIONS, x.device, sizes, dtype=x.dtype)
-    check_chunk_size(chunk_size)
-    _check_inputs(*tensors)
-    out: Tensor = _CHUNK(*tensors, chunk_size=chunk_size, impl=impl)
-    return out
+
+    chunk_size: Annotated[int, NO_DEFAULT] = field(default=DEFAULT_CHUNK_SIZE, kw_only=True)
+
+    def check(self) -> None:
+        """Raise ValueError unless groups divide the channels, and chunks are of a known size."""
+        check_chunk_size(self.chunk_size)
+        SelectiveScan.check(self)
 
 
-def _check_inputs(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    z: Tensor | None,
-    A_log: Tensor,
-    D: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> None:
-    for name, tensor, num_dims in (("x", x, 2), ("B", B, 3), ("A_log", A_log, 2)):
-        if tensor.ndim != num_dims:
-            raise ValueError(f"{name} must have {num_dims} dimensions, got {list(tensor.shape)}")
-    num_tokens, channels = x.shape
-    num_groups, state_dim = B.shape[1], A_log.shape[1]
-    of_groups = (num_tokens, num_groups, state_dim)
-    check_tokens(
-        {
-            "x": (x, x.shape, x.dtype),
-            "dt": (dt, x.shape, x.dtype),
-            "B": (B, of_groups, x.dtype),
-            "C": (C, of_groups, x.dtype),
-            "z": (z, x.shape, x.dtype),
-        }
-    )
-    check_shapes({"A_log": (A_log, (channels, state_dim)), "D": (D, (channels,))})
-    parameters = {"A_log": A_log, "D": D}
-    for name, parameter in parameters.items():
-        if parameter.dtype != torch.float32:
-            check_dtypes({name: (parameter, x.dtype)})
-    check_contiguous(**parameters)
-    check_slots(state, (channels, state_dim), cu_seqlens, initial_indices, state_indices)
-    if num_groups < 1 or channels % num_groups:
-        raise ValueError(f"x must have a multiple of the {num_groups} groups of B, got {channels}")
-
-
-_TENSORS = (
-    "Tensor x, Tensor dt, Tensor B, Tensor C, Tensor? z, Tensor A_log, Tensor D, "
-    "Tensor(a!) state, Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices"
+recurrent_selective_scan = define(
+    RecurrentSelectiveScan,
+    RECURRENT_IMPLEMENTATIONS,
+    returns=like("x"),
+    limited={"state_dim": "M"},
 )
-_RECURRENT = define_op(
-    f"recurrent_selective_scan({_TENSORS}, *, str impl) -> Tensor",
-    like=["x"],
-    implementations=RECURRENT_IMPLEMENTATIONS,
-)
-_CHUNK = define_op(
-    f"chunk_selective_scan({_TENSORS}, *, int chunk_size, str impl) -> Tensor",
-    like=["x"],
-    implementations=CHUNK_IMPLEMENTATIONS,
+chunk_selective_scan = define(
+    ChunkSelectiveScan, CHUNK_IMPLEMENTATIONS, returns=like("x"), limited={"state_dim": "M"}
 )

@@ -6,31 +6,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torch_hybrid.ops.selective_scan.op import SelectiveScan
 
-def selective_scan_reference(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    z: Tensor | None,
-    A_log: Tensor,
-    D: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> Tensor:
-    """The oracle of both ops: same arguments, any float dtype, ``state`` updated in place.
 
-    It computes in float32, or in float64 when ``x`` is float64.
-    """
+def selective_scan_reference(given: SelectiveScan) -> Tensor:
+    """Compute both ops one token at a time, in float32 or, where ``x`` is float64, in float64."""
+    x, dt, B, C, z, state = given.x, given.dt, given.B, given.C, given.z, given.state
     work = torch.promote_types(x.dtype, torch.float32)
-    A, D = -A_log.to(work).exp(), D.to(work)
+    A, D = -given.A_log.to(work).exp(), given.D.to(work)
     of_group = x.shape[1] // B.shape[1]
 
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    offsets = cu_seqlens.tolist()
-    slots = zip(initial_indices.tolist(), state_indices.tolist(), strict=True)
+    offsets = given.cu_seqlens.tolist()
+    slots = zip(given.initial_indices.tolist(), given.state_indices.tolist(), strict=True)
     for n, (initial, slot) in enumerate(slots):
         if offsets[n] == offsets[n + 1]:
             continue

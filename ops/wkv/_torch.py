@@ -6,38 +6,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.core.state_bounds import check_state_indices
+from torch_hybrid.ops.wkv.op import Wkv
 
 # The exponent of a state of nothing: sums have no part of it, whatever they decay by.
 _NOTHING = -1e38
 
 
-def wkv(
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    bonus: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> Tensor:
+def wkv(x: Wkv) -> Tensor:
     """Scan all tokens of all sequences by doubling.
 
     Sums are [3, ...]: numerator, denominator, exponent. After the pass of distance d, those of a
-    token are over itself and the 2 d - 1 tokens before it, as far as those are of its sequence.
+    token are over itself and the 2 d - 1 tokens before it; none is of another sequence.
     """
-    if k.device.type == "cpu":
-        check_state_indices(
-            cu_seqlens,
-            initial_indices,
-            state_indices,
-            num_tokens=k.shape[0],
-            num_slots=state.shape[0],
-        )
-    dtype, work = k.dtype, torch.promote_types(k.dtype, torch.float32)
-    num_tokens, num_seqs = k.shape[0], state_indices.shape[0]
-    k, v, log_decay, bonus = (x.to(work) for x in (k, v, log_decay, bonus))
+    state, cu_seqlens, state_indices = x.state, x.cu_seqlens, x.state_indices
+    dtype, work = x.k.dtype, torch.promote_types(x.k.dtype, torch.float32)
+    num_tokens, num_seqs = x.k.shape[0], state_indices.shape[0]
+    k, v, log_decay, bonus = (each.to(work) for each in (x.k, x.v, x.log_decay, x.bonus))
     token = torch.arange(num_tokens, device=k.device, dtype=torch.int32)
     seq = torch.searchsorted(cu_seqlens[1:], token, right=True)
     is_padding, begin = seq == num_seqs, cu_seqlens[seq]
@@ -45,8 +29,8 @@ def wkv(
 
     # A sequence that starts from nothing has such a row, as padding behind the last one has.
     nothing = k.new_tensor([0.0, 0.0, _NOTHING])[:, None, None]
-    is_known = (initial_indices > 0)[:, None]
-    initial = state[initial_indices].to(work).transpose(0, 1).where(is_known, nothing)
+    is_known = (x.initial_indices > 0)[:, None]
+    initial = state[x.initial_indices].to(work).transpose(0, 1).where(is_known, nothing)
     initial = torch.cat([initial, nothing.expand(3, 1, k.shape[1])], 1)[:, seq]
 
     one = torch.stack([v, torch.ones_like(v), k])
@@ -73,7 +57,7 @@ def _decayed(sums: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def _joined(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of two, by the larger of their exponents."""
+    """Add two sums, by the larger of their exponents."""
     exponent = torch.maximum(a[2], b[2])
     joined = (a[2] - exponent).exp() * a[:2] + (b[2] - exponent).exp() * b[:2]
     return torch.cat([joined, exponent[None]])

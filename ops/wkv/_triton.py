@@ -12,50 +12,40 @@ from torch import Tensor
 from torch_hybrid.ops.triton.channel_programs import ChannelPrograms, walk_of, zero_padding
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay
 from torch_hybrid.ops.triton.ragged import fetch_rows
+from torch_hybrid.ops.wkv.op import Wkv
 
 # The exponent of a state of nothing: sums have no part of it, whatever they decay by.
 _NOTHING: tl.constexpr = tl.constexpr(-1e38)
 
 
-def wkv(
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    bonus: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    is_invariant: bool = False,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::wkv``.
+def wkv(x: Wkv, *, is_invariant: bool = False) -> Tensor:
+    """Launch ``torch_hybrid::wkv``.
 
     ``is_invariant``: a token has the bits that it has in any call, by one kernel for any lengths
     that walks sequences whole.
     """
-    num_tokens, num_channels = k.shape
-    num_seqs = state_indices.shape[0]
-    out = torch.empty_like(k, memory_format=torch.contiguous_format)
+    num_tokens, num_channels = x.k.shape
+    num_seqs = x.state_indices.shape[0]
+    out = torch.empty_like(x.k, memory_format=torch.contiguous_format)
     walks = ChannelPrograms.of(num_tokens, num_seqs, num_channels, is_invariant=is_invariant)
-    ends = state.new_empty(walks.num_segments, 3, num_channels) if walks.segment else None
+    ends = x.state.new_empty(walks.num_segments, 3, num_channels) if walks.segment else None
     for grid, constants in walks.launches():
         _wkv_kernel[grid](
-            k,
-            v,
-            log_decay,
-            bonus,
-            state,
-            cu_seqlens,
-            initial_indices,
-            state_indices,
+            x.k,
+            x.v,
+            x.log_decay,
+            x.bonus,
+            x.state,
+            x.cu_seqlens,
+            x.initial_indices,
+            x.state_indices,
             ends,
             out,
             num_tokens,
             num_seqs,
             walks.num_walks,
-            k.stride(0),
-            v.stride(0),
+            x.k.stride(0),
+            x.v.stride(0),
             **constants,
         )
     return out
@@ -84,7 +74,7 @@ def _wkv_kernel(
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    """One program: a sequence, or a segment of it, and a block of channels.
+    """Walk a sequence, or a segment of it, in a block of channels: one program.
 
     It walks the tokens, of which it fetches ROWS at once, the state in registers.
     """
@@ -152,7 +142,7 @@ def _wkv_kernel(
 
 @triton.jit
 def _weights(a: tl.tensor, b: tl.tensor) -> tl.tuple:
-    """e^a and e^b, both divided by the larger of them, and its exponent."""
+    """Compute e^a and e^b, both divided by the larger of them, and its exponent."""
     lead = a - b
     factor = exp2_of_decay(-tl.abs(lead) * LOG2_E)
     return tl.where(lead > 0, 1.0, factor), tl.where(lead > 0, factor, 1.0), tl.maximum(a, b)

@@ -1,8 +1,9 @@
-"""RWKV's weighted average of past values (WKV): a vector state, updated in place by slot."""
+"""wkv, RWKV's weighted average of past values: its declaration and its implementations."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -13,14 +14,7 @@ from torch_hybrid.ops.core.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.recurrence import check_slots, check_tokens
-from torch_hybrid.ops.core.registration import (
-    check_contiguous,
-    check_dtypes,
-    check_impl,
-    check_shapes,
-    define_op,
-)
+from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -34,13 +28,15 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.wkv._cpu:wkv",
+        checks_indices=True,
     ),
     "triton": Implementation(
         capability=_TRITON_CAPABILITY, launcher="torch_hybrid.ops.wkv._triton:wkv"
     ),
     "triton_invariant": Implementation(
         capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-        launcher="torch_hybrid.ops.wkv._triton_invariant:wkv",
+        launcher="torch_hybrid.ops.wkv._triton:wkv",
+        options={"is_invariant": True},
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
@@ -49,19 +45,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-def wkv(
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    bonus: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    impl: str,
-) -> Tensor:
-    """The mean of a channel's values so far, each weighted by its key and by its age.
+@dataclass(slots=True)
+class Wkv(StatefulOp):
+    """Mean of a channel's values so far, each weighted by its key and by its age.
 
         out         = (numerator + e^(bonus + k) v) / (denominator + e^(bonus + k))
         numerator   = e^log_decay numerator + e^k v             of each channel
@@ -92,42 +78,20 @@ def wkv(
         [T, C] means in k's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, ``impl`` is unknown, or, where reading
-            them is free (on a CPU), an index is out of range.
+        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
+            reading them is free (on a CPU), an index is out of range.
 
     "RWKV" (arXiv 2305.13048), as in RWKV-4.
     """
-    check_impl(impl, IMPLEMENTATIONS, k.device, dtype=k.dtype)
-    _check_inputs(k, v, log_decay, bonus, state, cu_seqlens, initial_indices, state_indices)
-    out: Tensor = _WKV(
-        k, v, log_decay, bonus, state, cu_seqlens, initial_indices, state_indices, impl=impl
-    )
-    return out
+
+    k: Annotated[Tensor, Rows("C")]
+    v: Annotated[Tensor, Rows("C")]
+    log_decay: Annotated[Tensor, Dense("C", dtype=torch.float32)]
+    bonus: Annotated[Tensor, Dense("C", dtype=torch.float32)]
+    state: Annotated[Tensor, Pool("3", "C", dtype=torch.float32)]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
 
 
-def _check_inputs(
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    bonus: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> None:
-    if k.ndim != 2:
-        raise ValueError(f"k must have 2 dimensions, got {list(k.shape)}")
-    channels = k.shape[1]
-    check_tokens({"k": (k, k.shape, k.dtype), "v": (v, k.shape, k.dtype)})
-    check_shapes({"log_decay": (log_decay, (channels,)), "bonus": (bonus, (channels,))})
-    check_dtypes({"log_decay": (log_decay, torch.float32), "bonus": (bonus, torch.float32)})
-    check_contiguous(log_decay=log_decay, bonus=bonus)
-    check_slots(state, (3, channels), cu_seqlens, initial_indices, state_indices)
-
-
-_WKV = define_op(
-    "wkv(Tensor k, Tensor v, Tensor log_decay, Tensor bonus, Tensor(a!) state, Tensor cu_seqlens, "
-    "Tensor initial_indices, Tensor state_indices, *, str impl) -> Tensor",
-    like=["k"],
-    implementations=IMPLEMENTATIONS,
-)
+wkv = define(Wkv, IMPLEMENTATIONS, returns=like("k"))

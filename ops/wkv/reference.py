@@ -5,30 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.wkv.op import Wkv
+
 # The exponent of a state of nothing: sums have no part of it, whatever they decay by.
 NOTHING = -1e38
 
 
-def wkv_reference(
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    bonus: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> Tensor:
-    """The oracle of the op: same arguments, any float dtype, ``state`` updated in place.
-
-    It computes in float32, or in float64 when ``k`` is float64.
-    """
+def wkv_reference(x: Wkv) -> Tensor:
+    """Compute the op one token at a time, in float32 or, where ``k`` is float64, in float64."""
+    k, v, state = x.k, x.v, x.state
     work = torch.promote_types(k.dtype, torch.float32)
-    log_decay, bonus = log_decay.to(work), bonus.to(work)
+    log_decay, bonus = x.log_decay.to(work), x.bonus.to(work)
     nothing = state.new_tensor([0.0, 0.0, NOTHING])[:, None].expand(state.shape[1:])
     out = torch.zeros_like(k, memory_format=torch.contiguous_format)
-    offsets = cu_seqlens.tolist()
-    slots = zip(initial_indices.tolist(), state_indices.tolist(), strict=True)
+    offsets = x.cu_seqlens.tolist()
+    slots = zip(x.initial_indices.tolist(), x.state_indices.tolist(), strict=True)
     for n, (initial, slot) in enumerate(slots):
         if offsets[n] == offsets[n + 1]:
             continue
@@ -45,7 +36,7 @@ def wkv_reference(
 
 
 def _added(sums: Tensor, exponent: Tensor, value: Tensor) -> Tensor:
-    """Sums [3, C] and a value of weight e^exponent, by the larger of both exponents."""
+    """Add to sums [3, C] a value of weight e^exponent, by the larger of both exponents."""
     largest = torch.maximum(sums[2], exponent)
     before, own = (sums[2] - largest).exp(), (exponent - largest).exp()
     return torch.stack([before * sums[0] + own * value, before * sums[1] + own, largest])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Self
 
 from torch import Tensor
 
-from torch_hybrid.ops.core.declare import Declaration, Op, Pool
+from torch_hybrid.ops.core.declare import Declaration, Op, Pool, Rows
 
 
 class DeclaredInputs(Op):
@@ -34,3 +34,32 @@ class DeclaredInputs(Op):
             if (tensor := getattr(self, name)) is not None and tensor.is_floating_point()
         }
         return replace(self, **floats)
+
+
+class RecurrentInputs(DeclaredInputs):
+    """Mixin of a recurrence's class, whose contract reads the state that a call has left."""
+
+    __slots__ = ()
+
+    def copy(self) -> Self:
+        """Copy what the op mutates."""
+        return self.fresh()
+
+    def args(self) -> tuple[Tensor, ...]:
+        """Return the tensors in the op's order, none of them a copy."""
+        return tuple(getattr(self, name) for name in Declaration(type(self)).kinds)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options by name, the implementation's not among them."""
+        others = {"impl", *Declaration(type(self)).kinds}
+        return {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in others
+        }
+
+    def tokens(self, index: Any) -> dict[str, Tensor]:
+        """Return what is given for each token, of some of them."""
+        return {
+            name: tensor[index]
+            for name, kind in Declaration(type(self)).kinds.items()
+            if isinstance(kind, Rows) and (tensor := getattr(self, name)) is not None
+        }

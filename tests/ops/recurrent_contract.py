@@ -21,6 +21,7 @@ from tests.ops.contract import (
 )
 from tests.ops.pages import offsets
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Implementation
+from torch_hybrid.ops.core.declare import Op
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES
 from torch_hybrid.ops.triton.devices import interpreted
 
@@ -80,6 +81,13 @@ class Form:
         return self.op(*inputs.args(), **inputs.options(), **self.options())
 
 
+def run_reference(reference: Callable[..., Tensor], inputs: AnyInputs) -> Tensor:
+    """Compute by an oracle, which takes a declared op as one value."""
+    if isinstance(inputs, Op):
+        return reference(inputs)
+    return reference(*inputs.args(), **inputs.options())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """What the reference makes of inputs, in float64 and in their own dtype."""
@@ -96,9 +104,9 @@ class Expected:
         return cls(
             inputs=inputs,
             exact=exact,
-            out_exact=reference(*exact.args(), **exact.options()),
+            out_exact=run_reference(reference, exact),
             reference=own,
-            out_reference=reference(*own.args(), **own.options()),
+            out_reference=run_reference(reference, own),
         )
 
     def check(self, out: Tensor, state: Tensor) -> None:

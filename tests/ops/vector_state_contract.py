@@ -215,6 +215,7 @@ def check_segments(
 
 
 def on_device(inputs: Any, device: str) -> Any:
-    """Copies on a device, which lie as the originals do."""
-    moved = {f.name: getattr(inputs, f.name).to(device, copy=True) for f in fields(inputs)}
-    return replace(inputs, **moved)
+    """Copy tensors to a device, where they lie as the originals do."""
+    given = {each.name: getattr(inputs, each.name) for each in fields(inputs)}
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    return replace(inputs, **{name: x.to(device, copy=True) for name, x in tensors.items()})

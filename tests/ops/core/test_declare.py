@@ -5,15 +5,18 @@ from __future__ import annotations
 import inspect
 import traceback
 from dataclasses import dataclass, field
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from torch_hybrid.ops.core import declare
 from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.core.declare import (
+    NO_DEFAULT,
     Declaration,
     Dense,
     Index,
@@ -21,6 +24,7 @@ from torch_hybrid.ops.core.declare import (
     Pool,
     Rows,
     StatefulOp,
+    cpp_launcher,
     define,
     like,
     made,
@@ -189,3 +193,88 @@ def test_a_result_of_another_shape():
     REGISTERED.pop("declared_count")
     compiled = torch.compile(lambda x: counted(x, impl="torch") + 1, fullgraph=True, dynamic=True)
     assert compiled(torch.ones(3, 5)).tolist() == [6, 6, 6]
+
+
+@dataclass(slots=True)
+class DeclaredHeads(Op):
+    """Scale the rows of heads."""
+
+    x: Annotated[Tensor, Rows("D")]
+    heads: Annotated[Tensor, Rows("H", "E", apart=2, counts="H")]
+    rates: Annotated[Tensor, Dense("E", or_float32=True)]
+    gate: Annotated[Tensor | None, Rows("D")]
+    size: Annotated[int, NO_DEFAULT] = field(default=32, kw_only=True)
+
+
+def scale(x: DeclaredHeads) -> Tensor:
+    """Compute the op in torch."""
+    return x.x * x.size
+
+
+declared_heads = define(
+    DeclaredHeads,
+    {"torch": Implementation(capability=ON_A_CPU, launcher=scale)},
+    returns=like("x"),
+)
+REGISTERED.pop("declared_heads")
+
+
+def given_heads(**changes: Tensor) -> dict[str, Any]:
+    values = {
+        "x": torch.ones(3, 10).bfloat16(),
+        "heads": torch.ones(2, 3, 5).bfloat16().transpose(0, 1),
+        "rates": torch.ones(5).bfloat16(),
+        "gate": None,
+    }
+    return values | changes
+
+
+def test_a_default_may_be_the_public_functions_alone():
+    assert (out := declared_heads(**given_heads(), impl="torch")).eq(32).all()
+    assert torch.equal(declared_heads(**given_heads(), size=32, impl="torch"), out)
+    schema = str(torch.ops.torch_hybrid.declared_heads.default._schema)
+    assert "*, int size, str impl)" in schema
+
+
+def test_parameters_may_be_float32():
+    declared_heads(**given_heads(rates=torch.ones(5)), impl="torch")
+    with pytest.raises(ValueError, match=r"^rates must have dtype torch.bfloat16, got .*float64"):
+        declared_heads(**given_heads(rates=torch.ones(5).double()), impl="torch")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"heads": torch.ones(3, 5)}, "heads must have 3 dimensions, got [3, 5]"),
+        ({"heads": torch.ones(3, 2, 4)}, "heads must have shape [3, 2, 5], got [3, 2, 4]"),
+        ({"rates": torch.ones(1, 5)}, "rates must have 1 dimensions, got [1, 5]"),
+        (
+            {"heads": torch.ones(3, 5, 2).bfloat16().mT},
+            "heads must have contiguous rows, got strides [10, 1, 2]",
+        ),
+    ],
+)
+def test_heads_may_lie_apart_and_sizes_be_of_a_later_field(changes: dict[str, Tensor], text: str):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
+        declared_heads(**given_heads(**changes), impl="torch")
+    assert str(error.value) == text
+
+
+def test_the_call_of_a_cpp_kernel(monkeypatch: pytest.MonkeyPatch):
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(declare, "kernel", lambda *_, **__: lambda *call: [calls.append(call)])
+    launch = cpp_launcher(
+        DeclaredHeads,
+        Path(),
+        sizes="T=num_tokens H=num_heads D//H=head_dim",
+        integers="num_tokens num_heads head_dim heads_stride heads_head_stride gate_stride is_bf16 "
+        "wide_rates",
+        out="x",
+    )
+    wide = {"gate": torch.ones(3, 12)[:, :10], "rates": torch.ones(5)}
+    out = [launch(DeclaredHeads(**given_heads(**given), impl="cpp")) for given in ({}, wide)]
+    assert [call[4] is result for call, result in zip(calls, out, strict=True)] == [True, True]
+    assert [call[5:] for call in calls] == [
+        (3, 2, 5, 5, 15, 0, True, False),
+        (3, 2, 5, 5, 15, 12, True, True),
+    ]

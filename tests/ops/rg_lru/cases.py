@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from tests.ops.declared import RecurrentInputs
 from tests.ops.pages import offsets
+from torch_hybrid.ops.rg_lru.op import RgLru
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,45 +25,11 @@ class Case:
         return self.num_heads * self.head_dim
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """The tensors of a call, in the op's order."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(RecurrentInputs, RgLru):
+    """The arguments of one call."""
 
-    x: Tensor  # [T, C]
-    gates: Tensor  # [T, H, 2 C / H]
-    log_a: Tensor  # [C]
-    state: Tensor  # [S, C]
-    cu_seqlens: Tensor  # [N + 1]
-    initial_indices: Tensor  # [N]
-    state_indices: Tensor  # [N]
-
-    def args(self) -> tuple[Tensor, ...]:
-        return (
-            self.x,
-            self.gates,
-            self.log_a,
-            self.state,
-            self.cu_seqlens,
-            self.initial_indices,
-            self.state_indices,
-        )
-
-    def options(self) -> dict[str, Any]:
-        """There are none."""
-        return {}
-
-    def tokens(self, index: Any) -> dict[str, Tensor]:
-        """What is given for each token, of some of them."""
-        return {"x": self.x[index], "gates": self.gates[index]}
-
-    def copy(self) -> Inputs:
-        """The same inputs with a state of their own."""
-        return replace(self, state=self.state.clone())
-
-    def exact(self) -> Inputs:
-        """The same values in float64."""
-        names = ("x", "gates", "log_a", "state")
-        return replace(self, **{name: getattr(self, name).double() for name in names})
+    impl: str = ""
 
 
 CASES = {

@@ -35,7 +35,7 @@ class TestContract(VectorStateContract):
         inputs = make_inputs(Case(lengths=(40,)))
         inputs = replace(inputs, log_a=inputs.log_a * 1e-6, state_indices=inputs.state_indices * 0)
         inputs = replace(inputs, state=torch.zeros_like(inputs.state))
-        exact = rg_lru_reference(*inputs.exact().args())
+        exact = rg_lru_reference(inputs.exact())
         torch.testing.assert_close(
             self.family.run(inputs, impl).double(), exact, rtol=1e-4, atol=1e-9
         )
@@ -113,7 +113,7 @@ def test_reference_agrees_with_transformers():
     theirs.recurrent_states = inputs.state[slot][None].clone()
     for initial, first in ((inputs.initial_indices, 1), (inputs.initial_indices * 0, 0)):
         expected = theirs(inputs.x[None], torch.arange(first, 30 + first)[None])[0].detach()
-        out = rg_lru_reference(*replace(inputs, initial_indices=initial).args())
+        out = rg_lru_reference(replace(inputs, initial_indices=initial))
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(
             inputs.state[slot], theirs.recurrent_states[0].detach(), rtol=1e-4, atol=1e-5

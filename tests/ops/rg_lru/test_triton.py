@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.devices import needs_cuda
-from tests.ops.rg_lru.cases import CASES, Case
+from tests.ops.rg_lru.cases import CASES, Case, Inputs
 from tests.ops.rg_lru.test_contract import FAMILY
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
@@ -82,12 +82,14 @@ def record_launches(
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
     with launches_on(target) as launches:
         _triton.rg_lru(
-            projected[:, :channels],
-            gates.transpose(0, 1),
-            log_a,
-            log_a.new_empty(num_seqs + 1, channels),
-            indices,
-            indices[1:],
-            indices[1:],
+            Inputs(
+                x=projected[:, :channels],
+                gates=gates.transpose(0, 1),
+                log_a=log_a,
+                state=log_a.new_empty(num_seqs + 1, channels),
+                cu_seqlens=indices,
+                initial_indices=indices[1:],
+                state_indices=indices[1:],
+            )
         )
     return launches

@@ -5,12 +5,14 @@ Legend: T tokens, G groups of B and C, N states of a channel, S slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tests.ops.declared import RecurrentInputs
 from tests.ops.pages import offsets
+from torch_hybrid.ops.selective_scan.op import SelectiveScan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,21 +27,11 @@ class Case:
     num_padding_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """The tensors of a call, in the op's order."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(RecurrentInputs, SelectiveScan):
+    """The arguments of one call."""
 
-    x: Tensor  # [T, channels]
-    dt: Tensor  # [T, channels]
-    B: Tensor  # [T, G, N]
-    C: Tensor  # [T, G, N]
-    z: Tensor | None  # [T, channels]
-    A_log: Tensor  # [channels, N]
-    D: Tensor  # [channels]
-    state: Tensor  # [S, channels, N]
-    cu_seqlens: Tensor
-    initial_indices: Tensor
-    state_indices: Tensor
+    impl: str = ""
 
     @property
     def q(self) -> Tensor:
@@ -50,39 +42,6 @@ class Inputs:
     def v(self) -> Tensor:
         """What the outputs are like."""
         return self.x
-
-    def args(self) -> tuple[Tensor | None, ...]:
-        return (
-            self.x,
-            self.dt,
-            self.B,
-            self.C,
-            self.z,
-            self.A_log,
-            self.D,
-            self.state,
-            self.cu_seqlens,
-            self.initial_indices,
-            self.state_indices,
-        )
-
-    def options(self) -> dict[str, float | bool]:
-        return {}
-
-    def copy(self) -> Inputs:
-        """The same inputs with a state of their own."""
-        return replace(self, state=self.state.clone())
-
-    def exact(self) -> Inputs:
-        """The same values in float64."""
-        floats = {name: x.double() for name, x in self.tokens(slice(None)).items()}
-        parameters = {"A_log": self.A_log.double(), "D": self.D.double()}
-        return replace(self, state=self.state.double(), **parameters, **floats)
-
-    def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
-        """The per-token tensors at ``index``."""
-        names = ("x", "dt", "B", "C") if self.z is None else ("x", "dt", "B", "C", "z")
-        return {name: getattr(self, name)[index] for name in names}
 
 
 CASES = {

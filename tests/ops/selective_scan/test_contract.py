@@ -139,7 +139,7 @@ def test_reference_agrees_with_the_scan_of_transformers(is_gated: bool):
     """Theirs has a batch dimension, tokens last, and always starts from zeros."""
     inputs = make_inputs(Case(lengths=(40,), is_gated=is_gated))
     inputs = replace(inputs, initial_indices=torch.zeros_like(inputs.initial_indices))
-    out = selective_scan_reference(*inputs.args())
+    out = selective_scan_reference(inputs)
     theirs, final = mamba.mamba_selective_scan(
         inputs.x.T[None],
         inputs.dt.T[None],
@@ -161,7 +161,7 @@ def test_reference_agrees_with_the_step_of_transformers():
     inputs = make_inputs(Case(lengths=(12,)))
     slot = int(inputs.state_indices[0])
     state = inputs.state[slot][None].clone()
-    out = selective_scan_reference(*inputs.args())
+    out = selective_scan_reference(inputs)
     for t in range(len(out)):
         theirs = mamba.mamba_selective_state_update(
             state,

@@ -164,18 +164,20 @@ def record_launches(
     _, B, C = selecting.split([rank, state_dim, state_dim], 2)
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
     with launches_on(target) as launches:
-        getattr(_triton, f"{form}_selective_scan")(
-            x,
-            x.new_empty(x.shape),
-            B,
-            C,
-            z,
-            x.new_empty(channels, state_dim),
-            x.new_empty(channels),
-            torch.empty(num_seqs + 1, channels, state_dim, device="meta"),
-            indices,
-            indices[1:],
-            indices[1:],
-            **({"chunk_size": 32} if form == "chunk" else {}),
+        _triton.selective_scan(
+            Inputs(
+                x=x,
+                dt=x.new_empty(x.shape),
+                B=B,
+                C=C,
+                z=z,
+                A_log=x.new_empty(channels, state_dim),
+                D=x.new_empty(channels),
+                state=torch.empty(num_seqs + 1, channels, state_dim, device="meta"),
+                cu_seqlens=indices,
+                initial_indices=indices[1:],
+                state_indices=indices[1:],
+            ),
+            is_chunked=form == "chunk",
         )
     return launches

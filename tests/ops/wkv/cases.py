@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from tests.ops.declared import RecurrentInputs
 from tests.ops.pages import offsets
+from torch_hybrid.ops.wkv.op import Wkv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,47 +20,11 @@ class Case:
     num_padding_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """The tensors of a call, in the op's order."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(RecurrentInputs, Wkv):
+    """The arguments of one call."""
 
-    k: Tensor  # [T, C]
-    v: Tensor  # [T, C]
-    log_decay: Tensor  # [C]
-    bonus: Tensor  # [C]
-    state: Tensor  # [S, 3, C]
-    cu_seqlens: Tensor  # [N + 1]
-    initial_indices: Tensor  # [N]
-    state_indices: Tensor  # [N]
-
-    def args(self) -> tuple[Tensor, ...]:
-        return (
-            self.k,
-            self.v,
-            self.log_decay,
-            self.bonus,
-            self.state,
-            self.cu_seqlens,
-            self.initial_indices,
-            self.state_indices,
-        )
-
-    def options(self) -> dict[str, Any]:
-        """There are none."""
-        return {}
-
-    def tokens(self, index: Any) -> dict[str, Tensor]:
-        """What is given for each token, of some of them."""
-        return {"k": self.k[index], "v": self.v[index]}
-
-    def copy(self) -> Inputs:
-        """The same inputs with a state of their own."""
-        return replace(self, state=self.state.clone())
-
-    def exact(self) -> Inputs:
-        """The same values in float64."""
-        names = ("k", "v", "log_decay", "bonus", "state")
-        return replace(self, **{name: getattr(self, name).double() for name in names})
+    impl: str = ""
 
 
 CASES = {

@@ -95,7 +95,7 @@ def test_reference_agrees_with_transformers():
             state=before,
             return_state=True,
         )
-        out = wkv_reference(*replace(inputs, initial_indices=initial).args())
+        out = wkv_reference(replace(inputs, initial_indices=initial))
         torch.testing.assert_close(out, expected[0])
         torch.testing.assert_close(inputs.state[slot], torch.cat(after))
 

@@ -13,7 +13,7 @@ from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_c
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from tests.ops.vector_state_contract import check_on_a_gpu, check_segments
-from tests.ops.wkv.cases import CASES, Case
+from tests.ops.wkv.cases import CASES, Case, Inputs
 from tests.ops.wkv.test_contract import FAMILY
 
 # What of the contract the interpreter can do in seconds.
@@ -81,13 +81,15 @@ def record_launches(
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
     with launches_on(target) as launches:
         _triton.wkv(
-            k,
-            k,
-            log_decay,
-            log_decay,
-            log_decay.new_empty(num_seqs + 1, 3, num_channels),
-            indices,
-            indices[1:],
-            indices[1:],
+            Inputs(
+                k=k,
+                v=k,
+                log_decay=log_decay,
+                bonus=log_decay,
+                state=log_decay.new_empty(num_seqs + 1, 3, num_channels),
+                cu_seqlens=indices,
+                initial_indices=indices[1:],
+                state_indices=indices[1:],
+            )
         )
     return launches
