@@ -58,6 +58,10 @@ class Op:
 
     impl: str = field(kw_only=True)
 
+    def check_form(self) -> None:
+        """Raise ValueError, in words of the op's own, for forms that the fields refuse too; no
+        other check comes before."""
+
     def check(self) -> None:
         """Raise ValueError for values that no kind of field can refuse; shapes are right by now."""
 
@@ -118,6 +122,10 @@ class Rows(_Kind):
 
 class Dense(_Kind):
     """[*dims], contiguous."""
+
+
+class Strided(_Kind):
+    """[*dims], whatever its strides; ``check`` may refuse some. ``*x.shape`` are all dims of x."""
 
 
 class Pool(_Kind):
@@ -188,6 +196,8 @@ def define(
     *,
     returns: Returns[R],
     limited: Mapping[str, str] | None = None,
+    floats: frozenset[torch.dtype] = FLOATS_AND_FLOAT64,
+    schema_has_defaults: bool = True,
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.
 
@@ -195,7 +205,10 @@ def define(
         op: a dataclass derived from ``Op``.
         implementations: by name. Each launcher takes an instance of ``op``.
         returns: what the op returns.
-        limited: letters of the sizes that a ``Capability`` may limit, by its names of them.
+        limited: sizes that a ``Capability`` may limit, as letters or expressions of the arguments,
+            by its names of them.
+        floats: dtypes that the op's own may be; empty leaves them to the implementations.
+        schema_has_defaults: False where the public function alone has them.
     """
     declaration = Declaration(cast(type[Op], op))
     make_fake = returns.fake
@@ -211,13 +224,14 @@ def define(
         return make_fake(declaration.cls(*args, **options))
 
     overload = define_op(
-        declaration.schema(returns),
+        declaration.schema(returns, has_defaults=schema_has_defaults),
         implementations=implementations,
         like=returns.like,
         fake=None if make_fake is None else fake,
         pack=pack,
     )
-    return cast(Callable[P, R], declaration.public(overload, implementations, limited or {}))
+    public = declaration.public(overload, implementations, limited or {}, floats)
+    return cast(Callable[P, R], public)
 
 
 class Declaration:
@@ -226,6 +240,8 @@ class Declaration:
     Attributes:
         name: of the op: the class's name in lower case.
         kinds: of the tensors, by field.
+        first: field, whose device the op runs on.
+        floating: the first field without a dtype of its own, which others share.
         bound: the field and axis that bind each letter.
     """
 
@@ -241,6 +257,7 @@ class Declaration:
             if isinstance(kind, _Kind)
         }
         self.first = next(iter(self.kinds))
+        self.floating = next(name for name, kind in self.kinds.items() if kind.dtype is None)
         self._optional = {
             name for name in self.kinds if type(None) in get_args(_bare(self._hints[name]))
         }
@@ -250,16 +267,17 @@ class Declaration:
                 if letter.isidentifier():
                     self.bound.setdefault(letter, (name, axis))
 
-    def schema(self, returns: Returns[Any]) -> str:
+    def schema(self, returns: Returns[Any], *, has_defaults: bool = True) -> str:
         """Write the schema, in which pools are marked as mutated."""
         letters = iter("abcdefghijklmnop")
 
         def declared(each: Field[Any]) -> str:
+            is_given = each.default is MISSING or not has_defaults
             if (kind := self.kinds.get(each.name)) is None:
-                default = "" if each.default is MISSING else f"={each.default!r}".replace("'", '"')
+                default = "" if is_given else f"={each.default!r}".replace("'", '"')
                 return f"{_SCHEMA_TYPES[_bare(self._hints[each.name])]} {each.name}{default}"
             mark = f"({next(letters)}!)" if isinstance(kind, Pool) else ""
-            default = "" if each.default is MISSING else "=None"
+            default = "" if is_given else "=None"
             return f"Tensor{mark}{'?' * (each.name in self._optional)} {each.name}{default}"
 
         positional, before, after = (map(declared, part) for part in self._ordered())
@@ -281,11 +299,13 @@ class Declaration:
         overload: Callable[..., Any],
         implementations: Mapping[str, Implementation],
         limited: Mapping[str, str],
+        floats: frozenset[torch.dtype],
     ) -> Callable[..., Any]:
         """Make the function that users call: straight-line checks, then the op."""
         defaults = {o.name: o.default for o in self._fields if o.default is not MISSING}
         scope = _SCOPE | {f"default_{name}": value for name, value in defaults.items()}
         scope |= {"cls": self.cls, "op": overload, "implementations": implementations}
+        scope |= {"floats": floats}
 
         def parameter(each: Field[Any]) -> str:
             return f"{each.name}=default_{each.name}" if each.name in defaults else each.name
@@ -295,13 +315,19 @@ class Declaration:
         passed = ", ".join(
             f"{each.name}={each.name}" if each.kw_only else each.name for each in self._fields
         )
-        lines = [f"def {self.name}({parameters}):", *self._checks()]
+        lines = [f"def {self.name}({parameters}):"]
+        if self.cls.check_form is not Op.check_form:
+            lines += [f"    cls({passed}, impl=impl).check_form()"]
+        if floats:
+            fail = f"fail_floats('{self.floating}', {self.floating})"
+            lines += [f"    if {self.floating}.dtype not in floats: {fail}"]
+        lines += self._checks()
         if self.cls.check is not Op.check:
             lines += [f"    cls({passed}, impl=impl).check()"]
         sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
         lines += [
             f"    check_impl(impl, implementations, {self.first}.device, {{{sizes}}}, "
-            f"dtype={self.first}.dtype)",
+            f"dtype={self.floating}.dtype)",
             f"    return op({passed}, impl=impl)",
         ]
         function: Callable[..., Any] = compile_function("\n".join(lines), self.name, scope)
@@ -311,7 +337,6 @@ class Declaration:
 
     def _checks(self) -> Iterator[str]:
         """Write the checks, one comparison a line: shapes first, then dtypes, then layouts."""
-        yield f"    if {self.first}.dtype not in floats: fail_floats('{self.first}', {self.first})"
         for name, kind in self.kinds.items():
             yield from self._binding(name, kind)
         for name, kind in self.kinds.items():
@@ -320,8 +345,8 @@ class Declaration:
                 name, f"{name}.shape == {wanted}", f"check_shapes({{'{name}': ({name}, {wanted})}})"
             )
         for name, kind in self.kinds.items():
-            dtype = f"{self.first}.dtype" if kind.dtype is None else repr(kind.dtype)
-            if name != self.first:
+            dtype = f"{self.floating}.dtype" if kind.dtype is None else repr(kind.dtype)
+            if name != self.floating:
                 fail = f"check_dtypes({{'{name}': ({name}, {dtype})}})"
                 yield from self._unless(name, f"{name}.dtype == {dtype}", fail)
         for name, kind in self.kinds.items():
@@ -329,6 +354,8 @@ class Declaration:
             fail = f"check_contiguous({name}={name})"
             if isinstance(kind, Rows):
                 holds, fail = f"{holds} or has_dense_rows({name})", f"fail_rows('{name}', {name})"
+            if isinstance(kind, Strided):
+                continue
             yield from self._unless(name, holds, fail)
 
     def _binding(self, name: str, kind: _Kind) -> Iterator[str]:
@@ -354,51 +381,63 @@ def compile_function(code: str, name: str, scope: dict[str, Any]) -> Callable[..
 
 
 def cpp_launcher(
-    cls: type[Op], source: Path, *, sizes: str, integers: str, numbers: str = "", out: str
-) -> Callable[[Any], Tensor]:
-    """Make the launcher of a C++ kernel whose struct has the op's tensors and ``out``.
+    cls: type[Op],
+    source: Path,
+    *,
+    integers: str,
+    sizes: str = "",
+    values: Mapping[str, str] | None = None,
+    numbers: str = "",
+    out: str | Callable[[Any], Tensor],
+) -> Callable[[Any], Any]:
+    """Make the launcher of a C++ kernel whose struct has the op's tensors and then its results.
 
     Args:
         cls: the op's class.
         source: of the kernel, whose function has the op's name.
-        sizes: letters and what the struct calls them: ``"T=num_tokens D=dim"``.
-        integers: of the struct in its order: names of sizes, ``<field>_stride`` of rows,
+        integers: of the struct in its order: names of sizes and values, ``<field>_stride`` of rows,
             ``is_bf16``, ``num_threads``.
+        sizes: letters and what the struct calls them: ``"T=num_tokens D=dim N"``.
+        values: expressions of ``x``, an instance of ``cls``, by the struct's names of them.
         numbers: options that the struct has as doubles.
-        out: field that the result has shape and dtype of.
+        out: field that the result has shape and dtype of, or what makes the result from an instance
+            of ``cls``. Several are named as in the struct: ``"out=o_a lse=lse_a"``.
     """
     declaration = Declaration(cls)
+    if isinstance(out, str):
+        named = [each.rpartition("=") for each in out.split()]
+        results = {name or "out": f"x.{of}.new_empty(x.{of}.shape)" for name, _, of in named}
+    else:
+        results = {"out": "make(x)"}
     run = kernel(
         declaration.name,
         source,
-        tensors=f"{' '.join(declaration.kinds)} out",
+        tensors=" ".join([*declaration.kinds, *results]),
         integers=integers,
         numbers=numbers,
     )
-    letters = {name: letter for letter, _, name in (each.partition("=") for each in sizes.split())}
     special = {
-        "is_bf16": f"x.{declaration.first}.dtype is bf16",
+        "is_bf16": f"x.{declaration.floating}.dtype is bf16",
         "num_threads": "num_threads()",
+        **(values or {}),
     }
+    for letter, _, name in (each.partition("=") for each in sizes.split()):
+        owner, axis = declaration.bound[letter]
+        special[name or letter] = f"x.{owner}.shape[{axis}]"
 
     def value(name: str) -> str:
-        if name in special:
-            return special[name]
-        if name in letters:
-            owner, axis = declaration.bound[letters[name]]
-            return f"x.{owner}.shape[{axis}]"
-        return f"x.{name.removesuffix('_stride')}.stride(0)"
+        return special.get(name) or f"x.{name.removesuffix('_stride')}.stride(0)"
 
-    values = [*(f"x.{name}" for name in declaration.kinds), "out", *map(value, integers.split())]
-    values += [f"x.{name}" for name in numbers.split()]
+    passed = [*(f"x.{name}" for name in declaration.kinds), *results, *map(value, integers.split())]
+    passed += [f"x.{name}" for name in numbers.split()]
     lines = [
         f"def {declaration.name}(x):",
-        f"    out = x.{out}.new_empty(x.{out}.shape)",
-        f"    if not run({', '.join(values)}):",
+        *(f"    {name} = {made}" for name, made in results.items()),
+        f"    if not run({', '.join(passed)}):",
         "        x.check_indices()",
-        "    return out",
+        f"    return {', '.join(results)}",
     ]
-    scope = {"run": run, "bf16": torch.bfloat16, "num_threads": torch.get_num_threads}
+    scope = {"run": run, "bf16": torch.bfloat16, "num_threads": torch.get_num_threads, "make": out}
     return compile_function("\n".join(lines), declaration.name, scope)
 
 
@@ -425,7 +464,6 @@ def _fail_rows(name: str, x: Tensor) -> None:
 
 _SCOPE: dict[str, Any] = {
     "torch": torch,
-    "floats": FLOATS_AND_FLOAT64,
     "check_shapes": check_shapes,
     "check_dtypes": check_dtypes,
     "check_contiguous": check_contiguous,

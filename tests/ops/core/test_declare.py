@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -21,6 +22,7 @@ from torch_hybrid.ops.core.declare import (
     Pool,
     Rows,
     StatefulOp,
+    Strided,
     define,
     like,
     made,
@@ -189,3 +191,68 @@ def test_a_result_of_another_shape():
     REGISTERED.pop("declared_count")
     compiled = torch.compile(lambda x: counted(x, impl="torch") + 1, fullgraph=True, dynamic=True)
     assert compiled(torch.ones(3, 5)).tolist() == [6, 6, 6]
+
+
+@dataclass(slots=True)
+class DeclaredLookUp(Op):
+    """Look up the rows of a table that numbers name, plus an addend."""
+
+    numbers: Annotated[Tensor, Dense("T", dtype=torch.int64)]
+    table: Annotated[Tensor, Strided("R", "D")]
+    addend: Annotated[Tensor | None, Strided("*table.shape")] = None
+    factor: float = field(default=1.0, kw_only=True)
+
+    def check_form(self) -> None:
+        """Raise ValueError unless numbers are a vector."""
+        if self.numbers.ndim != 1:
+            raise ValueError(f"numbers must be [T], got {list(self.numbers.shape)}")
+
+
+def look_up(x: DeclaredLookUp) -> Tensor:
+    """Compute the op in torch."""
+    table = x.table if x.addend is None else x.table + x.addend
+    return table[x.numbers] * x.factor
+
+
+declared_look_up = define(
+    DeclaredLookUp,
+    {"torch": Implementation(capability=ON_A_CPU, launcher=look_up)},
+    returns=made(lambda x: x.table.new_empty(len(x.numbers), x.table.shape[1])),
+    limited={"width": "table.shape[1]"},
+    floats=frozenset(),
+    schema_has_defaults=False,
+)
+REGISTERED.pop("declared_look_up")
+
+
+def test_a_table_that_lies_anyhow():
+    table = torch.arange(12.0).view(4, 3).T
+    out = declared_look_up(torch.tensor([2, 0]), table, table, factor=2.0, impl="torch")
+    assert out.tolist() == [[8, 20, 32, 44], [0, 12, 24, 36]]
+
+
+def test_a_schema_without_defaults():
+    assert_expected_inline(
+        str(torch.ops.torch_hybrid.declared_look_up.default._schema),
+        """torch_hybrid::declared_look_up(Tensor numbers, Tensor table, Tensor? addend, *, float factor, str impl) -> Tensor""",  # noqa: E501
+    )
+    out = declared_look_up(torch.tensor([1]), torch.ones(3, 2), impl="torch")
+    assert out.tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"numbers": torch.ones(2, 1)}, "numbers must be [T], got [2, 1]"),
+        ({"numbers": torch.ones(2)}, "numbers must have dtype torch.int64, got torch.float32"),
+        ({"table": torch.ones(3)}, "table must have 2 dimensions, got [3]"),
+        ({"addend": torch.ones(3, 4)}, "addend must have shape [3, 2], got [3, 4]"),
+        ({"addend": torch.ones(3, 2).half()}, "addend must have dtype torch.float32, got "),
+        ({"table": torch.ones(3, 2).int()}, "impl 'torch' takes ['torch.bfloat16', "),
+        ({"table": torch.ones(3, 17)}, "width 17 is over the limit 16"),
+    ],
+)
+def test_errors_of_tensors_of_integers_and_of_any_strides(changes: dict[str, Tensor], text: str):
+    values = {"numbers": torch.tensor([1]), "table": torch.ones(3, 2)} | changes
+    with pytest.raises(ValueError, match=re.escape(text)):
+        declared_look_up(**values, impl="torch")
