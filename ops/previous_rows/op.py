@@ -57,8 +57,8 @@ class PreviousRows(Op):
         [T, D]; rows of padding tokens are 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, ``impl`` is unknown, or, where reading
-            them is free (on a CPU), an index is out of range.
+        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; on a CPU, also
+            an index out of range.
     """
 
     x: Annotated[Tensor, Dense("T", "D")]
