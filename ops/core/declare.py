@@ -19,6 +19,8 @@ reads ``x.factor``.
 
 Letters are sizes. A field of rows, weights or a pool binds the letters that it is the first to
 name; ``counts=True`` lets an index tensor bind its own. Other dimensions are expressions of them.
+``chunk_size: Annotated[int, NO_DEFAULT] = field(default=32, kw_only=True)`` is an option whose
+default the public function alone has, and the schema has not.
 """
 
 from __future__ import annotations
@@ -179,6 +181,7 @@ def pair_made(fake: Callable[[Any], tuple[Tensor, Tensor]]) -> Returns[tuple[Ten
 
 
 NOTHING: Returns[None] = Returns(num_tensors=0)
+NO_DEFAULT = "no default in the schema"  # beside an option's type
 
 _SCHEMA_TYPES = {
     float: "float",
@@ -197,7 +200,6 @@ def define(
     returns: Returns[R],
     limited: Mapping[str, str] | None = None,
     floats: frozenset[torch.dtype] = FLOATS_AND_FLOAT64,
-    schema_has_defaults: bool = True,
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.
 
@@ -208,7 +210,6 @@ def define(
         limited: sizes that a ``Capability`` may limit, as letters or expressions of the arguments,
             by its names of them.
         floats: dtypes that the op's own may be; empty leaves them to the implementations.
-        schema_has_defaults: False where the public function alone has them.
     """
     declaration = Declaration(cast(type[Op], op))
     make_fake = returns.fake
@@ -224,7 +225,7 @@ def define(
         return make_fake(declaration.cls(*args, **options))
 
     overload = define_op(
-        declaration.schema(returns, has_defaults=schema_has_defaults),
+        declaration.schema(returns),
         implementations=implementations,
         like=returns.like,
         fake=None if make_fake is None else fake,
@@ -267,17 +268,18 @@ class Declaration:
                 if letter.isidentifier():
                     self.bound.setdefault(letter, (name, axis))
 
-    def schema(self, returns: Returns[Any], *, has_defaults: bool = True) -> str:
+    def schema(self, returns: Returns[Any]) -> str:
         """Write the schema, in which pools are marked as mutated."""
         letters = iter("abcdefghijklmnop")
 
         def declared(each: Field[Any]) -> str:
-            is_given = each.default is MISSING or not has_defaults
             if (kind := self.kinds.get(each.name)) is None:
-                default = "" if is_given else f"={each.default!r}".replace("'", '"')
-                return f"{_SCHEMA_TYPES[_bare(self._hints[each.name])]} {each.name}{default}"
+                hint = self._hints[each.name]
+                is_bare = each.default is MISSING or NO_DEFAULT in _metadata(hint)
+                default = "" if is_bare else f"={each.default!r}".replace("'", '"')
+                return f"{_SCHEMA_TYPES[_bare(hint)]} {each.name}{default}"
             mark = f"({next(letters)}!)" if isinstance(kind, Pool) else ""
-            default = "" if is_given else "=None"
+            default = "" if each.default is MISSING else "=None"
             return f"Tensor{mark}{'?' * (each.name in self._optional)} {each.name}{default}"
 
         positional, before, after = (map(declared, part) for part in self._ordered())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS, Capability, Implementation
-from torch_hybrid.ops.core.declare import Dense, Op, Strided, define, pair_made
+from torch_hybrid.ops.core.declare import NO_DEFAULT, Dense, Op, Strided, define, pair_made
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 SCORES = ("softmax", "sigmoid")
@@ -65,12 +65,12 @@ class Route(Op):
     bias: Annotated[Tensor | None, Dense("E", dtype=torch.float32)]
     k: int
     score: str = field(kw_only=True)
-    num_groups: int = field(default=1, kw_only=True)
-    num_best_groups: int = field(default=1, kw_only=True)
-    renormalise: bool = field(default=True, kw_only=True)
-    epsilon: float = field(default=0.0, kw_only=True)
-    scale: float = field(default=1.0, kw_only=True)
-    dtype: torch.dtype = field(default=torch.float32, kw_only=True)
+    num_groups: Annotated[int, NO_DEFAULT] = field(default=1, kw_only=True)
+    num_best_groups: Annotated[int, NO_DEFAULT] = field(default=1, kw_only=True)
+    renormalise: Annotated[bool, NO_DEFAULT] = field(default=True, kw_only=True)
+    epsilon: Annotated[float, NO_DEFAULT] = field(default=0.0, kw_only=True)
+    scale: Annotated[float, NO_DEFAULT] = field(default=1.0, kw_only=True)
+    dtype: Annotated[torch.dtype, NO_DEFAULT] = field(default=torch.float32, kw_only=True)
 
     def check_form(self) -> None:
         """Raise ValueError unless there are logits of each token."""
@@ -119,6 +119,5 @@ route = define(
     IMPLEMENTATIONS,
     returns=pair_made(Route.empty),
     limited={"num_experts": "E", "k": "k", "num_groups": "num_groups"},
-    schema_has_defaults=False,
 )
 ROUTE: torch._ops.OpOverload = torch.ops.torch_hybrid.route.default

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.core.declare import (
+    NO_DEFAULT,
     Declaration,
     Dense,
     Index,
@@ -200,7 +201,7 @@ class DeclaredLookUp(Op):
     numbers: Annotated[Tensor, Dense("T", dtype=torch.int64)]
     table: Annotated[Tensor, Strided("R", "D")]
     addend: Annotated[Tensor | None, Strided("*table.shape")] = None
-    factor: float = field(default=1.0, kw_only=True)
+    factor: Annotated[float, NO_DEFAULT] = field(default=1.0, kw_only=True)
 
     def check_form(self) -> None:
         """Raise ValueError unless numbers are a vector."""
@@ -220,7 +221,6 @@ declared_look_up = define(
     returns=made(lambda x: x.table.new_empty(len(x.numbers), x.table.shape[1])),
     limited={"width": "table.shape[1]"},
     floats=frozenset(),
-    schema_has_defaults=False,
 )
 REGISTERED.pop("declared_look_up")
 
@@ -231,10 +231,10 @@ def test_a_table_that_lies_anyhow():
     assert out.tolist() == [[8, 20, 32, 44], [0, 12, 24, 36]]
 
 
-def test_a_schema_without_defaults():
+def test_a_default_that_the_schema_has_not():
     assert_expected_inline(
         str(torch.ops.torch_hybrid.declared_look_up.default._schema),
-        """torch_hybrid::declared_look_up(Tensor numbers, Tensor table, Tensor? addend, *, float factor, str impl) -> Tensor""",  # noqa: E501
+        """torch_hybrid::declared_look_up(Tensor numbers, Tensor table, Tensor? addend=None, *, float factor, str impl) -> Tensor""",  # noqa: E501
     )
     out = declared_look_up(torch.tensor([1]), torch.ones(3, 2), impl="torch")
     assert out.tolist() == [[1, 1]]
