@@ -60,6 +60,10 @@ class Op:
 
     impl: str = field(kw_only=True)
 
+    def check_form(self) -> None:
+        """Raise ValueError, in words of the op's own, for forms that the fields refuse too; no
+        other check comes before."""
+
     def check(self) -> None:
         """Raise ValueError for values that no kind of field can refuse; shapes are right by now."""
 
@@ -137,6 +141,10 @@ class Dense(_Kind):
     """[*dims], contiguous."""
 
 
+class Strided(_Kind):
+    """[*dims], whatever its strides; ``check`` may refuse some. ``*x.shape`` are all dims of x."""
+
+
 class Pool(_Kind):
     """[S, *dims], contiguous; the op mutates it."""
 
@@ -204,6 +212,7 @@ def define(
     *,
     returns: Returns[R],
     limited: Mapping[str, str] | None = None,
+    floats: frozenset[torch.dtype] = FLOATS_AND_FLOAT64,
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.
 
@@ -211,7 +220,9 @@ def define(
         op: a dataclass derived from ``Op``.
         implementations: by name. Each launcher takes an instance of ``op``.
         returns: what the op returns.
-        limited: letters of the sizes that a ``Capability`` may limit, by its names of them.
+        limited: sizes that a ``Capability`` may limit, as letters or expressions of the arguments,
+            by its names of them.
+        floats: dtypes that the op's own may be; empty leaves them to the implementations.
     """
     declaration = Declaration(cast(type[Op], op))
     make_fake = returns.fake
@@ -233,7 +244,8 @@ def define(
         fake=None if make_fake is None else fake,
         pack=pack,
     )
-    return cast(Callable[P, R], declaration.public(overload, implementations, limited or {}))
+    public = declaration.public(overload, implementations, limited or {}, floats)
+    return cast(Callable[P, R], public)
 
 
 class Declaration:
@@ -243,6 +255,8 @@ class Declaration:
         name: of the op: the class's name in lower case.
         kinds: of the tensors, by field.
         optional: tensors that may be None.
+        first: field, whose device the op runs on.
+        floating: the first field without a dtype of its own, which others share.
         bound: the field and axis that bind each letter.
     """
 
@@ -258,6 +272,7 @@ class Declaration:
             if isinstance(kind, _Kind)
         }
         self.first = next(iter(self.kinds))
+        self.floating = next(name for name, kind in self.kinds.items() if kind.dtype is None)
         self.optional = {
             name for name in self.kinds if type(None) in get_args(_bare(self._hints[name]))
         }
@@ -300,11 +315,13 @@ class Declaration:
         overload: Callable[..., Any],
         implementations: Mapping[str, Implementation],
         limited: Mapping[str, str],
+        floats: frozenset[torch.dtype],
     ) -> Callable[..., Any]:
         """Make the function that users call: straight-line checks, then the op."""
         defaults = {o.name: o.default for o in self._fields if o.default is not MISSING}
         scope = _SCOPE | {f"default_{name}": value for name, value in defaults.items()}
         scope |= {"cls": self.cls, "op": overload, "implementations": implementations}
+        scope |= {"floats": floats}
 
         def parameter(each: Field[Any]) -> str:
             return f"{each.name}=default_{each.name}" if each.name in defaults else each.name
@@ -314,13 +331,19 @@ class Declaration:
         passed = ", ".join(
             f"{each.name}={each.name}" if each.kw_only else each.name for each in self._fields
         )
-        lines = [f"def {self.name}({parameters}):", *self._checks()]
+        lines = [f"def {self.name}({parameters}):"]
+        if self.cls.check_form is not Op.check_form:
+            lines += [f"    cls({passed}, impl=impl).check_form()"]
+        if floats:
+            fail = f"fail_floats('{self.floating}', {self.floating})"
+            lines += [f"    if {self.floating}.dtype not in floats: {fail}"]
+        lines += self._checks()
         if self.cls.check is not Op.check:
             lines += [f"    cls({passed}, impl=impl).check()"]
         sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
         lines += [
             f"    check_impl(impl, implementations, {self.first}.device, {{{sizes}}}, "
-            f"dtype={self.first}.dtype)",
+            f"dtype={self.floating}.dtype)",
             f"    return op({passed}, impl=impl)",
         ]
         function: Callable[..., Any] = compile_function("\n".join(lines), self.name, scope)
@@ -330,7 +353,6 @@ class Declaration:
 
     def _checks(self) -> Iterator[str]:
         """Write the checks, one comparison a line: shapes first, then dtypes, then layouts."""
-        yield f"    if {self.first}.dtype not in floats: fail_floats('{self.first}', {self.first})"
         for name, kind in self.kinds.items():
             yield from self._binding(name, kind)
         for name, kind in self.kinds.items():
@@ -339,8 +361,8 @@ class Declaration:
                 name, f"{name}.shape == {wanted}", f"check_shapes({{'{name}': ({name}, {wanted})}})"
             )
         for name, kind in self.kinds.items():
-            dtype = f"{self.first}.dtype" if kind.dtype is None else repr(kind.dtype)
-            if name != self.first:
+            dtype = f"{self.floating}.dtype" if kind.dtype is None else repr(kind.dtype)
+            if name != self.floating:
                 fail = f"check_dtypes({{'{name}': ({name}, {dtype})}})"
                 holds = f"{name}.dtype == {dtype}"
                 holds += f" or {name}.dtype == torch.float32" * kind.or_float32
@@ -351,6 +373,8 @@ class Declaration:
             if isinstance(kind, Rows):
                 holds += f" or has_dense_rows({name}, {kind.apart})"
                 fail = f"fail_rows('{name}', {name})"
+            if isinstance(kind, Strided):
+                continue
             yield from self._unless(name, holds, fail)
 
     def _binding(self, name: str, kind: _Kind) -> Iterator[str]:
@@ -376,60 +400,75 @@ def compile_function(code: str, name: str, scope: dict[str, Any]) -> Callable[..
 
 
 def cpp_launcher(
-    cls: type[Op], source: Path, *, sizes: str, integers: str, numbers: str = "", out: str
-) -> Callable[[Any], Tensor]:
-    """Make the launcher of a C++ kernel whose struct has the op's tensors and ``out``.
+    cls: type[Op],
+    source: Path,
+    *,
+    integers: str,
+    sizes: str = "",
+    values: Mapping[str, str] | None = None,
+    numbers: str = "",
+    out: str | Callable[[Any], Tensor],
+) -> Callable[[Any], Any]:
+    """Make the launcher of a C++ kernel whose struct has the op's tensors and then its results.
 
     Args:
         cls: the op's class.
         source: of the kernel, whose function has the op's name.
         sizes: letters, or expressions of them without blanks, and what the struct calls them:
-            ``"T=num_tokens D//2=half_dim"``.
-        integers: of the struct in its order: names of sizes, ``<field>_stride`` and
+            ``"T=num_tokens D//2=half_dim N"``.
+        integers: of the struct in its order: names of sizes and values, ``<field>_stride`` and
             ``<field>_head_stride`` of rows, ``is_bf16``, ``wide_<field>`` (float32),
             ``num_threads``.
+        values: expressions of ``x``, an instance of ``cls``, by the struct's names of them.
         numbers: options that the struct has as doubles.
-        out: field that the result has shape and dtype of.
+        out: field that the result has shape and dtype of, or what makes the result from an instance
+            of ``cls``. Several are named as in the struct: ``"out=o_a lse=lse_a"``.
     """
     declaration = Declaration(cls)
+    if isinstance(out, str):
+        named = [each.rpartition("=") for each in out.split()]
+        results = {name or "out": f"x.{of}.new_empty(x.{of}.shape)" for name, _, of in named}
+    else:
+        results = {"out": "make(x)"}
     run = kernel(
         declaration.name,
         source,
-        tensors=f"{' '.join(declaration.kinds)} out",
+        tensors=" ".join([*declaration.kinds, *results]),
         integers=integers,
         numbers=numbers,
     )
-    named = {name: size for size, _, name in (each.partition("=") for each in sizes.split())}
     special = {
-        "is_bf16": f"x.{declaration.first}.dtype is bf16",
+        "is_bf16": f"x.{declaration.floating}.dtype is bf16",
         "num_threads": "num_threads()",
+        **(values or {}),
     }
 
     def size_of(letter: re.Match[str]) -> str:
         owner, axis = declaration.bound[letter.group()]
         return f"x.{owner}.shape[{axis}]"
 
+    for size, _, name in (each.partition("=") for each in sizes.split()):
+        special[name or size] = re.sub(r"[A-Za-z_]+", size_of, size)
+
     def value(name: str) -> str:
         if name in special:
             return special[name]
-        if name in named:
-            return re.sub(r"[A-Za-z_]+", size_of, named[name])
         if name.startswith("wide_"):
             return f"x.{name.removeprefix('wide_')}.dtype is float32"
         rows = name.removesuffix("_stride").removesuffix("_head")
         stride = f"x.{rows}.stride({int(name.endswith('_head_stride'))})"
         return f"0 if x.{rows} is None else {stride}" if rows in declaration.optional else stride
 
-    values = [*(f"x.{name}" for name in declaration.kinds), "out", *map(value, integers.split())]
-    values += [f"x.{name}" for name in numbers.split()]
+    passed = [*(f"x.{name}" for name in declaration.kinds), *results, *map(value, integers.split())]
+    passed += [f"x.{name}" for name in numbers.split()]
     lines = [
         f"def {declaration.name}(x):",
-        f"    out = x.{out}.new_empty(x.{out}.shape)",
-        f"    if not run({', '.join(values)}):",
+        *(f"    {name} = {made}" for name, made in results.items()),
+        f"    if not run({', '.join(passed)}):",
         "        x.check_indices()",
-        "    return out",
+        f"    return {', '.join(results)}",
     ]
-    scope = {"run": run, "bf16": torch.bfloat16, "float32": torch.float32}
+    scope = {"run": run, "bf16": torch.bfloat16, "float32": torch.float32, "make": out}
     scope |= {"num_threads": torch.get_num_threads}
     return compile_function("\n".join(lines), declaration.name, scope)
 
@@ -457,7 +496,6 @@ def _fail_rows(name: str, x: Tensor) -> None:
 
 _SCOPE: dict[str, Any] = {
     "torch": torch,
-    "floats": FLOATS_AND_FLOAT64,
     "check_shapes": check_shapes,
     "check_dtypes": check_dtypes,
     "check_contiguous": check_contiguous,

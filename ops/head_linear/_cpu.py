@@ -1,38 +1,21 @@
 """Implementation "cpp": the C++ kernel of _cpu.cpp."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from torch_hybrid.ops.core.declare import cpp_launcher
+from torch_hybrid.ops.head_linear.op import HeadLinear
 
-from torch_hybrid.ops.native.call import kernel
-
-_RUN = kernel(
-    "head_linear",
+head_linear = cpp_launcher(
+    HeadLinear,
     Path(__file__).with_name("_cpu.cpp"),
-    tensors="x weight out",
     integers="T H N K x_token x_head weight_head weight_row weight_column is_bf16 num_threads",
+    sizes="T H N K",
+    values={
+        "x_token": "x.x.stride(0)",
+        "x_head": "x.x.stride(1)",
+        "weight_head": "x.weight.stride(0)",
+        "weight_row": "x.weight.stride(1)",
+        "weight_column": "x.weight.stride(2)",
+    },
+    out=HeadLinear.empty,
 )
-
-
-def head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Launcher of ``torch_hybrid::head_linear``."""
-    num_tokens, num_heads, depth = x.shape
-    out = x.new_empty(num_tokens, num_heads, weight.shape[1])
-    _RUN(
-        x,
-        weight,
-        out,
-        num_tokens,
-        num_heads,
-        weight.shape[1],
-        depth,
-        x.stride(0),
-        x.stride(1),
-        *weight.stride(),
-        x.dtype is torch.bfloat16,
-        torch.get_num_threads(),
-    )
-    return out

@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.head_linear.op import HeadLinear
 from torch_hybrid.ops.triton.products import dot
 
 
-def head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Launcher of ``torch_hybrid::head_linear``."""
+def head_linear(call: HeadLinear) -> Tensor:
+    """Launch ``torch_hybrid::head_linear``."""
+    x, weight, out = call.x, call.weight, call.empty()
     num_tokens, num_heads, depth = x.shape
     width = weight.shape[1]
-    out = x.new_empty(num_tokens, num_heads, width)
     if not out.numel():
         return out
     # float32 products run outside the tensor cores, on operands held in registers.
@@ -63,7 +64,7 @@ def _head_linear_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_M tokens and BLOCK_N rows of the weight of one head.
+    """Multiply BLOCK_M tokens by BLOCK_N rows of the weight of one head in a program.
 
     The weight is the left side of products, of which tensor cores take 64 rows: so tokens are
     columns, and no column's sums know of the others.

@@ -1,8 +1,9 @@
-"""head_linear: public function, validation, schema and the list of implementations."""
+"""head_linear: its declaration and the list of its implementations."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch_hybrid.ops.core.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.registration import check_dtypes, check_impl, check_shapes, define_op
+from torch_hybrid.ops.core.declare import Op, Strided, define, made
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -45,8 +46,9 @@ IMPLEMENTATIONS = {
 }
 
 
-def head_linear(x: Tensor, weight: Tensor, *, impl: str) -> Tensor:
-    """Multiply each head of each token by the head's own weight matrix.
+@dataclass(slots=True)
+class HeadLinear(Op):
+    """Product of each head of each token and the head's own weight matrix.
 
     ``out[t, h] = weight[h] @ x[t, h]``. Sums are float32, of float64 tensors float64.
 
@@ -64,28 +66,25 @@ def head_linear(x: Tensor, weight: Tensor, *, impl: str) -> Tensor:
 
     The projections to and from latents of MLA's absorbed form (arXiv 2405.04434).
     """
-    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
-    for name, tensor in (("x", x), ("weight", weight)):
-        if tensor.ndim != 3:
-            raise ValueError(f"{name} must have 3 dimensions, got {list(tensor.shape)}")
-    check_shapes({"weight": (weight, (x.shape[1], weight.shape[1], x.shape[2]))})
-    check_dtypes({"weight": (weight, x.dtype)})
-    if x.stride(2) != 1 and x.shape[2] > 1:
-        raise ValueError(f"x must have contiguous heads, got strides {list(x.stride())}")
-    if 1 not in weight.stride()[1:]:
-        raise ValueError(
-            f"weight must have contiguous rows or columns, got strides {list(weight.stride())}"
-        )
-    out: Tensor = _HEAD_LINEAR(x, weight, impl=impl)
-    return out
+
+    x: Annotated[Tensor, Strided("T", "H", "K")]
+    weight: Annotated[Tensor, Strided("H", "N", "K")]
+
+    def check(self) -> None:
+        """Raise ValueError unless heads, and rows or columns of weights, are contiguous."""
+        x, weight = self.x, self.weight
+        if x.stride(2) != 1 and x.shape[2] > 1:
+            raise ValueError(f"x must have contiguous heads, got strides {list(x.stride())}")
+        if 1 not in weight.stride()[1:]:
+            raise ValueError(
+                f"weight must have contiguous rows or columns, got strides {list(weight.stride())}"
+            )
+
+    def empty(self) -> Tensor:
+        """Make the result, not filled yet."""
+        return self.x.new_empty(*self.x.shape[:2], self.weight.shape[1])
 
 
-def _fake(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1], weight.shape[1])
-
-
-_HEAD_LINEAR = define_op(
-    "head_linear(Tensor x, Tensor weight, *, str impl) -> Tensor",
-    fake=_fake,
-    implementations=IMPLEMENTATIONS,
+head_linear = define(
+    HeadLinear, IMPLEMENTATIONS, returns=made(HeadLinear.empty), floats=frozenset()
 )

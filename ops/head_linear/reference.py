@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.head_linear.op import HeadLinear
 
-def head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``out[t, h, n] = sum_k weight[h, n, k] x[t, h, k]``."""
-    work = torch.promote_types(x.dtype, torch.float32)
-    return torch.einsum("thk,hnk->thn", x.to(work), weight.to(work)).to(x.dtype)
+
+def head_linear(x: HeadLinear) -> Tensor:
+    """Compute ``out[t, h, n] = sum_k weight[h, n, k] x[t, h, k]``."""
+    work = torch.promote_types(x.x.dtype, torch.float32)
+    return torch.einsum("thk,hnk->thn", x.x.to(work), x.weight.to(work)).to(x.x.dtype)

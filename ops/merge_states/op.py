@@ -1,12 +1,15 @@
-"""merge_states: public function, validation, schema and the list of implementations."""
+"""merge_states: its declaration and the list of its implementations."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS, Capability, Implementation
-from torch_hybrid.ops.core.registration import check_dtypes, check_impl, check_shapes, define_op
+from torch_hybrid.ops.core.declare import Op, Strided, define, pair_like
 from torch_hybrid.ops.native import compiler_missing
 
 IMPLEMENTATIONS = {
@@ -26,10 +29,9 @@ IMPLEMENTATIONS = {
 }
 
 
-def merge_states(
-    o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, *, impl: str
-) -> tuple[Tensor, Tensor]:
-    """Join two attention results over disjoint sets of keys into that over both sets.
+@dataclass(slots=True)
+class MergeStates(Op):
+    """Attention result over both of two disjoint sets of keys, joined from those over each.
 
     Commutative, and associative up to rounding; ``(0, -inf)``, the result over no keys, is its
     identity, also when both are empty.
@@ -46,32 +48,30 @@ def merge_states(
         The output, [T, H, Dv] in the dtype of o_a, and its natural-log LSE, [T, H] float32.
 
     Raises:
-        ValueError: a shape, dtype or option is wrong.
+        ValueError: a shape, dtype or option is wrong, or ``impl`` does not take it.
     """
-    if o_a.dim() != 3:
-        raise ValueError(f"o_a must have 3 dimensions, got {o_a.dim()}")
-    rows = o_a.shape[:2]
-    check_shapes({"o_b": (o_b, o_a.shape), "lse_a": (lse_a, rows), "lse_b": (lse_b, rows)})
-    if o_a.dtype not in FLOATS:
-        raise ValueError(f"o_a must be a floating point tensor, got {o_a.dtype}")
-    check_dtypes(
-        {
-            "o_b": (o_b, o_a.dtype),
-            "lse_a": (lse_a, torch.float32),
-            "lse_b": (lse_b, torch.float32),
-        }
-    )
-    for name, tensor in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-    check_impl(impl, IMPLEMENTATIONS, o_a.device)
-    out, lse = _MERGE_STATES(o_a, lse_a, o_b, lse_b, impl=impl)
-    return out, lse
+
+    o_a: Annotated[Tensor, Strided("T", "H", "Dv")]
+    lse_a: Annotated[Tensor, Strided("T", "H", dtype=torch.float32)]
+    o_b: Annotated[Tensor, Strided("T", "H", "Dv")]
+    lse_b: Annotated[Tensor, Strided("T", "H", dtype=torch.float32)]
+
+    def check_form(self) -> None:
+        """Raise ValueError unless the results have heads."""
+        if self.o_a.dim() != 3:
+            raise ValueError(f"o_a must have 3 dimensions, got {self.o_a.dim()}")
+
+    def check(self) -> None:
+        """Raise ValueError unless all tensors are contiguous."""
+        for name in ("o_a", "lse_a", "o_b", "lse_b"):
+            if not (tensor := getattr(self, name)).is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
-_MERGE_STATES = define_op(
-    "merge_states(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b, *, str impl)"
-    " -> (Tensor, Tensor)",
-    like=["o_a", "lse_a"],
-    implementations=IMPLEMENTATIONS,
+merge_states = define(
+    MergeStates,
+    IMPLEMENTATIONS,
+    returns=pair_like("o_a", "lse_a"),
+    limited={"v_head_dim": "Dv"},
+    floats=FLOATS,
 )

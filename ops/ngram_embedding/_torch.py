@@ -6,34 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.ngram_embedding.bounds import check_indices
+from torch_hybrid.ops.ngram_embedding.op import NgramEmbedding
 
 
-def ngram_embedding(
-    tokens: Tensor,
-    table: Tensor,
-    multipliers: Tensor,
-    head_sizes: Tensor,
-    head_offsets: Tensor,
-    history: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    eos: int,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::ngram_embedding``."""
-    if tokens.device.type == "cpu":
-        check_indices(
-            table,
-            head_sizes,
-            head_offsets,
-            cu_seqlens,
-            initial_indices,
-            state_indices,
-            num_tokens=tokens.shape[0],
-            num_slots=history.shape[0],
-        )
+def ngram_embedding(x: NgramEmbedding) -> Tensor:
+    """Launch ``torch_hybrid::ngram_embedding``."""
+    tokens, table, history, eos = x.tokens, x.table, x.history, x.eos
+    multipliers, head_sizes, head_offsets = x.multipliers, x.head_sizes, x.head_offsets
+    cu_seqlens, initial_indices, state_indices = x.cu_seqlens, x.initial_indices, x.state_indices
     num_tokens, num_seqs, num_back = tokens.shape[0], state_indices.shape[0], history.shape[1]
     count = torch.arange(num_tokens, dtype=torch.int64, device=tokens.device)
     seq = torch.searchsorted(cu_seqlens[1:], count.int(), right=True)

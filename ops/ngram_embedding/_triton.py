@@ -7,52 +7,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.ngram_embedding.bounds import check_indices
+from torch_hybrid.ops.ngram_embedding.op import NgramEmbedding
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 
 
-def ngram_embedding(
-    tokens: Tensor,
-    table: Tensor,
-    multipliers: Tensor,
-    head_sizes: Tensor,
-    head_offsets: Tensor,
-    history: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    eos: int,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::ngram_embedding``."""
-    num_tokens, num_seqs, num_heads = tokens.shape[0], state_indices.shape[0], head_sizes.shape[0]
-    num_back, dim = history.shape[1], table.shape[1]
-    if tokens.device.type == "cpu":
-        check_indices(
-            table,
-            head_sizes,
-            head_offsets,
-            cu_seqlens,
-            initial_indices,
-            state_indices,
-            num_tokens=num_tokens,
-            num_slots=history.shape[0],
-        )
-    out = tokens.new_empty((num_tokens, num_heads * dim), dtype=table.dtype)
+def ngram_embedding(x: NgramEmbedding) -> Tensor:
+    """Launch ``torch_hybrid::ngram_embedding``."""
+    num_tokens, num_seqs = x.tokens.shape[0], x.state_indices.shape[0]
+    num_heads, num_back, dim = x.head_sizes.shape[0], x.history.shape[1], x.table.shape[1]
+    out = x.empty()
     if num_tokens == 0 or num_seqs == 0:
         return out.zero_()
     _look_up_kernel[(num_tokens,)](
-        tokens,
-        table,
-        multipliers,
-        head_sizes,
-        head_offsets,
-        history,
-        cu_seqlens,
-        initial_indices,
+        x.tokens,
+        x.table,
+        x.multipliers,
+        x.head_sizes,
+        x.head_offsets,
+        x.history,
+        x.cu_seqlens,
+        x.initial_indices,
         out,
         num_seqs,
-        eos,
+        x.eos,
         BACK=num_back,
         HEADS=num_heads,
         D=dim,
@@ -61,12 +38,12 @@ def ngram_embedding(
         num_warps=4,
     )
     _history_kernel[(num_seqs,)](
-        tokens,
-        history,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        eos,
+        x.tokens,
+        x.history,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        x.eos,
         BACK=num_back,
         BLOCK=triton.next_power_of_2(num_back),
         num_warps=1,
@@ -93,7 +70,7 @@ def _look_up_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program: all heads of one token."""
+    """Look up the rows of all heads of one token in a program."""
     token = tl.program_id(0)
     head = tl.arange(0, BLOCK_H)
     index = tl.arange(0, BLOCK_D)[None, :]
@@ -138,7 +115,7 @@ def _history_kernel(
     BACK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: the last tokens of one sequence."""
+    """Store the last tokens of one sequence in a program."""
     seq = tl.program_id(0)
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)

@@ -1,8 +1,9 @@
-"""ngram_embedding: public function, validation, schema and the list of implementations."""
+"""ngram_embedding: its declaration and the list of its implementations."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -13,13 +14,8 @@ from torch_hybrid.ops.core.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.registration import (
-    check_contiguous,
-    check_dtypes,
-    check_impl,
-    check_shapes,
-    define_op,
-)
+from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, define, made
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -34,6 +30,7 @@ IMPLEMENTATIONS = {
             available=compiler_missing,
         ),
         launcher=f"{_PACKAGE}._cpu:ngram_embedding",
+        checks_indices=True,
     ),
     "triton": Implementation(
         capability=Capability(
@@ -51,25 +48,13 @@ IMPLEMENTATIONS = {
 }
 
 
-def ngram_embedding(
-    tokens: Tensor,
-    table: Tensor,
-    multipliers: Tensor,
-    head_sizes: Tensor,
-    head_offsets: Tensor,
-    history: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    eos: int,
-    impl: str,
-) -> Tensor:
-    """The rows of a table that hashes of each token's n-grams name, one after the other.
+@dataclass(slots=True)
+class NgramEmbedding(Op):
+    """Rows of a table that hashes of each token's n-grams name, one after the other.
 
     For every m from 2 to n, the m tokens that end at token t are hashed to ``h = xor_i
-    multipliers[i] * token[t - i]``, and each of the E heads of that order reads row ``offset + h
-    mod size``. An n-gram does not reach across ``eos``: from the nearest eos before t backwards,
+    multipliers[i] * token[t - i]``. Each of the E heads of that order reads row ``offset + h mod
+    size``. An n-gram does not reach across ``eos``: from the nearest eos before t backwards,
     and before the start of a sequence, ``eos`` stands in the place of tokens.
 
     Args:
@@ -93,101 +78,62 @@ def ngram_embedding(
         [T, (n - 1) * E * D] in the table's dtype; rows of padding tokens are 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, ``impl`` is unknown, or, where reading
-            them is free (on a CPU), an index is out of range.
+        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; on a CPU, also
+            an index out of range.
 
     The per-layer embeddings of Qwen4-Exp.
     """
-    _validate(
-        tokens,
-        table,
-        multipliers,
-        head_sizes,
-        head_offsets,
-        history,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-    )
-    check_impl(impl, IMPLEMENTATIONS, tokens.device, dtype=table.dtype)
-    out: Tensor = _NGRAM_EMBEDDING(
-        tokens,
-        table,
-        multipliers,
-        head_sizes,
-        head_offsets,
-        history,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        eos=eos,
-        impl=impl,
-    )
-    return out
 
+    tokens: Annotated[Tensor, Dense("T", dtype=torch.int64)]
+    table: Annotated[Tensor, Dense("R", "D")]
+    multipliers: Annotated[Tensor, Dense("order", dtype=torch.int64)]
+    head_sizes: Annotated[Tensor, Dense("H", dtype=torch.int64)]
+    head_offsets: Annotated[Tensor, Dense("H", dtype=torch.int64)]
+    history: Annotated[Tensor, Pool("order - 1", dtype=torch.int64)]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+    eos: int = field(kw_only=True)
 
-def _validate(
-    tokens: Tensor,
-    table: Tensor,
-    multipliers: Tensor,
-    head_sizes: Tensor,
-    head_offsets: Tensor,
-    history: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> None:
-    if table.ndim != 2 or not table.is_floating_point():
-        raise ValueError(
-            f"table must be [rows, dim] of a float dtype, got {table.dtype} {list(table.shape)}"
+    def check_form(self) -> None:
+        """Raise ValueError unless the table has rows of floats."""
+        table = self.table
+        if table.ndim != 2 or not table.is_floating_point():
+            raise ValueError(
+                f"table must be [rows, dim] of a float dtype, got {table.dtype} {list(table.shape)}"
+            )
+
+    def check(self) -> None:
+        """Raise ValueError unless each order of n-grams has as many heads."""
+        order, num_heads = len(self.multipliers), len(self.head_sizes)
+        if order < 2 or num_heads % (order - 1):
+            raise ValueError(
+                f"heads must be as many for each of the {order - 1} orders of n-grams, at least "
+                f"one of them, got {num_heads}"
+            )
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless all heads are within the table, all sequences among the tokens
+        and their slots in the pool."""
+        firsts = self.head_offsets.tolist()
+        for head, (size, first) in enumerate(zip(self.head_sizes.tolist(), firsts, strict=True)):
+            if size < 1 or first < 0 or first + size > len(self.table):
+                raise ValueError(
+                    f"head {head} must have rows within the {len(self.table)} of the table, got "
+                    f"{size} from {first} on"
+                )
+        check_state_indices(
+            self.cu_seqlens,
+            self.initial_indices,
+            self.state_indices,
+            num_tokens=len(self.tokens),
+            num_slots=len(self.history),
         )
-    (order,), (num_heads,) = multipliers.shape, head_sizes.shape
-    if order < 2 or num_heads % (order - 1):
-        raise ValueError(
-            f"heads must be as many for each of the {order - 1} orders of n-grams, at least one of "
-            f"them, got {num_heads}"
-        )
-    num_seqs = state_indices.shape[0]
-    check_shapes(
-        {
-            "tokens": (tokens, (tokens.numel(),)),
-            "head_offsets": (head_offsets, (num_heads,)),
-            "history": (history, (history.shape[0], order - 1)),
-            "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
-            "initial_indices": (initial_indices, (num_seqs,)),
-        }
-    )
-    hashed = {
-        "tokens": tokens,
-        "multipliers": multipliers,
-        "head_sizes": head_sizes,
-        "head_offsets": head_offsets,
-        "history": history,
-    }
-    index = {
-        "cu_seqlens": cu_seqlens,
-        "initial_indices": initial_indices,
-        "state_indices": state_indices,
-    }
-    check_dtypes(
-        {
-            **{name: (tensor, torch.int64) for name, tensor in hashed.items()},
-            **{name: (tensor, torch.int32) for name, tensor in index.items()},
-        }
-    )
-    check_contiguous(table=table, **hashed, **index)
+
+    def empty(self) -> Tensor:
+        """Make the result, not filled yet."""
+        shape = (self.tokens.shape[0], self.head_sizes.shape[0] * self.table.shape[1])
+        return self.tokens.new_empty(shape, dtype=self.table.dtype)
 
 
-def _fake(
-    tokens: Tensor, table: Tensor, _m: Tensor, sizes: Tensor, *_args: Any, **_o: Any
-) -> Tensor:
-    return tokens.new_empty((tokens.shape[0], sizes.shape[0] * table.shape[1]), dtype=table.dtype)
-
-
-_NGRAM_EMBEDDING = define_op(
-    "ngram_embedding(Tensor tokens, Tensor table, Tensor multipliers, Tensor head_sizes, "
-    "Tensor head_offsets, Tensor(a!) history, Tensor cu_seqlens, Tensor initial_indices, "
-    "Tensor state_indices, *, int eos, str impl) -> Tensor",
-    fake=_fake,
-    implementations=IMPLEMENTATIONS,
-)
+ngram_embedding = define(NgramEmbedding, IMPLEMENTATIONS, returns=made(NgramEmbedding.empty))

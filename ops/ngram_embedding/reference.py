@@ -7,33 +7,25 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.ngram_embedding.op import NgramEmbedding
 
-def ngram_embedding(
-    tokens: Tensor,
-    table: Tensor,
-    multipliers: Tensor,
-    head_sizes: Tensor,
-    head_offsets: Tensor,
-    history: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    eos: int,
-) -> Tensor:
-    """[T, heads * D]: see the op."""
-    factors, sizes, starts = (x.tolist() for x in (multipliers, head_sizes, head_offsets))
-    num_back, offsets = len(factors) - 1, cu_seqlens.tolist()
+
+def ngram_embedding(x: NgramEmbedding) -> Tensor:
+    """Compute the op one token at a time."""
+    tokens, table, history, eos = x.tokens, x.table, x.history, x.eos
+    hashes = (x.multipliers, x.head_sizes, x.head_offsets)
+    factors, sizes, starts = (numbers.tolist() for numbers in hashes)
+    num_back, offsets = len(factors) - 1, x.cu_seqlens.tolist()
     heads_per_order = len(sizes) // num_back
     out = table.new_zeros(len(tokens), len(sizes), table.shape[1])
     kept = {}
     for n, (first, end) in enumerate(pairwise(offsets)):
         if first == end:
             continue
-        initial = int(initial_indices[n])
+        initial = int(x.initial_indices[n])
         text = history[initial].tolist() if initial else [eos] * num_back
         text += tokens[first:end].tolist()
-        kept[int(state_indices[n])] = text[-num_back:]
+        kept[int(x.state_indices[n])] = text[-num_back:]
         for t in range(first, end):
             at = t - first + num_back
             hashed, ended = text[at] * factors[0], False

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.power_sum.op import PowerSum
 
-def power_sum(x: Tensor, power: int, addend: Tensor | None = None) -> Tensor:
-    """Launcher of ``torch_hybrid::power_sum``."""
-    x = x if addend is None else x + addend
+
+def power_sum(call: PowerSum) -> Tensor:
+    """Launch ``torch_hybrid::power_sum``."""
+    x = call.x if call.addend is None else call.x + call.addend
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide if power == 1 else wide * wide).sum(-1)
+    return (wide if call.power == 1 else wide * wide).sum(-1)

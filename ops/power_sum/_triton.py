@@ -1,17 +1,19 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton": one kernel for a row's length and dtype, whatever else there is, and one
-for rows that are added up first, which sums in the same order.
+"""Implementation "triton": one kernel for each length of a row and dtype.
 
-A compiler lays a row out over threads by what it knows of addresses, and adds it up as it lies: the
-kernel is told nothing of strides, alignments or numbers of rows, so that there is one order.
+Rows that are added up first have another one, which sums in the same order.
+
+A compiler lays a row out over threads by what it knows of addresses, and adds it up as it lies. So
+the kernel is told nothing of strides, alignments or numbers of rows: there is one order.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from torch_hybrid.ops.power_sum.op import PowerSum
 
 _WIDEST = 4096  # elements of a row that a program adds up at once
 _TILE = 1024  # elements that a program takes at least, of several rows if they are short
@@ -19,19 +21,18 @@ _MOST_ROWS = 8
 _OF_A_WARP = 512  # elements, of long rows
 
 
-def power_sum(x: Tensor, power: int, addend: Tensor | None = None) -> Tensor:
-    """Launcher of ``torch_hybrid::power_sum``."""
-    num_columns = x.shape[-1]
-    out = x.new_empty(x.shape[:-1], dtype=torch.float32)
+def power_sum(x: PowerSum) -> Tensor:
+    """Launch ``torch_hybrid::power_sum``."""
+    num_columns, out = x.x.shape[-1], x.empty()
     if not out.numel():
         return out
-    rows = _in_groups(x)
-    others = rows if addend is None else _in_groups(addend)
+    rows = _in_groups(x.x)
+    others = rows if x.addend is None else _in_groups(x.addend)
     block = min(triton.next_power_of_2(max(num_columns, 1)), _WIDEST)
     num_rows = min(max(1, _TILE // block), _MOST_ROWS)
     _power_sum_kernel[(triton.cdiv(out.numel(), num_rows),)](
         rows,
-        None if addend is None else others,
+        None if x.addend is None else others,
         out,
         out.numel(),
         rows.shape[1],
@@ -40,7 +41,7 @@ def power_sum(x: Tensor, power: int, addend: Tensor | None = None) -> Tensor:
         others.stride(0),
         others.stride(1),
         D=num_columns,
-        SQUARED=power == 2,
+        SQUARED=x.power == 2,
         ROWS=num_rows,
         BLOCK=block,
         num_warps=max(1, block // _OF_A_WARP),
@@ -50,7 +51,7 @@ def power_sum(x: Tensor, power: int, addend: Tensor | None = None) -> Tensor:
 
 
 def _in_groups(x: Tensor) -> Tensor:
-    """[outer, inner, D], the elements of a row beside one another."""
+    """View rows as [outer, inner, D], the elements of each beside one another."""
     rows = x.unsqueeze(0) if x.dim() == 1 else x
     rows = rows if x.shape[-1] < 2 or x.stride(-1) == 1 else rows.contiguous()
     return rows.flatten(0, -3) if x.dim() > 2 else rows.unsqueeze(0)
@@ -78,7 +79,7 @@ def _power_sum_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: ROWS rows, which lie in groups of ``num_inner``."""
+    """Add up ROWS rows, which lie in groups of ``num_inner``, in a program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask_row = row < num_rows
     outer, inner = row // num_inner, row % num_inner

@@ -1,6 +1,9 @@
-"""power_sum: public function, validation, schema and the list of implementations."""
+"""power_sum: its declaration and the list of its implementations."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -11,7 +14,7 @@ from torch_hybrid.ops.core.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.registration import check_dtypes, check_impl, check_shapes, define_op
+from torch_hybrid.ops.core.declare import Op, Strided, define, made
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 IMPLEMENTATIONS = {
@@ -33,8 +36,9 @@ IMPLEMENTATIONS = {
 }
 
 
-def power_sum(x: Tensor, power: int, addend: Tensor | None = None, *, impl: str) -> Tensor:
-    """The sum of the elements along the last dim, or of their squares.
+@dataclass(slots=True)
+class PowerSum(Op):
+    """Sum of the elements along the last dim, or of their squares.
 
     ``out[...] = sum(y[..., d] ** power for d)`` of ``y = x + addend``, which is rounded to the
     dtype of x. Sums are float32, of float64 tensors float64.
@@ -52,23 +56,23 @@ def power_sum(x: Tensor, power: int, addend: Tensor | None = None, *, impl: str)
     Raises:
         ValueError: a size, dtype or option is wrong.
     """
-    if x.dim() == 0:
-        raise ValueError(f"x must have at least one dimension, got {list(x.shape)}")
-    if power not in (1, 2):
-        raise ValueError(f"power must be 1 or 2, got {power}")
-    check_shapes({"addend": (addend, x.shape)})
-    check_dtypes({"addend": (addend, x.dtype)})
-    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
-    out: Tensor = POWER_SUM(x, power, addend, impl=impl)
-    return out
+
+    x: Annotated[Tensor, Strided("*x.shape")]
+    power: int
+    addend: Annotated[Tensor | None, Strided("*x.shape")] = None
+
+    def check_form(self) -> None:
+        """Raise ValueError unless there are rows, and a power that is one of the two."""
+        if self.x.dim() == 0:
+            raise ValueError(f"x must have at least one dimension, got {list(self.x.shape)}")
+        if self.power not in (1, 2):
+            raise ValueError(f"power must be 1 or 2, got {self.power}")
+
+    def empty(self) -> Tensor:
+        """Make the result, not filled yet."""
+        dtype = torch.promote_types(self.x.dtype, torch.float32)
+        return self.x.new_empty(self.x.shape[:-1], dtype=dtype)
 
 
-def _fake(x: Tensor, power: int, addend: Tensor | None = None, *, impl: str) -> Tensor:
-    return x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-POWER_SUM = define_op(
-    "power_sum(Tensor x, int power, Tensor? addend=None, *, str impl) -> Tensor",
-    fake=_fake,
-    implementations=IMPLEMENTATIONS,
-)
+power_sum = define(PowerSum, IMPLEMENTATIONS, returns=made(PowerSum.empty), floats=frozenset())
+POWER_SUM: torch._ops.OpOverload = torch.ops.torch_hybrid.power_sum.default

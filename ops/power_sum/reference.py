@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.power_sum.op import PowerSum
 
-def power_sum(x: Tensor, power: int, addend: Tensor | None = None) -> Tensor:
+
+def power_sum(call: PowerSum) -> Tensor:
     """Add up the elements of each row, or their squares, in float32 or better."""
-    x = x if addend is None else x + addend
+    x = call.x if call.addend is None else call.x + call.addend
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide**power).sum(-1)
+    return (wide**call.power).sum(-1)

@@ -5,23 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.previous_rows.bounds import check_indices
+from torch_hybrid.ops.previous_rows.op import PreviousRows
 
 
-def previous_rows(
-    x: Tensor,
-    tokens: Tensor,
-    kept: Tensor,
-    kept_tokens: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::previous_rows``."""
+def previous_rows(call: PreviousRows) -> Tensor:
+    """Launch ``torch_hybrid::previous_rows``."""
+    x, tokens, kept, kept_tokens = call.x, call.tokens, call.kept, call.kept_tokens
+    cu_seqlens, seq_lens = call.cu_seqlens, call.seq_lens
+    initial_indices, state_indices = call.initial_indices, call.state_indices
     num_tokens, num_seqs, num_kept = x.shape[0], state_indices.shape[0], kept.shape[1]
-    if x.device.type == "cpu":
-        check_indices(kept, cu_seqlens, seq_lens, initial_indices, state_indices, num_tokens)
     if not num_seqs:
         return torch.zeros_like(x)
     past = seq_lens - cu_seqlens.diff()

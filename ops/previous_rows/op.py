@@ -1,20 +1,16 @@
-"""previous_rows: public function, validation, schema and the list of implementations."""
+"""previous_rows: its declaration and the list of its implementations."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
-from torch_hybrid.ops.core.registration import (
-    check_contiguous,
-    check_dtypes,
-    check_impl,
-    check_shapes,
-    define_op,
-)
+from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, define, like
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native import compiler_missing
 
 _PACKAGE = "torch_hybrid.ops.previous_rows"
@@ -25,6 +21,7 @@ IMPLEMENTATIONS = {
             devices=frozenset({"cpu"}), dtypes=FLOATS_AND_FLOAT64, available=compiler_missing
         ),
         launcher=f"{_PACKAGE}._cpu:previous_rows",
+        checks_indices=True,
     ),
     "torch": Implementation(
         capability=Capability(
@@ -35,19 +32,9 @@ IMPLEMENTATIONS = {
 }
 
 
-def previous_rows(
-    x: Tensor,
-    tokens: Tensor,
-    kept: Tensor,
-    kept_tokens: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    impl: str,
-) -> Tensor:
-    """The row before each token's, of this step or of one before; keeps the last rows and tokens.
+@dataclass(slots=True)
+class PreviousRows(Op):
+    """Rows before those of tokens, of this step or an earlier one; the last rows are kept.
 
     A slot keeps R of each: those of the sequence's token p at p modulo R, until the token at p + R
     comes. So tokens that turn out not to count are rolled back by the sequence's length alone.
@@ -70,66 +57,41 @@ def previous_rows(
         [T, D]; rows of padding tokens are 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, ``impl`` is unknown, or, where reading
-            them is free (on a CPU), an index is out of range.
+        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; on a CPU, also
+            an index out of range.
     """
-    pools, index = (kept, kept_tokens), (cu_seqlens, seq_lens, initial_indices, state_indices)
-    _validate(x, tokens, *pools, *index)
-    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
-    out: Tensor = _PREVIOUS_ROWS(x, tokens, *pools, *index, impl=impl)
-    return out
+
+    x: Annotated[Tensor, Dense("T", "D")]
+    tokens: Annotated[Tensor, Dense("T", dtype=torch.int64)]
+    kept: Annotated[Tensor, Pool("R", "D")]
+    kept_tokens: Annotated[Tensor, Pool("R", dtype=torch.int64)]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    seq_lens: Annotated[Tensor, Index("N")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+
+    def check_form(self) -> None:
+        """Raise ValueError unless there are rows of floats, and slots of several."""
+        x, kept = self.x, self.kept
+        if x.ndim != 2 or not x.is_floating_point():
+            raise ValueError(f"x must be [T, D] of a float dtype, got {x.dtype} {list(x.shape)}")
+        if kept.ndim != 3:
+            raise ValueError(f"kept must be [S, R, D], got {list(kept.shape)}")
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless all sequences are among the tokens, their slots in the pool, and
+        their lengths those of their new tokens at least."""
+        check_state_indices(
+            self.cu_seqlens,
+            self.initial_indices,
+            self.state_indices,
+            num_tokens=len(self.x),
+            num_slots=len(self.kept),
+        )
+        lengths = self.cu_seqlens.diff().tolist()
+        for n, (total, new) in enumerate(zip(self.seq_lens.tolist(), lengths, strict=True)):
+            if total < new:
+                raise ValueError(f"seq_lens must be at least {new} for sequence {n}, got {total}")
 
 
-def _validate(
-    x: Tensor,
-    tokens: Tensor,
-    kept: Tensor,
-    kept_tokens: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> None:
-    if x.ndim != 2 or not x.is_floating_point():
-        raise ValueError(f"x must be [T, D] of a float dtype, got {x.dtype} {list(x.shape)}")
-    if kept.ndim != 3:
-        raise ValueError(f"kept must be [S, R, D], got {list(kept.shape)}")
-    num_seqs, (num_slots, num_kept, _) = state_indices.shape[0], kept.shape
-    check_shapes(
-        {
-            "tokens": (tokens, (x.shape[0],)),
-            "kept": (kept, (num_slots, num_kept, x.shape[1])),
-            "kept_tokens": (kept_tokens, (num_slots, num_kept)),
-            "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
-            "seq_lens": (seq_lens, (num_seqs,)),
-            "initial_indices": (initial_indices, (num_seqs,)),
-        }
-    )
-    index = {
-        "cu_seqlens": cu_seqlens,
-        "seq_lens": seq_lens,
-        "initial_indices": initial_indices,
-        "state_indices": state_indices,
-    }
-    ids = {"tokens": tokens, "kept_tokens": kept_tokens}
-    check_dtypes(
-        {
-            "kept": (kept, x.dtype),
-            **{name: (i, torch.int64) for name, i in ids.items()},
-            **{name: (i, torch.int32) for name, i in index.items()},
-        }
-    )
-    check_contiguous(x=x, kept=kept, **ids, **index)
-
-
-def _fake(x: Tensor, *_args: Any, **_options: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-_PREVIOUS_ROWS = define_op(
-    "previous_rows(Tensor x, Tensor tokens, Tensor(a!) kept, Tensor(b!) kept_tokens, "
-    "Tensor cu_seqlens, Tensor seq_lens, Tensor initial_indices, Tensor state_indices, "
-    "*, str impl) -> Tensor",
-    fake=_fake,
-    implementations=IMPLEMENTATIONS,
-)
+previous_rows = define(PreviousRows, IMPLEMENTATIONS, returns=like("x"))

@@ -3,58 +3,46 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from torch_hybrid.ops.route.op import Route
 
 _TILE = 256  # scores that a warp takes at least: several tokens where experts are few
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 
 
-def route(
-    logits: Tensor,
-    bias: Tensor | None,
-    k: int,
-    *,
-    score: str,
-    num_groups: int,
-    num_best_groups: int,
-    renormalise: bool,
-    epsilon: float,
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::route``."""
-    num_tokens, num_experts = logits.shape
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    weights = logits.new_empty((num_tokens, k), dtype=dtype)
-    ids = logits.new_empty((num_tokens, k), dtype=torch.int64)
+def route(x: Route) -> tuple[Tensor, Tensor]:
+    """Launch ``torch_hybrid::route``."""
+    num_tokens, num_experts = x.logits.shape
+    logits = x.logits if x.logits.stride(1) == 1 else x.logits.contiguous()
+    weights, ids = x.empty()
     if not num_tokens:
         return weights, ids
-    group = triton.next_power_of_2(num_experts // num_groups)
-    block = group * triton.next_power_of_2(num_groups)
+    group = triton.next_power_of_2(num_experts // x.num_groups)
+    block = group * triton.next_power_of_2(x.num_groups)
     num_rows = max(1, _TILE // block)
     _route_kernel[(triton.cdiv(num_tokens, num_rows),)](
         logits,
-        bias,
+        x.bias,
         weights,
         ids,
         num_tokens,
         logits.stride(0),
-        epsilon,
-        scale,
+        x.epsilon,
+        x.scale,
         E=num_experts,
-        K=k,
-        G=num_groups,
-        BEST_G=num_best_groups,
-        SIGMOID=score == "sigmoid",
-        HAS_BIAS=bias is not None,
-        RENORMALISE=renormalise,
+        K=x.k,
+        G=x.num_groups,
+        BEST_G=x.num_best_groups,
+        SIGMOID=x.score == "sigmoid",
+        HAS_BIAS=x.bias is not None,
+        RENORMALISE=x.renormalise,
         ROWS=num_rows,
         BLOCK_G=block // group,
         BLOCK_E=group,
-        BLOCK_K=triton.next_power_of_2(k),
+        BLOCK_K=triton.next_power_of_2(x.k),
         num_warps=1,
     )
     return weights, ids
@@ -82,7 +70,7 @@ def _route_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One program: ROWS tokens.
+    """Choose the experts of ROWS tokens in a program.
 
     Scores are integers in their order. Each round takes their maximum, and the first place of it.
     """
@@ -128,7 +116,7 @@ def _route_kernel(
 
 @triton.jit
 def _scores(b_x: tl.tensor, SIGMOID: tl.constexpr) -> tl.tensor:
-    """[ROWS, experts] of logits, minus infinity where there is no expert."""
+    """Compute scores of logits [ROWS, experts], minus infinity where there is no expert."""
     if SIGMOID:
         return 1.0 / (1.0 + tl.exp(-b_x))
     b_e = tl.exp(b_x - tl.max(b_x, 1)[:, None])
@@ -137,7 +125,7 @@ def _scores(b_x: tl.tensor, SIGMOID: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _order(b_choice: tl.tensor) -> tl.tensor:
-    """Integers in the order of floats, NaN above all numbers; all of them above LOWEST."""
+    """Map floats to integers in their order, NaN above all numbers, all of them above LOWEST."""
     b_choice += 0.0  # -0 is 0
     bits = b_choice.to(tl.int32, bitcast=True)
     return tl.where(b_choice != b_choice, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
@@ -145,7 +133,7 @@ def _order(b_choice: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _choice_of(order: tl.tensor) -> tl.tensor:
-    """The float of such an integer."""
+    """Map such an integer to its float."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -159,7 +147,7 @@ def _within_best_groups(
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> tl.tensor:
-    """The order of experts in groups whose two best have the largest sums; others are lowest."""
+    """Keep the order of experts in groups whose two best have the largest sums; lower others."""
     groups = tl.reshape(b_order, (ROWS, BLOCK_G, BLOCK_E))
     places = tl.reshape(place, (1, BLOCK_G, BLOCK_E))
     first = tl.max(groups, 2)

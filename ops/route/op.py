@@ -1,12 +1,15 @@
-"""route: public function, validation, schema and the list of implementations."""
+"""route: its declaration and the list of its implementations."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS, Capability, Implementation
-from torch_hybrid.ops.core.registration import check_dtypes, check_impl, check_shapes, define_op
+from torch_hybrid.ops.core.declare import NO_DEFAULT, Dense, Op, Strided, define, pair_made
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 SCORES = ("softmax", "sigmoid")
@@ -28,21 +31,9 @@ IMPLEMENTATIONS = {
 }
 
 
-def route(
-    logits: Tensor,
-    bias: Tensor | None,
-    k: int,
-    *,
-    score: str,
-    num_groups: int = 1,
-    num_best_groups: int = 1,
-    renormalise: bool = True,
-    epsilon: float = 0.0,
-    scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    """The k experts of each token, the best first, and their weights.
+@dataclass(slots=True)
+class Route(Op):
+    """Best k experts of each token, the best first, and their weights.
 
     Experts have scores, a softmax or sigmoids of the logits in float32. Those with the largest
     scores, ``bias`` added, are chosen, the first of equal ones; weights are the bare scores. With
@@ -51,7 +42,7 @@ def route(
 
     Args:
         logits: [T, E] float32, bfloat16 or float16.
-        bias: [E] float32, added to scores for the choice alone; or None.
+        bias: [E] float32, contiguous, added to scores for the choice alone; or None.
         k: at least 1, at most the experts of the best groups.
         score: "softmax" or "sigmoid".
         num_groups: equal parts of the E experts, of at least two each unless it is 1.
@@ -69,34 +60,39 @@ def route(
     Raises:
         ValueError: a size, dtype or option is wrong.
     """
-    if logits.dim() != 2 or logits.dtype not in FLOATS:
-        raise ValueError(
-            f"logits must be [T, E] of floating point, got {list(logits.shape)} of {logits.dtype}"
-        )
-    num_experts = logits.shape[1]
-    check_shapes({"bias": (bias, (num_experts,))})
-    check_dtypes({"bias": (bias, torch.float32)})
-    if score not in SCORES:
-        raise ValueError(f"score must be one of {list(SCORES)}, got {score!r}")
-    if dtype not in FLOATS:
-        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
-    _check_groups(num_experts, num_groups, num_best_groups, k)
-    sizes = {"num_experts": num_experts, "k": k, "num_groups": num_groups}
-    check_impl(impl, IMPLEMENTATIONS, logits.device, sizes)
-    weights, ids = ROUTE(
-        logits,
-        bias,
-        k,
-        score=score,
-        num_groups=num_groups,
-        num_best_groups=num_best_groups,
-        renormalise=renormalise,
-        epsilon=epsilon,
-        scale=scale,
-        dtype=dtype,
-        impl=impl,
-    )
-    return weights, ids
+
+    logits: Annotated[Tensor, Strided("T", "E")]
+    bias: Annotated[Tensor | None, Dense("E", dtype=torch.float32)]
+    k: int
+    score: str = field(kw_only=True)
+    num_groups: Annotated[int, NO_DEFAULT] = field(default=1, kw_only=True)
+    num_best_groups: Annotated[int, NO_DEFAULT] = field(default=1, kw_only=True)
+    renormalise: Annotated[bool, NO_DEFAULT] = field(default=True, kw_only=True)
+    epsilon: Annotated[float, NO_DEFAULT] = field(default=0.0, kw_only=True)
+    scale: Annotated[float, NO_DEFAULT] = field(default=1.0, kw_only=True)
+    dtype: Annotated[torch.dtype, NO_DEFAULT] = field(default=torch.float32, kw_only=True)
+
+    def check_form(self) -> None:
+        """Raise ValueError unless there are logits of each token."""
+        if self.logits.dim() != 2 or self.logits.dtype not in FLOATS:
+            raise ValueError(
+                f"logits must be [T, E] of floating point, got {list(self.logits.shape)} of "
+                f"{self.logits.dtype}"
+            )
+
+    def check(self) -> None:
+        """Raise ValueError for options that are none, and for more experts than there are."""
+        if self.score not in SCORES:
+            raise ValueError(f"score must be one of {list(SCORES)}, got {self.score!r}")
+        if self.dtype not in FLOATS:
+            raise ValueError(f"dtype must be float32, bfloat16 or float16, got {self.dtype}")
+        _check_groups(self.logits.shape[1], self.num_groups, self.num_best_groups, self.k)
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        """Make the results, not filled yet."""
+        shape = (self.logits.shape[0], self.k)
+        weights = self.logits.new_empty(shape, dtype=self.dtype)
+        return weights, self.logits.new_empty(shape, dtype=torch.int64)
 
 
 def _check_groups(num_experts: int, num_groups: int, num_best_groups: int, k: int) -> None:
@@ -118,16 +114,10 @@ def _check_groups(num_experts: int, num_groups: int, num_best_groups: int, k: in
         raise ValueError(f"k must be within 1 and {eligible}, got {k}")
 
 
-def _fake(
-    logits: Tensor, bias: Tensor | None, k: int, *, dtype: torch.dtype, **_: object
-) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], k)
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
-
-
-ROUTE = define_op(
-    "route(Tensor logits, Tensor? bias, int k, *, str score, int num_groups, int num_best_groups, "
-    "bool renormalise, float epsilon, float scale, ScalarType dtype, str impl) -> (Tensor, Tensor)",
-    fake=_fake,
-    implementations=IMPLEMENTATIONS,
+route = define(
+    Route,
+    IMPLEMENTATIONS,
+    returns=pair_made(Route.empty),
+    limited={"num_experts": "E", "k": "k", "num_groups": "num_groups"},
 )
+ROUTE: torch._ops.OpOverload = torch.ops.torch_hybrid.route.default

@@ -3,22 +3,21 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.top_k.op import TopK
+
 _TILE = 256  # elements that a warp takes at least: several rows if they are short
 
 
-def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::top_k``."""
-    num_columns = x.shape[-1]
-    rows = x.reshape(-1, num_columns)
+def top_k(x: TopK) -> tuple[Tensor, Tensor]:
+    """Launch ``torch_hybrid::top_k``."""
+    num_columns = x.x.shape[-1]
+    rows = x.x.reshape(-1, num_columns)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    shape = (*x.shape[:-1], k)
-    values = x.new_empty(shape)
-    places = x.new_empty(shape, dtype=torch.int64)
+    values, places = x.empty()
     if not rows.shape[0]:
         return values, places
     block = triton.next_power_of_2(num_columns)
@@ -30,7 +29,7 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         rows.shape[0],
         rows.stride(0),
         E=num_columns,
-        K=k,
+        K=x.k,
         ROWS=num_rows,
         BLOCK_E=block,
         num_warps=1,
@@ -50,7 +49,7 @@ def _top_k_kernel(
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> None:
-    """One program: ROWS rows.
+    """Find the largest of ROWS rows in a program.
 
     An element and its place are one integer of 64 bits, whose order is that of the elements, and
     of places the other way round: its maximum is both, and unlike any other.

@@ -1,12 +1,15 @@
-"""top_k: public function, validation, schema and the list of implementations."""
+"""top_k: its declaration and the list of its implementations."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS, Capability, Implementation
-from torch_hybrid.ops.core.registration import check_impl, define_op
+from torch_hybrid.ops.core.declare import Op, Strided, define, pair_made
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 IMPLEMENTATIONS = {
@@ -26,8 +29,9 @@ IMPLEMENTATIONS = {
 }
 
 
-def top_k(x: Tensor, k: int, *, impl: str) -> tuple[Tensor, Tensor]:
-    """The k largest elements along the last dim, the largest first, and their places.
+@dataclass(slots=True)
+class TopK(Op):
+    """Largest k elements along the last dim, in falling order, and their places.
 
     Of equal elements the first stands first, and NaN is larger than any number. ``torch.topk``
     leaves the order of equal ones open.
@@ -43,22 +47,27 @@ def top_k(x: Tensor, k: int, *, impl: str) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a size, dtype or option is wrong.
     """
-    if x.dim() == 0 or not 1 <= k <= x.shape[-1]:
-        raise ValueError(f"x must have at least k = {k} elements in a row, got {list(x.shape)}")
-    if x.dtype not in FLOATS:
-        raise ValueError(f"x must be a floating point tensor, got {x.dtype}")
-    check_impl(impl, IMPLEMENTATIONS, x.device, {"num_columns": x.shape[-1], "k": k})
-    values, places = TOP_K(x, k, impl=impl)
-    return values, places
+
+    x: Annotated[Tensor, Strided("*x.shape")]
+    k: int
+
+    def check_form(self) -> None:
+        """Raise ValueError unless a row has k elements."""
+        x, k = self.x, self.k
+        if x.dim() == 0 or not 1 <= k <= x.shape[-1]:
+            raise ValueError(f"x must have at least k = {k} elements in a row, got {list(x.shape)}")
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        """Make the results, not filled yet."""
+        shape = (*self.x.shape[:-1], self.k)
+        return self.x.new_empty(shape), self.x.new_empty(shape, dtype=torch.int64)
 
 
-def _fake(x: Tensor, k: int, *, impl: str) -> tuple[Tensor, Tensor]:
-    shape = (*x.shape[:-1], k)
-    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
-
-
-TOP_K = define_op(
-    "top_k(Tensor x, int k, *, str impl) -> (Tensor, Tensor)",
-    fake=_fake,
-    implementations=IMPLEMENTATIONS,
+top_k = define(
+    TopK,
+    IMPLEMENTATIONS,
+    returns=pair_made(TopK.empty),
+    limited={"num_columns": "x.shape[-1]", "k": "k"},
+    floats=FLOATS,
 )
+TOP_K: torch._ops.OpOverload = torch.ops.torch_hybrid.top_k.default

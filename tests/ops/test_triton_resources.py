@@ -125,9 +125,10 @@ needs_triton_of_the_tables = pytest.mark.skipif(
 def top_k_launch(target: str) -> Launch:
     """A small kernel's."""
     from torch_hybrid.ops.top_k import _triton
+    from torch_hybrid.ops.top_k.op import TopK
 
     with launches_on(target) as launches:
-        _triton.top_k(torch.empty(64, 32, device="meta"), 2)
+        _triton.top_k(TopK(torch.empty(64, 32, device="meta"), 2, impl="triton"))
     return launches["_top_k_kernel"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch_hybrid.ops.core.declare import (
     Pool,
     Rows,
     StatefulOp,
+    Strided,
     cpp_launcher,
     define,
     like,
@@ -278,3 +280,67 @@ def test_the_call_of_a_cpp_kernel(monkeypatch: pytest.MonkeyPatch):
         (3, 2, 5, 5, 15, 0, True, False),
         (3, 2, 5, 5, 15, 12, True, True),
     ]
+
+
+@dataclass(slots=True)
+class DeclaredLookUp(Op):
+    """Look up the rows of a table that numbers name, plus an addend."""
+
+    numbers: Annotated[Tensor, Dense("T", dtype=torch.int64)]
+    table: Annotated[Tensor, Strided("R", "D")]
+    addend: Annotated[Tensor | None, Strided("*table.shape")] = None
+    factor: Annotated[float, NO_DEFAULT] = field(default=1.0, kw_only=True)
+
+    def check_form(self) -> None:
+        """Raise ValueError unless numbers are a vector."""
+        if self.numbers.ndim != 1:
+            raise ValueError(f"numbers must be [T], got {list(self.numbers.shape)}")
+
+
+def look_up(x: DeclaredLookUp) -> Tensor:
+    """Compute the op in torch."""
+    table = x.table if x.addend is None else x.table + x.addend
+    return table[x.numbers] * x.factor
+
+
+declared_look_up = define(
+    DeclaredLookUp,
+    {"torch": Implementation(capability=ON_A_CPU, launcher=look_up)},
+    returns=made(lambda x: x.table.new_empty(len(x.numbers), x.table.shape[1])),
+    limited={"width": "table.shape[1]"},
+    floats=frozenset(),
+)
+REGISTERED.pop("declared_look_up")
+
+
+def test_a_table_that_lies_anyhow():
+    table = torch.arange(12.0).view(4, 3).T
+    out = declared_look_up(torch.tensor([2, 0]), table, table, factor=2.0, impl="torch")
+    assert out.tolist() == [[8, 20, 32, 44], [0, 12, 24, 36]]
+
+
+def test_a_default_that_the_schema_has_not():
+    assert_expected_inline(
+        str(torch.ops.torch_hybrid.declared_look_up.default._schema),
+        """torch_hybrid::declared_look_up(Tensor numbers, Tensor table, Tensor? addend=None, *, float factor, str impl) -> Tensor""",  # noqa: E501
+    )
+    out = declared_look_up(torch.tensor([1]), torch.ones(3, 2), impl="torch")
+    assert out.tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"numbers": torch.ones(2, 1)}, "numbers must be [T], got [2, 1]"),
+        ({"numbers": torch.ones(2)}, "numbers must have dtype torch.int64, got torch.float32"),
+        ({"table": torch.ones(3)}, "table must have 2 dimensions, got [3]"),
+        ({"addend": torch.ones(3, 4)}, "addend must have shape [3, 2], got [3, 4]"),
+        ({"addend": torch.ones(3, 2).half()}, "addend must have dtype torch.float32, got "),
+        ({"table": torch.ones(3, 2).int()}, "impl 'torch' takes ['torch.bfloat16', "),
+        ({"table": torch.ones(3, 17)}, "width 17 is over the limit 16"),
+    ],
+)
+def test_errors_of_tensors_of_integers_and_of_any_strides(changes: dict[str, Tensor], text: str):
+    values = {"numbers": torch.tensor([1]), "table": torch.ones(3, 2)} | changes
+    with pytest.raises(ValueError, match=re.escape(text)):
+        declared_look_up(**values, impl="torch")

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.ops.contract import assert_traces_once, impls_on, skip_reason
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.head_linear import head_linear, reference
-from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS
+from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS, HeadLinear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INVARIANT = impls_on("cpu", IMPLEMENTATIONS, frozenset({BATCH_INVARIANT}))
@@ -39,7 +39,7 @@ def inputs(num_tokens: int, *, is_transposed: bool, dtype: torch.dtype) -> tuple
 @pytest.mark.parametrize("num_tokens", [0, 1, 9, 130])
 def test_matches_float64(impl: str, num_tokens: int, is_transposed: bool, dtype: str) -> None:
     x, weight = inputs(num_tokens, is_transposed=is_transposed, dtype=DTYPES[dtype])
-    expected = reference.head_linear(x.double(), weight.double())
+    expected = reference.head_linear(HeadLinear(x.double(), weight.double(), impl=""))
     out = head_linear(x, weight, impl=impl)
     assert out.dtype == x.dtype
     rounding = torch.finfo(x.dtype).eps * 270**0.5

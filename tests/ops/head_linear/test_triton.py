@@ -14,6 +14,7 @@ from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_c
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.head_linear import head_linear, reference
+from torch_hybrid.ops.head_linear.op import HeadLinear
 
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/head_linear -k triton
@@ -35,7 +36,7 @@ def test_in_the_interpreter(
 @pytest.mark.parametrize("num_tokens", [1, 9, 130])
 def test_on_a_gpu(num_tokens: int, is_transposed: bool, dtype: torch.dtype) -> None:
     x, weight = inputs(num_tokens, is_transposed=is_transposed, dtype=dtype)
-    expected = reference.head_linear(x.double(), weight.double())
+    expected = reference.head_linear(HeadLinear(x.double(), weight.double(), impl=""))
     out = head_linear(x.cuda(), weight.cuda(), impl="triton")
     rounding = torch.finfo(dtype).eps * x.shape[2] ** 0.5
     torch.testing.assert_close(out.double().cpu(), expected, rtol=2e-2, atol=4 * rounding)
@@ -69,5 +70,5 @@ def record_launches(target: str, is_transposed: bool, dtype: torch.dtype) -> dic
     if is_transposed:
         weight = torch.empty(heads, depth, rows, dtype=dtype, device="meta").transpose(1, 2)
     with launches_on(target) as launches:
-        _triton.head_linear(weight.new_empty(1000, heads, depth), weight)
+        _triton.head_linear(HeadLinear(weight.new_empty(1000, heads, depth), weight, impl="triton"))
     return launches

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.ops.contract import assert_traces_once, assert_within_budget, impls_on, skip_reason
 from torch_hybrid.ops.merge_states import merge_states, reference
-from torch_hybrid.ops.merge_states.op import IMPLEMENTATIONS
+from torch_hybrid.ops.merge_states.op import IMPLEMENTATIONS, MergeStates
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 State = tuple[Tensor, Tensor]
@@ -60,8 +60,8 @@ def test_matches_float64(impl: str, num_tokens: int, dtype: str) -> None:
         pytest.skip(f"{impl} has no {dtype}")
     a, b = make_states(2, num_tokens, DTYPES[dtype])
     out, lse = merge_states(*a, *b, impl=impl)
-    rounded = reference.merge_states(*a, *b)
-    exact = reference.merge_states(*(x.double() for x in (*a, *b)))
+    rounded = reference.merge_states(MergeStates(*a, *b, impl=""))
+    exact = reference.merge_states(MergeStates(*(x.double() for x in (*a, *b)), impl=""))
     assert out.dtype == DTYPES[dtype]
     assert lse.dtype == torch.float32
     assert_within_budget(out, exact[0], rounded[0])
@@ -169,6 +169,8 @@ def test_error_texts() -> None:
         (o, lse, o, lse.double(), "torch"),
         (o.transpose(0, 1).contiguous().transpose(0, 1), lse, o, lse, "torch"),
         (o, lse, o, lse, "tpu"),
+        (o.half(), lse, o.half(), lse, "cpp"),
+        (o[..., :40].contiguous(), lse, o[..., :40].contiguous(), lse, "cpp"),
     ]
     errors = []
     for *tensors, impl in calls:
@@ -185,5 +187,7 @@ o_a must be a floating point tensor, got torch.int32
 o_b must have dtype torch.float32, got torch.bfloat16
 lse_b must have dtype torch.float32, got torch.float64
 o_a must be contiguous, got strides (48, 432, 1)
-impl must be one of ['cpp', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'torch'], got 'tpu'
+impl 'cpp' takes ['torch.bfloat16', 'torch.float32'], got tensors of torch.float16
+impl 'cpp' cannot take these sizes: v_head_dim 40 is not a multiple of 16""",
     )

@@ -72,7 +72,10 @@ class Ops:
         return cls(attention, partial(merge_states, impl=impl))
 
 
-REFERENCES = Ops(reference.ragged_attention_with_lse, merge_reference.merge_states)
+REFERENCES = Ops(
+    reference.ragged_attention_with_lse,
+    lambda *states: merge_reference.merge_states(merge_op.MergeStates(*states, impl="")),
+)
 
 
 def attend(

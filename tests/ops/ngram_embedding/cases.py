@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from tests.ops.declared import DeclaredInputs
 from tests.ops.pages import offsets
+from torch_hybrid.ops.ngram_embedding.op import NgramEmbedding
 
 EOS = 7
 
@@ -23,25 +24,12 @@ class Case:
     num_new: int = 0  # of the sequences, the first, that have no tokens before these
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The tensors of one call, in the op's order."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(DeclaredInputs, NgramEmbedding):
+    """The arguments of one call."""
 
-    tokens: Tensor
-    table: Tensor
-    multipliers: Tensor
-    head_sizes: Tensor
-    head_offsets: Tensor
-    history: Tensor
-    cu_seqlens: Tensor
-    initial_indices: Tensor
-    state_indices: Tensor
-
-    def args(self) -> tuple[Tensor, ...]:
-        """The positional arguments; the history is a copy."""
-        hashes = (self.table, self.multipliers, self.head_sizes, self.head_offsets)
-        index = (self.cu_seqlens, self.initial_indices, self.state_indices)
-        return self.tokens, *hashes, self.history.clone(), *index
+    eos: int = EOS
+    impl: str = ""
 
 
 CASES = {

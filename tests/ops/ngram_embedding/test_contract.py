@@ -39,11 +39,11 @@ def look_up(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_is_the_reference(impl: str, name: str, dtype: str):
     inputs = make_inputs(CASES[name], dtype=DTYPES[dtype], padding=(3, 2))
-    args = inputs.args()
-    expected = reference.ngram_embedding(*args, eos=EOS)
+    oracle = inputs.fresh()
+    expected = reference.ngram_embedding(oracle)
     out, history = look_up(inputs, impl)
     assert torch.equal(out, expected)
-    assert torch.equal(history, args[5])
+    assert torch.equal(history, oracle.history)
 
 
 @torch.no_grad()
@@ -59,16 +59,17 @@ def test_the_reference_is_transformers():
     rng = torch.Generator().manual_seed(0)
     tokens = torch.randint(5, 11, (60,), generator=rng)
     out = reference.ngram_embedding(
-        tokens,
-        module.ngram_embedding.weight,
-        module.layer_multipliers,
-        module.ngram_heads_vocab_sizes,
-        module.ngram_heads_offsets,
-        torch.zeros(1, 2, dtype=torch.int64),
-        offsets([60]),
-        torch.zeros(1).int(),
-        torch.zeros(1).int(),
-        eos=EOS,
+        Inputs(
+            tokens=tokens,
+            table=module.ngram_embedding.weight,
+            multipliers=module.layer_multipliers,
+            head_sizes=module.ngram_heads_vocab_sizes,
+            head_offsets=module.ngram_heads_offsets,
+            history=torch.zeros(1, 2, dtype=torch.int64),
+            cu_seqlens=offsets([60]),
+            initial_indices=torch.zeros(1).int(),
+            state_indices=torch.zeros(1).int(),
+        )
     )
     assert torch.equal(out, module(tokens[None], None)[0])
 
@@ -168,9 +169,9 @@ def test_error_texts():
     good = make_inputs(CASES["decode"])
     errors = [
         failing("torch", table=good.table.long()),
-        failing("torch", head_sizes=good.head_sizes[:3]),
+        failing("torch", head_sizes=good.head_sizes[:3], head_offsets=good.head_offsets[:3]),
         failing("torch", head_offsets=good.head_offsets[:3]),
-        failing("torch", multipliers=good.multipliers[:1]),
+        failing("torch", multipliers=good.multipliers[:1], history=good.history[:, :0]),
         failing("torch", history=good.history[:, :1]),
         failing("torch", tokens=good.tokens.int()),
         failing("torch", cu_seqlens=good.cu_seqlens.long()),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.devices import needs_cuda
-from tests.ops.ngram_embedding.cases import CASES, EOS, make_inputs
+from tests.ops.ngram_embedding.cases import CASES, EOS, Inputs, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
@@ -40,11 +40,11 @@ def test_in_the_interpreter(
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, dtype: torch.dtype):
     inputs = make_inputs(CASES[name], dtype=dtype, padding=(3, 2))
-    args, moved = inputs.args(), [x.cuda() for x in inputs.args()]
-    expected = reference.ngram_embedding(*args, eos=EOS)
+    oracle, moved = inputs.fresh(), [x.cuda() for x in inputs.args()]
+    expected = reference.ngram_embedding(oracle)
     out = ngram_embedding(*moved, eos=EOS, impl="triton").cpu()
     assert torch.equal(out, expected)
-    assert torch.equal(moved[5].cpu(), args[5])
+    assert torch.equal(moved[5].cpu(), oracle.history)
 
 
 # (sequences, tokens, dtype)
@@ -74,15 +74,16 @@ def record_launches(
     numbers = torch.empty(num_tokens, dtype=torch.int64, device="meta")
     with launches_on(target) as launches:
         _triton.ngram_embedding(
-            numbers,
-            torch.empty(1000, 128, dtype=dtype, device="meta"),
-            numbers[:3],
-            numbers[:16],
-            numbers[:16],
-            numbers.new_empty(num_seqs + 1, 2),
-            index,
-            index[1:],
-            index[1:],
-            eos=7,
+            Inputs(
+                tokens=numbers,
+                table=torch.empty(1000, 128, dtype=dtype, device="meta"),
+                multipliers=numbers[:3],
+                head_sizes=numbers[:16],
+                head_offsets=numbers[:16],
+                history=numbers.new_empty(num_seqs + 1, 2),
+                cu_seqlens=index,
+                initial_indices=index[1:],
+                state_indices=index[1:],
+            )
         )
     return launches

@@ -29,7 +29,7 @@ from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.power_sum import power_sum, reference
-from torch_hybrid.ops.power_sum.op import IMPLEMENTATIONS, POWER_SUM
+from torch_hybrid.ops.power_sum.op import IMPLEMENTATIONS, POWER_SUM, PowerSum
 from torch_hybrid.ops.triton.devices import interpreted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,9 +62,9 @@ def rows_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def assert_close(out: Tensor, x: Tensor, power: int) -> None:
-    exact = reference.power_sum(x.double(), power)
+    exact = reference.power_sum(PowerSum(x.double(), power, impl=""))
     assert out.dtype == torch.float32
-    assert_within_budget(out, exact, reference.power_sum(x, power))
+    assert_within_budget(out, exact, reference.power_sum(PowerSum(x, power, impl="")))
 
 
 def addend_of(x: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def test_compiles_without_spills() -> None:
     ):
         x = torch.empty(64, num_columns, dtype=torch.bfloat16, device="meta")
         with launches_on(target) as launches:
-            _triton.power_sum(x, 2, x if is_added else None)
+            _triton.power_sum(PowerSum(x, 2, x if is_added else None, impl="triton"))
         label = f"squares of {num_columns}{', added up' * is_added}"
         rows.append(resources_of(launches["_power_sum_kernel"], target, label))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
@@ -186,7 +186,7 @@ def test_sums_of_what_is_added_up_have_the_same_order() -> None:
         orders = []
         for addend in (None, x):
             with launches_on("sm_90") as launches:
-                _triton.power_sum(x, 2, addend)
+                _triton.power_sum(PowerSum(x, 2, addend, impl="triton"))
             orders.append(orders_of_sums(launches["_power_sum_kernel"], "sm_90"))
         assert orders[0] == orders[1]
 

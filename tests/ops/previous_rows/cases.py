@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from tests.ops.declared import DeclaredInputs
 from tests.ops.pages import offsets
+from torch_hybrid.ops.previous_rows.op import PreviousRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,24 +20,11 @@ class Case:
     num_new: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The tensors of one call, in the op's order."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(DeclaredInputs, PreviousRows):
+    """The arguments of one call."""
 
-    x: Tensor
-    tokens: Tensor
-    kept: Tensor
-    kept_tokens: Tensor
-    cu_seqlens: Tensor
-    seq_lens: Tensor
-    initial_indices: Tensor
-    state_indices: Tensor
-
-    def args(self) -> tuple[Tensor, ...]:
-        """The positional arguments; the pools are copies."""
-        pools = self.kept.clone(), self.kept_tokens.clone()
-        index = (self.cu_seqlens, self.seq_lens, self.initial_indices, self.state_indices)
-        return self.x, self.tokens, *pools, *index
+    impl: str = ""
 
 
 CASES = {

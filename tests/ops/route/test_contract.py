@@ -19,7 +19,7 @@ from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_com
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.route import reference, route
-from torch_hybrid.ops.route.op import IMPLEMENTATIONS, ROUTE
+from torch_hybrid.ops.route.op import IMPLEMENTATIONS, ROUTE, Route
 
 DEEPSEEK = {"score": "sigmoid", "epsilon": 1e-20, "scale": 2.5}
 
@@ -77,9 +77,8 @@ def assert_close(case: Case, found: tuple[Tensor, Tensor], logits: Tensor, bias:
     assert ids.dtype == torch.int64
     if not case.num_tokens:
         return
-    exact = reference.route(
-        logits.double(), None if bias is None else bias.double(), case.k, **case.options
-    )
+    own = None if bias is None else bias.double()
+    exact = reference.route(Route(logits.double(), own, case.k, **case.options, impl=""))
     assert torch.equal(ids, exact[1])
     rounding = torch.finfo(weights.dtype)
     eps = max(rounding.eps, 8 * torch.finfo(torch.float32).eps)
@@ -152,15 +151,15 @@ def test_on_a_gpu(name: str) -> None:
 def test_compiles_without_spills() -> None:
     from torch_hybrid.ops.route import _triton
 
-    defaults = {"num_groups": 1, "num_best_groups": 1, "renormalise": True, "epsilon": 0.0}
     rows = []
     for name in ("qwen3_next", "kimi_linear"):
         case = CASES[name]
-        options = defaults | {"scale": 1.0, "dtype": torch.bfloat16} | case.options
+        options = {"dtype": torch.bfloat16, "impl": "triton"} | case.options
         for target in SHARED_LIMITS:
             with launches_on(target) as launches:
                 logits = torch.empty(64, case.num_experts, dtype=torch.float32, device="meta")
-                _triton.route(logits, logits[0] if case.has_bias else None, case.k, **options)
+                bias = logits[0] if case.has_bias else None
+                _triton.route(Route(logits, bias, case.k, **options))
             rows.append(resources_of(launches["_route_kernel"], target, name))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 

@@ -20,7 +20,7 @@ from tests.ops.triton_compile import (
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.top_k import reference, top_k
-from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TOP_K
+from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TOP_K, TopK
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # (leading dims, elements in a row, k)
@@ -55,7 +55,7 @@ def rows_with_everything(leading: tuple[int, ...], num_columns: int, dtype: torc
 
 def assert_exact(x: Tensor, k: int, found: tuple[Tensor, Tensor]) -> None:
     """Places as the reference has them, and what stands there to the bit."""
-    expected = reference.top_k(x, k)
+    expected = reference.top_k(TopK(x, k, impl=""))
     assert found[1].dtype == torch.int64
     assert torch.equal(found[1], expected[1])
     bits = torch.int32 if x.dtype == torch.float32 else torch.int16
@@ -110,7 +110,8 @@ def test_compiles_without_spills() -> None:
     for num_columns, k in ((512, 10), (256, 8), (32, 2), (1024, 32)):
         for target in SHARED_LIMITS:
             with launches_on(target) as launches:
-                _triton.top_k(torch.empty(64, num_columns, dtype=torch.float32, device="meta"), k)
+                x = torch.empty(64, num_columns, dtype=torch.float32, device="meta")
+                _triton.top_k(TopK(x, k, impl="triton"))
             launch = launches["_top_k_kernel"]
             rows.append(resources_of(launch, target, f"{k} of {num_columns}"))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
