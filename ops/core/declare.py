@@ -28,7 +28,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, get_args, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    cast,
+    get_args,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
@@ -94,18 +104,25 @@ class _Kind:
 
     Args:
         dims: sizes after the leading one, as letters, numbers and expressions.
-        dtype: of the tensor; None for that of the first field.
+        dtype: of the tensor; None for that of the first field, "work" for float32 or for the first
+            field's where that is wider.
         counts: whether the field binds the letters of its dims that no field before it binds.
+        last_dim: whether only the last dimension must be contiguous.
     """
 
     leading: tuple[str, ...] = ()
 
     def __init__(
-        self, *dims: str, dtype: torch.dtype | None = None, counts: bool | None = None
+        self,
+        *dims: str,
+        dtype: torch.dtype | Literal["work"] | None = None,
+        counts: bool | None = None,
+        last_dim: bool = False,
     ) -> None:
         self.dims = (*self.leading, *dims)
         self.dtype = dtype
         self.counts = self.binds if counts is None else counts
+        self.last_dim = last_dim
 
     binds = True
 
@@ -131,8 +148,8 @@ class Index(_Kind):
 
     binds = False
 
-    def __init__(self, *dims: str, counts: bool = False) -> None:
-        super().__init__(*dims, dtype=torch.int32, counts=counts)
+    def __init__(self, *dims: str, counts: bool = False, last_dim: bool = False) -> None:
+        super().__init__(*dims, dtype=torch.int32, counts=counts, last_dim=last_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +205,7 @@ def define(
     *,
     returns: Returns[R],
     limited: Mapping[str, str] | None = None,
+    names_ndim: bool = False,
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.
 
@@ -196,6 +214,7 @@ def define(
         implementations: by name. Each launcher takes an instance of ``op``.
         returns: what the op returns.
         limited: letters of the sizes that a ``Capability`` may limit, by its names of them.
+        names_ndim: whether the error for a number of dimensions names theirs, not the shape.
     """
     declaration = Declaration(cast(type[Op], op))
     make_fake = returns.fake
@@ -217,7 +236,10 @@ def define(
         fake=None if make_fake is None else fake,
         pack=pack,
     )
-    return cast(Callable[P, R], declaration.public(overload, implementations, limited or {}))
+    public = declaration.public(
+        overload, implementations, limited or {}, _fail_count if names_ndim else _fail_ndim
+    )
+    return cast(Callable[P, R], public)
 
 
 class Declaration:
@@ -281,11 +303,13 @@ class Declaration:
         overload: Callable[..., Any],
         implementations: Mapping[str, Implementation],
         limited: Mapping[str, str],
+        fail_ndim: Callable[[str, Tensor, int], None],
     ) -> Callable[..., Any]:
         """Make the function that users call: straight-line checks, then the op."""
         defaults = {o.name: o.default for o in self._fields if o.default is not MISSING}
         scope = _SCOPE | {f"default_{name}": value for name, value in defaults.items()}
         scope |= {"cls": self.cls, "op": overload, "implementations": implementations}
+        scope["fail_ndim"] = fail_ndim
 
         def parameter(each: Field[Any]) -> str:
             return f"{each.name}=default_{each.name}" if each.name in defaults else each.name
@@ -319,15 +343,22 @@ class Declaration:
             yield from self._unless(
                 name, f"{name}.shape == {wanted}", f"check_shapes({{'{name}': ({name}, {wanted})}})"
             )
+        first_dtype = f"{self.first}.dtype"
+        written: dict[object, str] = {
+            None: first_dtype,
+            "work": f"torch.promote_types({first_dtype}, torch.float32)",
+        }
         for name, kind in self.kinds.items():
-            dtype = f"{self.first}.dtype" if kind.dtype is None else repr(kind.dtype)
+            dtype = written.get(kind.dtype, repr(kind.dtype))
             if name != self.first:
                 fail = f"check_dtypes({{'{name}': ({name}, {dtype})}})"
                 yield from self._unless(name, f"{name}.dtype == {dtype}", fail)
         for name, kind in self.kinds.items():
             holds = f"{name}.is_contiguous()"
             fail = f"check_contiguous({name}={name})"
-            if isinstance(kind, Rows):
+            if kind.last_dim:
+                holds, fail = f"{name}.stride(-1) == 1", f"fail_last_dim('{name}', {name})"
+            elif isinstance(kind, Rows):
                 holds, fail = f"{holds} or has_dense_rows({name})", f"fail_rows('{name}', {name})"
             yield from self._unless(name, holds, fail)
 
@@ -415,12 +446,20 @@ def _fail_ndim(name: str, x: Tensor, ndim: int) -> None:
     raise ValueError(f"{name} must have {ndim} dimensions, got {list(x.shape)}")
 
 
+def _fail_count(name: str, x: Tensor, ndim: int) -> None:
+    raise ValueError(f"{name} must have {ndim} dimensions, got {x.ndim}")
+
+
 def _fail_floats(name: str, x: Tensor) -> None:
     raise ValueError(f"{name} must be a floating point tensor, got {x.dtype}")
 
 
 def _fail_rows(name: str, x: Tensor) -> None:
     raise ValueError(f"{name} must have contiguous rows, got strides {list(x.stride())}")
+
+
+def _fail_last_dim(name: str, x: Tensor) -> None:
+    raise ValueError(f"{name} must have a contiguous last dim, got {x.stride()}")
 
 
 _SCOPE: dict[str, Any] = {
@@ -431,7 +470,7 @@ _SCOPE: dict[str, Any] = {
     "check_contiguous": check_contiguous,
     "check_impl": check_impl,
     "has_dense_rows": has_dense_rows,
-    "fail_ndim": _fail_ndim,
     "fail_floats": _fail_floats,
     "fail_rows": _fail_rows,
+    "fail_last_dim": _fail_last_dim,
 }

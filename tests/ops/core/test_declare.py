@@ -189,3 +189,49 @@ def test_a_result_of_another_shape():
     REGISTERED.pop("declared_count")
     compiled = torch.compile(lambda x: counted(x, impl="torch") + 1, fullgraph=True, dynamic=True)
     assert compiled(torch.ones(3, 5)).tolist() == [6, 6, 6]
+
+
+def test_layouts_of_the_last_dimension_and_wide_dtypes():
+    @dataclass(slots=True)
+    class DeclaredScores(Op):
+        """Rows of heads, which may lie apart, times weights."""
+
+        q: Annotated[Tensor, Rows("H", "D", last_dim=True)]
+        weights: Annotated[Tensor, Dense("T", "H", dtype="work")]
+        table: Annotated[Tensor, Index("N", "M", counts=True, last_dim=True)]
+
+    def score(x: DeclaredScores) -> Tensor:
+        return x.q * x.weights[..., None]
+
+    scores = define(
+        DeclaredScores,
+        {"torch": Implementation(capability=ON_A_CPU, launcher=score)},
+        returns=like("q"),
+        names_ndim=True,
+    )
+    REGISTERED.pop("declared_scores")
+    q, table = torch.ones(3, 2, 8), torch.zeros(2, 6, dtype=torch.int32)
+    apart, wide = q[..., :4], torch.ones(3, 2)
+    assert scores(apart, wide, table[:, :3], impl="torch").shape == (3, 2, 4)
+
+    def failing(*args: Tensor) -> str:
+        with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
+            scores(*args, impl="torch")
+        return str(error.value)
+
+    errors = [
+        failing(q[0], wide, table),
+        failing(q[..., ::2], wide, table),
+        failing(q, wide, table[:, ::2]),
+        failing(q.bfloat16(), wide.bfloat16(), table),
+        failing(q.double(), wide, table),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+q must have 3 dimensions, got 2
+q must have a contiguous last dim, got (16, 8, 2)
+table must have a contiguous last dim, got (6, 2)
+weights must have dtype torch.float32, got torch.bfloat16
+weights must have dtype torch.float64, got torch.float32""",
+    )
