@@ -9,6 +9,7 @@ from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.gated_pooling._torch import gated_pooling
 from torch_hybrid.ops.gated_pooling.op import GatedPooling
 from torch_hybrid.ops.select_blocks._torch import select_blocks
+from torch_hybrid.ops.select_blocks.op import SelectBlocks
 
 
 def pooled_selection_step(
@@ -40,4 +41,5 @@ def pooled_selection_step(
         check_lengths(cu_seqlens)
         pooling.check_indices()
     pooled = gated_pooling(pooling)
-    return select_blocks(q, pooled, weights, block_keys, *index, block_size=size, top_k=top_k)
+    given = (q, pooled, weights, block_keys, *index)
+    return select_blocks(SelectBlocks(*given, block_size=size, top_k=top_k, impl="torch"))

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch_hybrid.ops.gated_pooling import reference as pooling
 from torch_hybrid.ops.gated_pooling.op import GatedPooling
 from torch_hybrid.ops.select_blocks import reference as selection
+from torch_hybrid.ops.select_blocks.op import SelectBlocks
 
 
 def pooled_selection_step(
@@ -34,6 +35,5 @@ def pooled_selection_step(
     )
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     size = bias.shape[0]
-    return selection.select_blocks(
-        q, pooled, weights, block_keys, *index, block_size=size, top_k=top_k
-    )
+    given = (q, pooled, weights, block_keys, *index)
+    return selection.select_blocks(SelectBlocks(*given, block_size=size, top_k=top_k, impl=""))
