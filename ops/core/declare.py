@@ -138,9 +138,11 @@ class Dense(_Kind):
 
 
 class Pool(_Kind):
-    """[S, *dims], contiguous; the op mutates it."""
+    """[S, *dims], contiguous; the op mutates it. A second pool names a ``size`` of its own."""
 
-    leading = ("S",)
+    def __init__(self, *dims: str, dtype: torch.dtype | None = None, size: str = "S") -> None:
+        self.leading = (size,)
+        super().__init__(*dims, dtype=dtype)
 
 
 class Index(_Kind):

@@ -191,7 +191,7 @@ def test_a_result_of_another_shape():
     assert compiled(torch.ones(3, 5)).tolist() == [6, 6, 6]
 
 
-def test_layouts_of_the_last_dimension_and_wide_dtypes():
+def test_layouts_of_the_last_dimension_wide_dtypes_and_two_pools():
     @dataclass(slots=True)
     class DeclaredScores(Op):
         """Rows of heads, which may lie apart, times weights."""
@@ -199,6 +199,8 @@ def test_layouts_of_the_last_dimension_and_wide_dtypes():
         q: Annotated[Tensor, Rows("H", "D", last_dim=True)]
         weights: Annotated[Tensor, Dense("T", "H", dtype="work")]
         table: Annotated[Tensor, Index("N", "M", counts=True, last_dim=True)]
+        slots: Annotated[Tensor, Pool("D")]
+        pages: Annotated[Tensor, Pool("D", size="P")]
 
     def score(x: DeclaredScores) -> Tensor:
         return x.q * x.weights[..., None]
@@ -212,11 +214,13 @@ def test_layouts_of_the_last_dimension_and_wide_dtypes():
     REGISTERED.pop("declared_scores")
     q, table = torch.ones(3, 2, 8), torch.zeros(2, 6, dtype=torch.int32)
     apart, wide = q[..., :4], torch.ones(3, 2)
-    assert scores(apart, wide, table[:, :3], impl="torch").shape == (3, 2, 4)
+    pools = torch.zeros(5, 4), torch.zeros(7, 4)
+    assert scores(apart, wide, table[:, :3], *pools, impl="torch").shape == (3, 2, 4)
 
-    def failing(*args: Tensor) -> str:
+    def failing(q: Tensor, weights: Tensor, table: Tensor) -> str:
+        pools = [q.new_zeros(num, q.shape[-1]) for num in (5, 7)]
         with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-            scores(*args, impl="torch")
+            scores(q, weights, table, *pools, impl="torch")
         return str(error.value)
 
     errors = [
