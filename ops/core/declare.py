@@ -19,6 +19,7 @@ reads ``x.factor``.
 
 Letters are sizes. A field of rows, weights or a pool binds the letters that it is the first to
 name; ``counts=True`` lets an index tensor bind its own. Other dimensions are expressions of them.
+Letters that an optional field binds are of its own dimensions alone.
 """
 
 from __future__ import annotations
@@ -274,6 +275,10 @@ class Declaration:
                 if letter.isidentifier():
                     self.bound.setdefault(letter, (name, axis))
 
+    def is_optional(self, name: str) -> bool:
+        """Tell whether a tensor may be None."""
+        return name in self._optional
+
     def schema(self, returns: Returns[Any]) -> str:
         """Write the schema, in which pools are marked as mutated."""
         letters = iter("abcdefghijklmnop")
@@ -284,7 +289,7 @@ class Declaration:
                 return f"{_SCHEMA_TYPES[_bare(self._hints[each.name])]} {each.name}{default}"
             mark = f"({next(letters)}!)" if isinstance(kind, Pool) else ""
             default = "" if each.default is MISSING else "=None"
-            return f"Tensor{mark}{'?' * (each.name in self._optional)} {each.name}{default}"
+            return f"Tensor{mark}{'?' * self.is_optional(each.name)} {each.name}{default}"
 
         positional, before, after = (map(declared, part) for part in self._ordered())
         result = ["()", "Tensor", "(Tensor, Tensor)"][returns.num_tensors]
@@ -368,12 +373,16 @@ class Declaration:
         """Bind letters to sizes of a tensor, whose number of dimensions is checked before."""
         new = {letter: axis for letter, (owner, axis) in self.bound.items() if owner == name}
         ndim = len(kind.dims)
+        indent = "    "
+        if self.is_optional(name) and new:
+            yield f"    if {name} is not None:"
+            indent *= 2
         if new.keys() - {*kind.leading}:
-            yield f"    if {name}.ndim != {ndim}: fail_ndim('{name}', {name}, {ndim})"
-        yield from (f"    {letter} = {name}.shape[{axis}]" for letter, axis in new.items())
+            yield f"{indent}if {name}.ndim != {ndim}: fail_ndim('{name}', {name}, {ndim})"
+        yield from (f"{indent}{letter} = {name}.shape[{axis}]" for letter, axis in new.items())
 
     def _unless(self, name: str, holds: str, otherwise: str) -> Iterator[str]:
-        guard = f"{name} is not None and " if name in self._optional else ""
+        guard = f"{name} is not None and " if self.is_optional(name) else ""
         yield f"    if {guard}not ({holds}): {otherwise}"
 
 
@@ -396,7 +405,7 @@ def cpp_launcher(
         source: of the kernel, whose function has the op's name.
         sizes: letters and what the struct calls them: ``"T=num_tokens D=dim"``.
         integers: of the struct in its order: names of sizes, ``<field>_stride`` of rows,
-            ``is_bf16``, ``num_threads``.
+            ``is_bf16``, ``num_threads``; options and properties of the op.
         numbers: options that the struct has as doubles.
         out: field that the result has shape and dtype of.
     """
@@ -420,7 +429,11 @@ def cpp_launcher(
         if name in letters:
             owner, axis = declaration.bound[letters[name]]
             return f"x.{owner}.shape[{axis}]"
-        return f"x.{name.removesuffix('_stride')}.stride(0)"
+        rows = name.removesuffix("_stride")
+        if rows == name:
+            return f"x.{name}"
+        guard = f"0 if x.{rows} is None else " if declaration.is_optional(rows) else ""
+        return f"{guard}x.{rows}.stride(0)"
 
     values = [*(f"x.{name}" for name in declaration.kinds), "out", *map(value, integers.split())]
     values += [f"x.{name}" for name in numbers.split()]

@@ -201,6 +201,7 @@ def test_layouts_of_the_last_dimension_wide_dtypes_and_two_pools():
         table: Annotated[Tensor, Index("N", "M", counts=True, last_dim=True)]
         slots: Annotated[Tensor, Pool("D")]
         pages: Annotated[Tensor, Pool("D", size="P")]
+        taps: Annotated[Tensor | None, Dense("T", "K", "2 * K")] = field(default=None, kw_only=True)
 
     def score(x: DeclaredScores) -> Tensor:
         return x.q * x.weights[..., None]
@@ -217,10 +218,10 @@ def test_layouts_of_the_last_dimension_wide_dtypes_and_two_pools():
     pools = torch.zeros(5, 4), torch.zeros(7, 4)
     assert scores(apart, wide, table[:, :3], *pools, impl="torch").shape == (3, 2, 4)
 
-    def failing(q: Tensor, weights: Tensor, table: Tensor) -> str:
+    def failing(q: Tensor, weights: Tensor, table: Tensor, taps: Tensor | None = None) -> str:
         pools = [q.new_zeros(num, q.shape[-1]) for num in (5, 7)]
         with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-            scores(q, weights, table, *pools, impl="torch")
+            scores(q, weights, table, *pools, impl="torch", taps=taps)
         return str(error.value)
 
     errors = [
@@ -229,6 +230,8 @@ def test_layouts_of_the_last_dimension_wide_dtypes_and_two_pools():
         failing(q, wide, table[:, ::2]),
         failing(q.bfloat16(), wide.bfloat16(), table),
         failing(q.double(), wide, table),
+        failing(q, wide, table, torch.ones(3, 4)),
+        failing(q, wide, table, torch.ones(3, 4, 4)),
     ]
     assert_expected_inline(
         "\n".join(errors),
@@ -237,5 +240,7 @@ q must have 3 dimensions, got 2
 q must have a contiguous last dim, got (16, 8, 2)
 table must have a contiguous last dim, got (6, 2)
 weights must have dtype torch.float32, got torch.bfloat16
-weights must have dtype torch.float64, got torch.float32""",
+weights must have dtype torch.float64, got torch.float32
+taps must have 3 dimensions, got 2
+taps must have shape [3, 4, 8], got [3, 4, 4]""",
     )
