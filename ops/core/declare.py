@@ -70,7 +70,7 @@ class Op:
     impl: str = field(kw_only=True)
 
     def check(self) -> None:
-        """Raise ValueError for values that no kind of field can refuse; shapes are right by now."""
+        """Raise ValueError for values that no kind of field can refuse; kinds hold by now."""
 
     def check_indices(self) -> None:
         """Raise ValueError for an index out of range; tensors are on the host."""
@@ -104,7 +104,8 @@ class _Kind:
     """A tensor's dimensions, dtype and layout.
 
     Args:
-        dims: sizes after the leading one, as letters, numbers and expressions.
+        dims: sizes after the leading one, as letters, numbers and expressions; "..." where the
+            op's ``check`` knows the shape.
         dtype: of the tensor; None for that of the first field, "work" for float32 or for the first
             field's where that is wider.
         counts: whether the field binds the letters of its dims that no field before it binds.
@@ -122,7 +123,8 @@ class _Kind:
     ) -> None:
         self.dims = (*self.leading, *dims)
         self.dtype = dtype
-        self.counts = self.binds if counts is None else counts
+        self.has_shape = "..." not in dims
+        self.counts = self.has_shape and (self.binds if counts is None else counts)
         self.last_dim = last_dim
 
     binds = True
@@ -347,9 +349,9 @@ class Declaration:
             yield from self._binding(name, kind)
         for name, kind in self.kinds.items():
             wanted = f"({', '.join(kind.dims)},)"
-            yield from self._unless(
-                name, f"{name}.shape == {wanted}", f"check_shapes({{'{name}': ({name}, {wanted})}})"
-            )
+            fail = f"check_shapes({{'{name}': ({name}, {wanted})}})"
+            if kind.has_shape:
+                yield from self._unless(name, f"{name}.shape == {wanted}", fail)
         first_dtype = f"{self.first}.dtype"
         written: dict[object, str] = {
             None: first_dtype,
@@ -364,7 +366,7 @@ class Declaration:
             holds = f"{name}.is_contiguous()"
             fail = f"check_contiguous({name}={name})"
             if kind.last_dim:
-                holds, fail = f"{name}.stride(-1) == 1", f"fail_last_dim('{name}', {name})"
+                holds, fail = f"{name}.stride()[-1:] == (1,)", f"fail_last_dim('{name}', {name})"
             elif isinstance(kind, Rows):
                 holds, fail = f"{holds} or has_dense_rows({name})", f"fail_rows('{name}', {name})"
             yield from self._unless(name, holds, fail)

@@ -200,8 +200,14 @@ def test_layouts_of_the_last_dimension_wide_dtypes_and_two_pools():
         weights: Annotated[Tensor, Dense("T", "H", dtype="work")]
         table: Annotated[Tensor, Index("N", "M", counts=True, last_dim=True)]
         slots: Annotated[Tensor, Pool("D")]
-        pages: Annotated[Tensor, Pool("D", size="P")]
+        pages: Annotated[Tensor, Pool("...")]
+        more: Annotated[Tensor, Pool("D", size="P")]
         taps: Annotated[Tensor | None, Dense("T", "K", "2 * K")] = field(default=None, kw_only=True)
+
+        def check(self) -> None:
+            """Raise ValueError for pages of several dimensions."""
+            if self.pages.ndim > 2:
+                raise ValueError(f"pages must have at most 2 dimensions, got {self.pages.ndim}")
 
     def score(x: DeclaredScores) -> Tensor:
         return x.q * x.weights[..., None]
@@ -215,11 +221,14 @@ def test_layouts_of_the_last_dimension_wide_dtypes_and_two_pools():
     REGISTERED.pop("declared_scores")
     q, table = torch.ones(3, 2, 8), torch.zeros(2, 6, dtype=torch.int32)
     apart, wide = q[..., :4], torch.ones(3, 2)
-    pools = torch.zeros(5, 4), torch.zeros(7, 4)
+    pools = torch.zeros(5, 4), torch.zeros(3), torch.zeros(7, 4)
     assert scores(apart, wide, table[:, :3], *pools, impl="torch").shape == (3, 2, 4)
 
-    def failing(q: Tensor, weights: Tensor, table: Tensor, taps: Tensor | None = None) -> str:
-        pools = [q.new_zeros(num, q.shape[-1]) for num in (5, 7)]
+    def failing(
+        q: Tensor, weights: Tensor, table: Tensor, taps: Tensor | None = None, *pages: int
+    ) -> str:
+        slots, more = (q.new_zeros(num, q.shape[-1]) for num in (5, 7))
+        pools = slots, q.new_zeros(pages), more
         with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
             scores(q, weights, table, *pools, impl="torch", taps=taps)
         return str(error.value)
@@ -232,6 +241,7 @@ def test_layouts_of_the_last_dimension_wide_dtypes_and_two_pools():
         failing(q.double(), wide, table),
         failing(q, wide, table, torch.ones(3, 4)),
         failing(q, wide, table, torch.ones(3, 4, 4)),
+        failing(q, wide, table, None, 3, 4, 5),
     ]
     assert_expected_inline(
         "\n".join(errors),
@@ -242,5 +252,6 @@ table must have a contiguous last dim, got (6, 2)
 weights must have dtype torch.float32, got torch.bfloat16
 weights must have dtype torch.float64, got torch.float32
 taps must have 3 dimensions, got 2
-taps must have shape [3, 4, 8], got [3, 4, 4]""",
+taps must have shape [3, 4, 8], got [3, 4, 4]
+pages must have at most 2 dimensions, got 3""",
     )
