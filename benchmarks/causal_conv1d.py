@@ -38,7 +38,7 @@ def runner(inputs: Inputs, impl: str) -> Callable[[], object]:
 
 
 def check(inputs: Inputs) -> None:
-    one, other = inputs.copy(), inputs.copy()
+    one, other = inputs.fresh(), inputs.fresh()
     torch.testing.assert_close(runner(one, "cpp")(), runner(other, "torch")())
     torch.testing.assert_close(one.conv_state[1:], other.conv_state[1:], rtol=0, atol=0)
 

@@ -8,36 +8,26 @@ import torch
 from torch import Tensor
 
 import torch_hybrid as th
-from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS, causal_conv1d
+from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS, CausalConv1d, causal_conv1d
 from torch_hybrid.ops.core.capability import Capability, Implementation, Need
 
 
-def einsum_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    activation: str,
-) -> Tensor:
-    """Compute the convolution; the arguments are those of the op's schema, without ``impl``."""
-    out = torch.zeros_like(x)
-    width = weight.shape[1]
-    for n, (initial, slot) in enumerate(zip(initial_indices, state_indices, strict=True)):
-        start, end = cu_seqlens[n].item(), cu_seqlens[n + 1].item()
+def einsum_conv1d(x: CausalConv1d) -> Tensor:
+    """Compute the convolution of the op's arguments."""
+    out = torch.zeros_like(x.x)
+    width = x.weight.shape[1]
+    for n, (initial, slot) in enumerate(zip(x.initial_indices, x.state_indices, strict=True)):
+        start, end = x.cu_seqlens[n].item(), x.cu_seqlens[n + 1].item()
         if start == end:
             continue
-        history = conv_state[initial] if initial else torch.zeros_like(conv_state[0])
-        inputs = torch.cat([history, x[start:end]])
+        history = x.conv_state[initial] if initial else torch.zeros_like(x.conv_state[0])
+        inputs = torch.cat([history, x.x[start:end]])
         windows = inputs.unfold(0, width, 1)  # [tokens, channels, width]
-        mixed = torch.einsum("tcw,cw->tc", windows, weight)
-        mixed = mixed if bias is None else mixed + bias
-        out[start:end] = torch.nn.functional.silu(mixed) if activation == "silu" else mixed
+        mixed = torch.einsum("tcw,cw->tc", windows, x.weight)
+        mixed = mixed if x.bias is None else mixed + x.bias
+        out[start:end] = torch.nn.functional.silu(mixed) if x.silu else mixed
         if slot:
-            conv_state[slot] = inputs[-(width - 1) :]
+            x.conv_state[slot] = inputs[-(width - 1) :]
     return out
 
 

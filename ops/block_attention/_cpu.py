@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.block_attention.bounds import check_indices
-from torch_hybrid.ops.block_attention.heads import by_head
+from torch_hybrid.ops.block_attention.op import BlockAttention
 from torch_hybrid.ops.native.call import kernel
 
 _RUN = kernel(
@@ -22,32 +21,19 @@ _RUN = kernel(
 )
 
 
-def block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    kv: Tensor,
-    blocks: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    block_size: int,
-    scale: float,
-    is_invariant: bool = False,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::block_attention``."""
+def block_attention(x: BlockAttention, *, is_invariant: bool = False) -> Tensor:
+    """Launch ``torch_hybrid::block_attention``."""
+    q, v, page_table = x.q, x.v, x.page_table
     num_tokens, num_q_heads, head_dim = q.shape
-    (k, *_), kv = by_head(k, v, kv)
+    (k, *_), kv = x.by_head()
     _, num_pages, page_size, num_kv_heads, _ = kv.shape
     out = q.new_empty(q.shape)
     in_range = _RUN(
-        cu_seqlens,
-        seq_lens,
+        x.cu_seqlens,
+        x.seq_lens,
         page_table,
-        slot_mapping,
-        blocks,
+        x.slot_mapping,
+        x.blocks,
         q,
         k,
         v,
@@ -55,7 +41,7 @@ def block_attention(
         out,
         page_table.stride(0),
         num_tokens,
-        seq_lens.shape[0],
+        x.seq_lens.shape[0],
         num_pages,
         page_size,
         page_table.shape[1],
@@ -68,22 +54,13 @@ def block_attention(
         num_q_heads,
         num_kv_heads,
         head_dim,
-        block_size,
-        blocks.shape[1],
+        x.block_size,
+        x.blocks.shape[1],
         q.dtype is torch.bfloat16,
         is_invariant,
         torch.get_num_threads(),
-        scale,
+        x.scale,
     )
     if not in_range:
-        check_indices(
-            blocks,
-            cu_seqlens,
-            seq_lens,
-            page_table,
-            slot_mapping,
-            num_pages=num_pages,
-            page_size=page_size,
-            block_size=block_size,
-        )
+        x.check_indices()
     return out

@@ -7,43 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.block_attention.bounds import check_indices
-from torch_hybrid.ops.block_attention.heads import by_head
+from torch_hybrid.ops.block_attention.op import BlockAttention
 
 # Queries per product: bounds the logits to [Hq, _QUERIES, seq_len].
 _QUERIES = 128
 
 
-def block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    kv: Tensor,
-    blocks: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    block_size: int,
-    scale: float,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::block_attention``."""
-    new, kv = by_head(k, v, kv)
+def block_attention(x: BlockAttention) -> Tensor:
+    """Launch ``torch_hybrid::block_attention``."""
+    q, (new, kv) = x.q, x.by_head()
     page_size = kv.shape[2]
-    if q.device.type == "cpu":
-        check_indices(
-            blocks,
-            cu_seqlens,
-            seq_lens,
-            page_table,
-            slot_mapping,
-            num_pages=kv.shape[1],
-            page_size=page_size,
-            block_size=block_size,
-        )
-    offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
-    slots = slot_mapping[: offsets[-1]].long()
+    offsets, lengths = x.cu_seqlens.tolist(), x.seq_lens.tolist()
+    slots = x.slot_mapping[: offsets[-1]].long()
     for plane, rows in zip(kv, new, strict=True):
         plane.view(-1, *rows.shape[1:])[slots] = rows[: offsets[-1]]
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -52,15 +27,15 @@ def block_attention(
             end = min(begin + _QUERIES, offsets[n + 1])
             first = length - offsets[n + 1] + begin
             num_keys = first + end - begin
-            pages = page_table[n, : -(-num_keys // page_size)].long()
+            pages = x.page_table[n, : -(-num_keys // page_size)].long()
             seen = kv[:, pages].flatten(1, 2)[:, :num_keys].transpose(1, 2)
-            hidden = _hidden(blocks[begin:end], first, num_keys, block_size)
-            out[begin:end] = _attend(q[begin:end], seen[0], seen[-1], hidden, scale)
+            hidden = _hidden(x.blocks[begin:end], first, num_keys, x.block_size)
+            out[begin:end] = _attend(q[begin:end], seen[0], seen[-1], hidden, x.scale)
     return out
 
 
 def _hidden(blocks: Tensor, first: int, num_keys: int, block_size: int) -> Tensor:
-    """[t, num_keys]: the keys that queries at ``first``, ``first + 1``, ... do not see."""
+    """Find the keys that queries at ``first``, ``first + 1``, ... do not see: [t, num_keys]."""
     num_queries, num_blocks = blocks.shape[0], num_keys // block_size
     position = torch.arange(first, first + num_queries, dtype=torch.int64, device=blocks.device)
     position = position[:, None]
@@ -74,7 +49,7 @@ def _hidden(blocks: Tensor, first: int, num_keys: int, block_size: int) -> Tenso
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """[t, Hq, D] of queries [t, Hq, D], keys and values [Hkv, n, D]."""
+    """Attend with queries [t, Hq, D] to keys and values [Hkv, n, D]: [t, Hq, D]."""
     num_queries, num_q_heads, head_dim = q.shape
     num_kv_heads, num_keys, _ = keys.shape
     wide = torch.promote_types(q.dtype, torch.float32)

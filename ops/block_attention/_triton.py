@@ -13,47 +13,22 @@ from torch_hybrid.ops.block_attention._triton_hopper import attend_on_hopper, se
 from torch_hybrid.ops.block_attention._triton_shared import attend_shared
 from torch_hybrid.ops.block_attention._triton_tiles import Tiles
 from torch_hybrid.ops.block_attention._triton_whole import attend_whole, rows_of_tile
-from torch_hybrid.ops.block_attention.bounds import check_indices
-from torch_hybrid.ops.block_attention.heads import by_head
+from torch_hybrid.ops.block_attention.op import BlockAttention
 from torch_hybrid.ops.triton.devices import interpreted, launches_early, rows_are_aligned
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
 
-def block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    kv: Tensor,
-    blocks: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    block_size: int,
-    scale: float,
-    is_invariant: bool = False,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::block_attention``.
+def block_attention(x: BlockAttention, *, is_invariant: bool = False) -> Tensor:
+    """Launch ``torch_hybrid::block_attention``.
 
     ``is_invariant``: a token has the bits that it has in any call.
     """
+    q, v, blocks, block_size, scale = x.q, x.v, x.blocks, x.block_size, x.scale
     num_tokens, _, head_dim = q.shape
-    (k, *_), kv = by_head(k, v, kv)
-    _, _, page_size, num_kv_heads, _ = kv.shape
-    num_seqs, top_k = page_table.shape[0], blocks.shape[1]
-    if q.device.type == "cpu":
-        check_indices(
-            blocks,
-            cu_seqlens,
-            seq_lens,
-            page_table,
-            slot_mapping,
-            num_pages=kv.shape[1],
-            page_size=page_size,
-            block_size=block_size,
-        )
+    (k, *_), kv = x.by_head()
+    num_kv_heads = kv.shape[3]
+    num_seqs, top_k = x.page_table.shape[0], blocks.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens == 0 or num_seqs == 0:
         return out.zero_()
@@ -70,7 +45,7 @@ def block_attention(
     shares = num_tokens > num_seqs and tiles.num_splits == 1 and not is_invariant
     if shares and rows is not None:
         is_whole = q.new_empty(num_tokens, dtype=torch.int32)
-    index = (cu_seqlens, seq_lens, page_table)
+    index = (x.cu_seqlens, x.seq_lens, x.page_table)
     early, latents = launches_early(q.device), kv[0, :, :, 0]
     on_hopper = v is None and serves(q, latents)
     # Programs that gather take new rows from where they are, and write them beside.
@@ -81,9 +56,9 @@ def block_attention(
             v,
             kv,
             blocks,
-            cu_seqlens,
-            seq_lens,
-            slot_mapping,
+            x.cu_seqlens,
+            x.seq_lens,
+            x.slot_mapping,
             is_whole,
             num_seqs,
             k.stride(0),
@@ -99,7 +74,7 @@ def block_attention(
             EARLY=early,
             num_warps=4,
         )
-    new = (k, v, slot_mapping) if writes else None
+    new = (k, v, x.slot_mapping) if writes else None
     if is_whole is not None:
         assert rows is not None
         attend_whole(q, k, v, kv, *index, is_whole, out, scale=scale, block_m=rows)
@@ -139,7 +114,7 @@ def block_attention(
             tiles=tiles,
         )
     if tiles.num_splits > 1:
-        merge_splits(to, lse, cu_seqlens, out, torch.empty_like(lse[0]), early=early)
+        merge_splits(to, lse, x.cu_seqlens, out, torch.empty_like(lse[0]), early=early)
     return out
 
 
@@ -239,8 +214,10 @@ def _write_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: the key and value of one token, and whether its query sees all before it and has
-    others of its sequence beside it."""
+    """Write the key and value of one token.
+
+    Write too whether its query sees all before it and has others of its sequence beside it.
+    """
     if EARLY:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -311,12 +288,12 @@ def _attend_kernel(
     HAS_VALUES: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: query heads of one key head of one token, and a split of what it sees.
+    """Attend in a program for query heads of one key head of one token, to a split of its keys.
 
     Its keys are numbered: those of its blocks in their order, then those of none. Every program
     waits for the rows that are written, also one without a token: what comes after this launch then
     comes after that one too. Without such a launch, one program of a token and key head writes its
-    rows, and all take those of new tokens from k and v, once the launch before has ended.
+    rows. Then all take those of new tokens from k and v, once the launch before has ended.
     """
     if EARLY:
         if k is not None:  # nothing is known of the launch before
@@ -454,9 +431,9 @@ def _key_of(
     position: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Where the keys of the query at ``position`` are in its sequence, by number.
+    """Find where keys of the query at ``position`` are in its sequence, by number.
 
-    If it sees none, which no number is of, its own.
+    A number of none gets the query's own place.
     """
     number = tl.maximum(number, 0)
     is_chosen = number < in_blocks

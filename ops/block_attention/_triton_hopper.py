@@ -1,4 +1,4 @@
-"""Where latents of chosen blocks take their form for Hopper (``_triton_hopper_kernel.py``)."""
+"""Launcher of the form for Hopper of latents of chosen blocks (``_triton_hopper_kernel.py``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REGISTERS, _COPY_REGISTERS = 184, 80
 
 
 def serves(q: Tensor, pool: Tensor) -> bool:
-    """Whether the form takes these queries [T, H, D] and latents [P, page, D]."""
+    """Tell whether the form takes these queries [T, H, D] and latents [P, page, D]."""
     fits = q.itemsize == 2 and q.shape[1] > 16 and q.shape[2] == _RANK
     return runs_gluon(q.device) and fits and rows_are_aligned(q) and rows_are_aligned(pool)
 

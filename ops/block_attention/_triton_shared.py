@@ -101,10 +101,10 @@ def list_keys(
     block_size: int,
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What any query of a tile sees: B tiles of ``block_q`` tokens, as ``ragged.py`` deals them.
+    """List what any query of a tile of ``block_q`` tokens sees, as ``ragged.py`` deals B of them.
 
-    A tile is left out if all of its rows are written, or if its queries name less than twice as
-    much as it has to read.
+    A tile is left out if all of its rows are written. So it is if its queries name less than twice
+    as much as it has to read.
 
     Returns:
         [B, K] int32, where keys lie, rising by position, -1 after them; [B, K] int32, the queries
@@ -173,8 +173,11 @@ def _list_kernel(
     CHUNK: tl.constexpr,
     PAD: tl.constexpr,
 ) -> None:
-    """One program: one tile. The queries that name a block are gathered by its number, bit by bit,
-    then blocks that have a bit are listed, key by key."""
+    """List the keys of one tile.
+
+    Queries that name a block are gathered by its number, bit by bit; then blocks that have a bit
+    are listed, key by key.
+    """
     tile = tl.program_id(0)
     seq = sequence_of_block(cu_seqlens, num_seqs, tile, BLOCK_Q)
     begin = tl.load(cu_seqlens + seq)

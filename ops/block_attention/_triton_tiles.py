@@ -1,4 +1,4 @@
-"""How implementation "triton" cuts the work of gathered keys."""
+"""Tiles of implementation "triton", into which the work of gathered keys is cut."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _WIDE_SPLIT_KEYS, _WIDE_SPLITS = 128, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """Decided by shapes alone, so that a captured graph serves any lengths.
+    """Sizes decided by shapes alone, so that a captured graph serves any lengths.
 
-    A program has ``block_m`` query heads of one key head of one token, one of ``num_splits`` parts
-    of its keys, and takes ``block_kv`` of them at a time, in parts of ``block_part`` elements: the
-    narrower, the fewer rows a thread has to place.
+    A program has ``block_m`` query heads of one key head of one token, and one of ``num_splits``
+    parts of its keys. It takes ``block_kv`` of them at a time, in parts of ``block_part`` elements:
+    the narrower, the fewer rows a thread has to place.
     """
 
     block_m: int
@@ -43,8 +43,10 @@ class Tiles:
         has_values: bool,
         is_invariant: bool = False,
     ) -> Tiles:
-        """Tiles for queries [T, Hq, D] that see at most so many keys, which are not split where a
-        query is to have the bits that it has in any call."""
+        """Cut the work of queries [T, Hq, D] that see at most so many keys.
+
+        Keys are not split where a query is to have the bits that it has in any call.
+        """
         num_tokens, num_q_heads, head_dim = q.shape
         group = num_q_heads // num_kv_heads
         # float32 products run outside the tensor cores, on operands held in registers.

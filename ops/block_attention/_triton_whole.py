@@ -19,8 +19,10 @@ _MOST_DIMS = 256
 
 
 def rows_of_tile(q: Tensor, *, num_kv_heads: int) -> int | None:
-    """Rows, tokens times query heads, that share a tile of keys; None where they are too wide, or a
-    token alone fills it."""
+    """Count the rows, tokens times query heads, that share a tile of keys.
+
+    None where they are too wide, or a token alone fills it.
+    """
     num_q_heads, head_dim = q.shape[1:]
     rows = 64 if q.itemsize == 2 else 16
     shared = head_dim <= _MOST_DIMS and 2 * (num_q_heads // num_kv_heads) <= rows
@@ -128,7 +130,7 @@ def _whole_kernel(
     FLOAT32_PRODUCTS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: a block of tokens, the query heads of one key head.
+    """Attend in a program for a block of tokens and the query heads of one key head.
 
     Every program waits for the rows that are written, also one that attends to none: what comes
     after this launch then comes after that one too.

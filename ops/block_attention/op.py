@@ -1,8 +1,9 @@
-"""block_attention: public function, validation, schema and the list of implementations."""
+"""block_attention: its declaration and the list of its implementations."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -13,14 +14,9 @@ from torch_hybrid.ops.core.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.registration import (
-    check_contiguous,
-    check_dtypes,
-    check_impl,
-    check_scale,
-    check_shapes,
-    define_op,
-)
+from torch_hybrid.ops.core.declare import Index, Op, Pool, Rows, define, like
+from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.core.registration import check_scale, check_shapes
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -41,6 +37,7 @@ IMPLEMENTATIONS = {
             available=compiler_missing,
         ),
         launcher=f"{_PACKAGE}._cpu:block_attention",
+        checks_indices=True,
     ),
     "cpp_invariant": Implementation(
         capability=Capability(
@@ -50,14 +47,17 @@ IMPLEMENTATIONS = {
             features=frozenset({BATCH_INVARIANT}),
             available=compiler_missing,
         ),
-        launcher=f"{_PACKAGE}._cpu_invariant:block_attention",
+        launcher=f"{_PACKAGE}._cpu:block_attention",
+        options={"is_invariant": True},
+        checks_indices=True,
     ),
     "triton": Implementation(
         capability=_TRITON_CAPABILITY, launcher=f"{_PACKAGE}._triton:block_attention"
     ),
     "triton_invariant": Implementation(
         capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-        launcher=f"{_PACKAGE}._triton_invariant:block_attention",
+        launcher=f"{_PACKAGE}._triton:block_attention",
+        options={"is_invariant": True},
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
@@ -66,26 +66,13 @@ IMPLEMENTATIONS = {
 }
 
 
-def block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    kv: Tensor,
-    blocks: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    block_size: int,
-    scale: float,
-    impl: str,
-) -> Tensor:
-    """Write the new keys and values into their pages, then attend to the blocks of each query.
+@dataclass(slots=True)
+class BlockAttention(Op):
+    """Attention to the blocks of each query, after new keys and values are written to their pages.
 
     A sequence's tokens are cut into blocks of ``block_size``. A query at position p sees the
-    tokens of the blocks that ``blocks`` names for it, and those that follow the last of the
-    ``(p + 1) // block_size`` blocks that are complete at p. N sequences, their T new tokens
+    tokens of the blocks that ``blocks`` names for it. It sees those too that follow the last of
+    the ``(p + 1) // block_size`` blocks that are complete at p. N sequences, their T new tokens
     packed, Hq query heads, Hkv key heads (query head i reads key head ``i // (Hq // Hkv)``), P
     pages. Page 0 is null: it is neither read nor written. Tokens from ``cu_seqlens[N]`` on are
     padding.
@@ -117,94 +104,90 @@ def block_attention(
         ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
             an index is outside its pool.
     """
-    _validate(q, k, v, kv, blocks, cu_seqlens, seq_lens, page_table, slot_mapping)
-    check_scale(scale)
-    page_size = kv.shape[2 if v is not None else 1]
-    if block_size < 1 or page_size % block_size:
-        raise ValueError(
-            f"block_size must divide the {page_size} tokens of a page, got {block_size}"
+
+    q: Annotated[Tensor, Rows("Hq", "D", last_dim=True)]
+    k: Annotated[Tensor, Rows("...", last_dim=True)]
+    v: Annotated[Tensor | None, Rows("...", last_dim=True)]
+    kv: Annotated[Tensor, Pool("...")]
+    blocks: Annotated[Tensor, Index("T", "K", counts=True)]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    seq_lens: Annotated[Tensor, Index("N")]
+    page_table: Annotated[Tensor, Index("N", "M", counts=True, last_dim=True)]
+    slot_mapping: Annotated[Tensor, Index("T")]
+    block_size: int = field(kw_only=True)
+    scale: float = field(kw_only=True)
+
+    def check(self) -> None:
+        """Raise ValueError unless keys and values fit the queries, and blocks the pages."""
+        self._check_keys()
+        check_scale(self.scale)
+        page_size = self.kv.shape[1 if self.v is None else 2]
+        if self.block_size < 1 or page_size % self.block_size:
+            raise ValueError(
+                f"block_size must divide the {page_size} tokens of a page, got {self.block_size}"
+            )
+
+    def _check_keys(self) -> None:
+        """Raise ValueError for a shape of keys or values: with values they have heads, a plane
+        each; without, neither."""
+        kv, (num_tokens, num_q_heads, head_dim) = self.kv, self.q.shape
+        ndim = 3 if self.v is None else 5
+        if kv.ndim != ndim:
+            raise ValueError(f"kv must have {ndim} dimensions, got {kv.ndim}")
+        heads, planes = kv.shape[3:-1], () if self.v is None else (2,)
+        sizes = kv.shape[len(planes) :][:2]
+        check_shapes(
+            {
+                "kv": (kv, (*planes, *sizes, *heads, head_dim)),
+                "k": (self.k, (num_tokens, *heads, head_dim)),
+                "v": (self.v, (num_tokens, *heads, head_dim)),
+            }
         )
-    check_impl(impl, IMPLEMENTATIONS, q.device, {"head_dim": q.shape[-1]}, dtype=q.dtype)
-    out: Tensor = _BLOCK_ATTENTION(
-        q,
-        k,
-        v,
-        kv,
-        blocks,
-        cu_seqlens,
-        seq_lens,
-        page_table,
-        slot_mapping,
-        block_size=block_size,
-        scale=scale,
-        impl=impl,
-    )
-    return out
+        num_kv_heads = heads[0] if heads else 1
+        if num_q_heads % num_kv_heads:
+            raise ValueError(
+                f"q heads must be a multiple of the {num_kv_heads} key heads, got {num_q_heads}"
+            )
 
-
-def _validate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    kv: Tensor,
-    blocks: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-) -> None:
-    kv_rank = 3 if v is None else 5
-    ranks = {"q": (q, 3), "kv": (kv, kv_rank), "blocks": (blocks, 2), "page_table": (page_table, 2)}
-    for name, (tensor, dim) in ranks.items():
-        if tensor.dim() != dim:
-            raise ValueError(f"{name} must have {dim} dimensions, got {tensor.dim()}")
-    num_tokens, num_q_heads, head_dim = q.shape
-    heads = kv.shape[3:-1]  # one that has no dimension, without v
-    num_kv_heads = heads[0] if heads else 1
-    num_seqs = page_table.shape[0]
-    planes = () if v is None else (2,)
-    check_shapes(
-        {
-            "kv": (kv, (*planes, *kv.shape[len(planes) :][:2], *heads, head_dim)),
-            "k": (k, (num_tokens, *heads, head_dim)),
-            "v": (v, (num_tokens, *heads, head_dim)),
-            "blocks": (blocks, (num_tokens, blocks.shape[1])),
-            "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
-            "seq_lens": (seq_lens, (num_seqs,)),
-            "slot_mapping": (slot_mapping, (num_tokens,)),
-        }
-    )
-    if num_q_heads % num_kv_heads:
-        raise ValueError(
-            f"q heads must be a multiple of the {num_kv_heads} key heads, got {num_q_heads}"
+    def check_indices(self) -> None:
+        """Raise ValueError unless every index that a call uses is inside its pool, and every block
+        is complete where it is seen."""
+        _, kv = self.by_head()
+        check_page_indices(
+            self.cu_seqlens,
+            self.seq_lens,
+            self.page_table,
+            self.slot_mapping,
+            num_pages=kv.shape[1],
+            page_size=kv.shape[2],
         )
-    if q.dtype not in FLOATS_AND_FLOAT64:
-        raise ValueError(f"q must be a floating point tensor, got {q.dtype}")
-    index = {
-        "blocks": blocks,
-        "cu_seqlens": cu_seqlens,
-        "seq_lens": seq_lens,
-        "slot_mapping": slot_mapping,
-    }
-    check_dtypes(
-        {
-            "k": (k, q.dtype),
-            "v": (v, q.dtype),
-            "kv": (kv, q.dtype),
-            "page_table": (page_table, torch.int32),
-            **{name: (tensor, torch.int32) for name, tensor in index.items()},
-        }
-    )
-    for name, given in (("q", q), ("k", k), ("v", v), ("page_table", page_table)):
-        if given is not None and given.stride(-1) != 1:
-            raise ValueError(f"{name} must have a contiguous last dim, got {given.stride()}")
-    check_contiguous(kv=kv, **index)
+        num_new, num_tokens = self.cu_seqlens.diff(), int(self.cu_seqlens[-1])
+        ahead = self.seq_lens - self.cu_seqlens[1:]
+        first = torch.repeat_interleave(ahead, num_new, output_size=num_tokens)
+        position = first + torch.arange(num_tokens, dtype=torch.int32, device="cpu")
+        seen, rows = (position + 1) // self.block_size, self.blocks[:num_tokens]
+        wrong = (rows < -1) | (rows >= seen[:, None])
+        if bool(wrong.any()):
+            token = int(wrong.any(1).nonzero()[0])
+            raise ValueError(
+                f"blocks[{token}] must be in [-1, {int(seen[token])}), the blocks that are "
+                f"complete there, got {rows[token].tolist()}"
+            )
+
+    def by_head(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return new rows [T, Hkv, D] of each plane, and a view [planes, P, page_size, Hkv, D].
+
+        Where keys are the values as well there is one plane, of one head.
+        """
+        if self.v is None:
+            return (self.k[:, None],), self.kv[None, :, :, None]
+        return (self.k, self.v), self.kv
 
 
-_BLOCK_ATTENTION = define_op(
-    "block_attention(Tensor q, Tensor k, Tensor? v, Tensor(a!) kv, Tensor blocks, "
-    "Tensor cu_seqlens, Tensor seq_lens, Tensor page_table, Tensor slot_mapping, *, "
-    "int block_size, float scale, str impl) -> Tensor",
-    like=["q"],
-    implementations=IMPLEMENTATIONS,
+block_attention = define(
+    BlockAttention,
+    IMPLEMENTATIONS,
+    returns=like("q"),
+    limited={"head_dim": "D"},
+    names_ndim=True,
 )

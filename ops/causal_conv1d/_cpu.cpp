@@ -31,12 +31,11 @@ constexpr int TILE_TOKENS = th::SUMS >= 16 ? 4 : 1;  // whose inputs registers h
 constexpr int MAX_WIDTH = 16;  // filters of fewer taps may stand at its end
 
 TH_CALL(Call,
-  const void *x, *input_gate, *output_gate;  // [T, C], gates or null
-  const void* token_taps;                    // [T, H, W] or null
-  const void *weight, *bias;                 // [C, W], [C] or null
-  void* conv_state;                          // [S, W - 1, C]
+  const void *x, *weight, *bias;  // [T, C], [C, W], [C] or null
+  void* conv_state;               // [S, W - 1, C]
   const int32_t *cu_seqlens, *initial_indices, *state_indices;
-  void* out;  // [T, C], contiguous
+  const void *input_gate, *output_gate, *token_taps;  // [T, C], [T, C], [T, H, W] or null
+  void* out;                                          // [T, C], contiguous
   int64_t num_tokens, num_seqs, num_slots, channels, width, x_stride;
   int64_t input_gate_stride, output_gate_stride, num_heads;
   int64_t silu, is_bf16, num_threads;

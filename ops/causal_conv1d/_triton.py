@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.causal_conv1d.op import CausalConv1d
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 
 # Tokens of a program, and how many of them are fetched at once. No block is shorter than a state,
@@ -16,59 +17,45 @@ _MOST_TOKENS = 32
 _FETCHED = 8
 
 
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    activation: str,
-    input_gate: Tensor | None = None,
-    output_gate: Tensor | None = None,
-    token_taps: Tensor | None = None,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::causal_conv1d``."""
-    num_tokens, num_channels = x.shape
-    num_seqs, width = state_indices.shape[0], weight.shape[1]
+def causal_conv1d(x: CausalConv1d) -> Tensor:
+    """Launch ``torch_hybrid::causal_conv1d``."""
+    num_tokens, num_channels = x.x.shape
+    num_seqs, width = x.state_indices.shape[0], x.weight.shape[1]
     if num_seqs == 0:
-        return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return torch.zeros_like(x.x, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x.x, memory_format=torch.contiguous_format)
     tokens_per_seq = triton.cdiv(num_tokens, num_seqs)
     fewest = max(_FETCHED, triton.next_power_of_2(width - 1))
     block_t = min(_MOST_TOKENS, max(fewest, triton.next_power_of_2(tokens_per_seq)))
     rows = 1 if tokens_per_seq == 1 else _FETCHED
     block_c = min(512 if rows == 1 else 128, triton.next_power_of_2(num_channels))
-    heads = 1 if token_taps is None else token_taps.shape[1]
     grid = (num_blocks(num_tokens, num_seqs, block_t), triton.cdiv(num_channels, block_c))
     _conv_kernel[grid](
-        x,
-        input_gate,
-        output_gate,
-        token_taps,
-        weight,
-        bias,
-        conv_state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
+        x.x,
+        x.input_gate,
+        x.output_gate,
+        x.token_taps,
+        x.weight,
+        x.bias,
+        x.conv_state,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
         out,
         num_tokens,
         num_seqs,
-        x.stride(0),
-        0 if input_gate is None else input_gate.stride(0),
-        0 if output_gate is None else output_gate.stride(0),
+        x.x.stride(0),
+        0 if x.input_gate is None else x.input_gate.stride(0),
+        0 if x.output_gate is None else x.output_gate.stride(0),
         C=num_channels,
         W=width,
-        HEADS=heads,
-        ONE_HEAD=num_channels // heads % block_c == 0,
+        HEADS=x.num_heads,
+        ONE_HEAD=num_channels // x.num_heads % block_c == 0,
         BLOCK_T=block_t,
         ROWS=rows,
         BLOCK_C=block_c,
         BLOCK_PAST=triton.next_power_of_2(width - 1),
-        SILU=activation == "silu",
+        SILU=x.silu,
         num_warps=max(1, block_c // 128),
         enable_fp_fusion=True,
     )
@@ -103,9 +90,9 @@ def _conv_kernel(
     BLOCK_PAST: tl.constexpr,
     SILU: tl.constexpr,
 ) -> None:
-    """One program: a block of tokens of one sequence and a block of channels.
+    """Convolve a block of tokens of one sequence and a block of channels.
 
-    It walks the tokens, of which it fetches ROWS at once, and keeps the inputs of W - 1 of them.
+    A program walks the tokens, of which it fetches ROWS at once, and keeps the last W - 1 inputs.
     An input is what the state keeps: where there is a gate, a rounded product.
     """
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -217,6 +204,6 @@ def _conv_kernel(
 
 @triton.jit
 def _product(b_x: tl.tensor, p_gate: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Inputs and their gates, as the state keeps what is convolved."""
+    """Multiply inputs by their gates, as the state keeps what is convolved."""
     b_gate = tl.load(p_gate, mask=mask, other=0.0)
     return (b_x.to(tl.float32) * b_gate.to(tl.float32)).to(b_x.dtype)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -12,13 +15,8 @@ from torch_hybrid.ops.core.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.registration import (
-    check_contiguous,
-    check_dtypes,
-    check_impl,
-    check_shapes,
-    define_op,
-)
+from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, Rows, define, like
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -33,6 +31,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.causal_conv1d._cpu:causal_conv1d",
+        checks_indices=True,
     ),
     "triton": Implementation(
         capability=Capability(
@@ -50,22 +49,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    activation: str,
-    input_gate: Tensor | None = None,
-    output_gate: Tensor | None = None,
-    token_taps: Tensor | None = None,
-    impl: str,
-) -> Tensor:
-    """Convolve each channel of each sequence with its own short filter over the past.
+@dataclass(slots=True)
+class CausalConv1d(Op):
+    """Convolution of each channel of each sequence with its own short filter over the past.
 
     ``out[t] = act(bias + sum_w weight[:, w] * x[t - W + 1 + w])``, where the inputs before the
     first token of a sequence come from its state. Arithmetic is float32, of float64 tensors
@@ -98,111 +84,60 @@ def causal_conv1d(
         [T, C] outputs in x's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, ``activation`` or ``impl`` is unknown,
-            or, where reading them is free (on a CPU), an index is out of range.
+        ValueError: a shape, dtype or layout is not as above, or ``activation`` or ``impl`` is
+            unknown. Or, where reading them is free (on a CPU), an index is out of range.
 
     The short convolution of Mamba (arXiv 2312.00752), Qwen3-Next and most linear attention; with
     both gates, that of LFM2; with taps of each token, that of Inkling-2's keys and values.
     """
-    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
-    check_activation(activation)
-    _check_inputs(x, weight, bias, conv_state, cu_seqlens, initial_indices, state_indices)
-    gates = {"input_gate": input_gate, "output_gate": output_gate}
-    given = {name: gate for name, gate in gates.items() if gate is not None}
-    for name, gate in given.items():
-        check_shapes({name: (gate, x.shape)})
-        check_dtypes({name: (gate, x.dtype)})
-        _check_rows(name, gate)
-    if token_taps is not None:
-        _check_token_taps(token_taps, x, weight, has_gates=bool(given))
-        given["token_taps"] = token_taps
-    out: Tensor = _CAUSAL_CONV1D(
-        x,
-        weight,
-        bias,
-        conv_state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        activation=activation,
-        impl=impl,
-        **given,
-    )
-    return out
 
+    x: Annotated[Tensor, Rows("C")]
+    weight: Annotated[Tensor, Dense("C", "W")]
+    bias: Annotated[Tensor | None, Dense("C")]
+    conv_state: Annotated[Tensor, Pool("W - 1", "C")]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+    activation: str = field(kw_only=True)
+    input_gate: Annotated[Tensor | None, Rows("C")] = field(default=None, kw_only=True)
+    output_gate: Annotated[Tensor | None, Rows("C")] = field(default=None, kw_only=True)
+    token_taps: Annotated[Tensor | None, Dense("T", "H", "W")] = field(default=None, kw_only=True)
 
-def _check_inputs(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> None:
-    for name, tensor in {"x": x, "weight": weight}.items():
-        if tensor.ndim != 2:
-            raise ValueError(f"{name} must have 2 dimensions, got {list(tensor.shape)}")
-    channels, width = x.shape[1], weight.shape[1]
-    num_seqs = state_indices.shape[0]
-    if not MIN_WIDTH <= width <= MAX_WIDTH:
-        raise ValueError(f"weight must have width {MIN_WIDTH} to {MAX_WIDTH}, got {width}")
-    check_shapes(
-        {
-            "weight": (weight, (channels, width)),
-            "bias": (bias, (channels,)),
-            "conv_state": (conv_state, (conv_state.shape[0], width - 1, channels)),
-            "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
-            "initial_indices": (initial_indices, (num_seqs,)),
-            "state_indices": (state_indices, (num_seqs,)),
-        }
-    )
-    check_dtypes(
-        {
-            "weight": (weight, x.dtype),
-            "bias": (bias, x.dtype),
-            "conv_state": (conv_state, x.dtype),
-            "cu_seqlens": (cu_seqlens, torch.int32),
-            "initial_indices": (initial_indices, torch.int32),
-            "state_indices": (state_indices, torch.int32),
-        }
-    )
-    _check_rows("x", x)
-    check_contiguous(
-        weight=weight,
-        bias=bias,
-        conv_state=conv_state,
-        cu_seqlens=cu_seqlens,
-        initial_indices=initial_indices,
-        state_indices=state_indices,
-    )
+    def check(self) -> None:
+        """Raise ValueError for filters, an activation or taps that no implementation takes."""
+        check_activation(self.activation)
+        channels, width = self.weight.shape
+        if not MIN_WIDTH <= width <= MAX_WIDTH:
+            raise ValueError(f"weight must have width {MIN_WIDTH} to {MAX_WIDTH}, got {width}")
+        if self.token_taps is None:
+            return
+        if not self.num_heads or channels % self.num_heads:
+            raise ValueError(
+                f"token_taps must have heads that divide {channels} channels, got {self.num_heads}"
+            )
+        if self.input_gate is not None or self.output_gate is not None:
+            raise ValueError("token_taps must be of a convolution without gates")
 
-
-def _check_token_taps(token_taps: Tensor, x: Tensor, weight: Tensor, *, has_gates: bool) -> None:
-    if token_taps.ndim != 3:
-        raise ValueError(f"token_taps must have 3 dimensions, got {list(token_taps.shape)}")
-    num_heads, channels = token_taps.shape[1], x.shape[1]
-    check_shapes({"token_taps": (token_taps, (x.shape[0], num_heads, weight.shape[1]))})
-    check_dtypes({"token_taps": (token_taps, x.dtype)})
-    check_contiguous(token_taps=token_taps)
-    if not num_heads or channels % num_heads:
-        raise ValueError(
-            f"token_taps must have heads that divide {channels} channels, got {num_heads}"
+    def check_indices(self) -> None:
+        """Raise ValueError unless all sequences are among the tokens, and their slots in the pool,
+        which none starts from that another one writes."""
+        check_state_indices(
+            self.cu_seqlens,
+            self.initial_indices,
+            self.state_indices,
+            num_tokens=self.x.shape[0],
+            num_slots=self.conv_state.shape[0],
         )
-    if has_gates:
-        raise ValueError("token_taps must be of a convolution without gates")
+
+    @property
+    def silu(self) -> bool:
+        """Flag of the activation SiLU."""
+        return self.activation == "silu"
+
+    @property
+    def num_heads(self) -> int:
+        """Heads whose channels share the taps of a token; 1 without such taps."""
+        return 1 if self.token_taps is None else self.token_taps.shape[1]
 
 
-def _check_rows(name: str, x: Tensor) -> None:
-    if x.stride(1) != 1 and x.shape[1] > 1:
-        raise ValueError(f"{name} must have contiguous rows, got strides {list(x.stride())}")
-
-
-_CAUSAL_CONV1D = define_op(
-    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, "
-    "Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices, *, "
-    "str activation, str impl, Tensor? input_gate=None, Tensor? output_gate=None, "
-    "Tensor? token_taps=None) -> Tensor",
-    like=["x"],
-    implementations=IMPLEMENTATIONS,
-)
+causal_conv1d = define(CausalConv1d, IMPLEMENTATIONS, returns=like("x"))

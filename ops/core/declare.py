@@ -20,7 +20,8 @@ reads ``x.factor``.
 Letters are sizes. A field of rows, weights or a pool binds the letters that it is the first to
 name; ``counts=True`` lets an index tensor bind its own. Other dimensions are expressions of them.
 ``chunk_size: Annotated[int, NO_DEFAULT] = field(default=32, kw_only=True)`` is an option whose
-default the public function alone has, and the schema has not.
+default the public function alone has, and the schema has not. Letters that an optional field binds
+are of its own dimensions alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, get_args, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    cast,
+    get_args,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
@@ -65,7 +76,7 @@ class Op:
         other check comes before."""
 
     def check(self) -> None:
-        """Raise ValueError for values that no kind of field can refuse; shapes are right by now."""
+        """Raise ValueError for values that no kind of field can refuse; kinds hold by now."""
 
     def check_indices(self) -> None:
         """Raise ValueError for an index out of range; tensors are on the host."""
@@ -99,11 +110,14 @@ class _Kind:
     """A tensor's dimensions, dtype and layout.
 
     Args:
-        dims: sizes after the leading one, as letters, numbers and expressions.
-        dtype: of the tensor; None for that of the first field.
+        dims: sizes after the leading one, as letters, numbers and expressions; "..." where the
+            op's ``check`` knows the shape.
+        dtype: of the tensor; None for that of the first field, "work" for float32 or for the first
+            field's where that is wider.
         or_float32: whether it may be float32 besides.
         counts: whether the field binds the letters of its dims that no field before it binds; or
             those that it binds, where it leaves others to a later field.
+        last_dim: whether only the last dimension must be contiguous.
     """
 
     leading: tuple[str, ...] = ()
@@ -111,14 +125,18 @@ class _Kind:
     def __init__(
         self,
         *dims: str,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Literal["work"] | None = None,
         or_float32: bool = False,
         counts: bool | str = True,
+        last_dim: bool = False,
     ) -> None:
         self.dims = (*self.leading, *dims)
         self.dtype = dtype
+        self.has_shape = "..." not in dims
         self.or_float32 = or_float32
-        self.counted = counts.split() if isinstance(counts, str) else self.dims if counts else ()
+        self.last_dim = last_dim
+        named = counts.split() if isinstance(counts, str) else self.dims if counts else ()
+        self.counted = named if self.has_shape else ()
 
 
 class Rows(_Kind):
@@ -127,13 +145,15 @@ class Rows(_Kind):
     Args:
         dims: sizes of a row.
         apart: how many dimensions lie any distance apart, from the first on.
-        counts: as in any kind.
+        counts, last_dim: as in any kind.
     """
 
     leading = ("T",)
 
-    def __init__(self, *dims: str, apart: int = 1, counts: bool | str = True) -> None:
-        super().__init__(*dims, counts=counts)
+    def __init__(
+        self, *dims: str, apart: int = 1, counts: bool | str = True, last_dim: bool = False
+    ) -> None:
+        super().__init__(*dims, counts=counts, last_dim=last_dim)
         self.apart = apart
 
 
@@ -146,16 +166,18 @@ class Strided(_Kind):
 
 
 class Pool(_Kind):
-    """[S, *dims], contiguous; the op mutates it."""
+    """[S, *dims], contiguous; the op mutates it. A second pool names a ``size`` of its own."""
 
-    leading = ("S",)
+    def __init__(self, *dims: str, dtype: torch.dtype | None = None, size: str = "S") -> None:
+        self.leading = (size,)
+        super().__init__(*dims, dtype=dtype)
 
 
 class Index(_Kind):
     """[*dims] int32, contiguous."""
 
-    def __init__(self, *dims: str, counts: bool = False) -> None:
-        super().__init__(*dims, dtype=torch.int32, counts=counts)
+    def __init__(self, *dims: str, counts: bool = False, last_dim: bool = False) -> None:
+        super().__init__(*dims, dtype=torch.int32, counts=counts, last_dim=last_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +235,7 @@ def define(
     returns: Returns[R],
     limited: Mapping[str, str] | None = None,
     floats: frozenset[torch.dtype] = FLOATS_AND_FLOAT64,
+    names_ndim: bool = False,
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.
 
@@ -223,6 +246,7 @@ def define(
         limited: sizes that a ``Capability`` may limit, as letters or expressions of the arguments,
             by its names of them.
         floats: dtypes that the op's own may be; empty leaves them to the implementations.
+        names_ndim: whether the error for a number of dimensions names theirs, not the shape.
     """
     declaration = Declaration(cast(type[Op], op))
     make_fake = returns.fake
@@ -244,7 +268,8 @@ def define(
         fake=None if make_fake is None else fake,
         pack=pack,
     )
-    public = declaration.public(overload, implementations, limited or {}, floats)
+    known = {"floats": floats, "fail_ndim": _fail_count if names_ndim else _fail_ndim}
+    public = declaration.public(overload, implementations, limited or {}, known)
     return cast(Callable[P, R], public)
 
 
@@ -315,13 +340,13 @@ class Declaration:
         overload: Callable[..., Any],
         implementations: Mapping[str, Implementation],
         limited: Mapping[str, str],
-        floats: frozenset[torch.dtype],
+        known: Mapping[str, object],
     ) -> Callable[..., Any]:
         """Make the function that users call: straight-line checks, then the op."""
         defaults = {o.name: o.default for o in self._fields if o.default is not MISSING}
         scope = _SCOPE | {f"default_{name}": value for name, value in defaults.items()}
         scope |= {"cls": self.cls, "op": overload, "implementations": implementations}
-        scope |= {"floats": floats}
+        scope |= known
 
         def parameter(each: Field[Any]) -> str:
             return f"{each.name}=default_{each.name}" if each.name in defaults else each.name
@@ -334,7 +359,7 @@ class Declaration:
         lines = [f"def {self.name}({parameters}):"]
         if self.cls.check_form is not Op.check_form:
             lines += [f"    cls({passed}, impl=impl).check_form()"]
-        if floats:
+        if known["floats"]:
             fail = f"fail_floats('{self.floating}', {self.floating})"
             lines += [f"    if {self.floating}.dtype not in floats: {fail}"]
         lines += self._checks()
@@ -357,11 +382,16 @@ class Declaration:
             yield from self._binding(name, kind)
         for name, kind in self.kinds.items():
             wanted = f"({', '.join(kind.dims)},)"
-            yield from self._unless(
-                name, f"{name}.shape == {wanted}", f"check_shapes({{'{name}': ({name}, {wanted})}})"
-            )
+            fail = f"check_shapes({{'{name}': ({name}, {wanted})}})"
+            if kind.has_shape:
+                yield from self._unless(name, f"{name}.shape == {wanted}", fail)
+        first_dtype = f"{self.floating}.dtype"
+        written: dict[object, str] = {
+            None: first_dtype,
+            "work": f"torch.promote_types({first_dtype}, torch.float32)",
+        }
         for name, kind in self.kinds.items():
-            dtype = f"{self.floating}.dtype" if kind.dtype is None else repr(kind.dtype)
+            dtype = written.get(kind.dtype, repr(kind.dtype))
             if name != self.floating:
                 fail = f"check_dtypes({{'{name}': ({name}, {dtype})}})"
                 holds = f"{name}.dtype == {dtype}"
@@ -370,20 +400,26 @@ class Declaration:
         for name, kind in self.kinds.items():
             holds = f"{name}.is_contiguous()"
             fail = f"check_contiguous({name}={name})"
-            if isinstance(kind, Rows):
-                holds += f" or has_dense_rows({name}, {kind.apart})"
-                fail = f"fail_rows('{name}', {name})"
             if isinstance(kind, Strided):
                 continue
+            if kind.last_dim:
+                holds, fail = f"{name}.stride()[-1:] == (1,)", f"fail_last_dim('{name}', {name})"
+            elif isinstance(kind, Rows):
+                holds += f" or has_dense_rows({name}, {kind.apart})"
+                fail = f"fail_rows('{name}', {name})"
             yield from self._unless(name, holds, fail)
 
     def _binding(self, name: str, kind: _Kind) -> Iterator[str]:
         """Bind letters to sizes of a tensor, whose number of dimensions is checked before."""
         new = {letter: axis for letter, (owner, axis) in self.bound.items() if owner == name}
         ndim = len(kind.dims)
+        indent = "    "
+        if name in self.optional and new:
+            yield f"    if {name} is not None:"
+            indent *= 2
         if new.keys() - {*kind.leading}:
-            yield f"    if {name}.ndim != {ndim}: fail_ndim('{name}', {name}, {ndim})"
-        yield from (f"    {letter} = {name}.shape[{axis}]" for letter, axis in new.items())
+            yield f"{indent}if {name}.ndim != {ndim}: fail_ndim('{name}', {name}, {ndim})"
+        yield from (f"{indent}{letter} = {name}.shape[{axis}]" for letter, axis in new.items())
 
     def _unless(self, name: str, holds: str, otherwise: str) -> Iterator[str]:
         guard = f"{name} is not None and " if name in self.optional else ""
@@ -418,7 +454,7 @@ def cpp_launcher(
             ``"T=num_tokens D//2=half_dim N"``.
         integers: of the struct in its order: names of sizes and values, ``<field>_stride`` and
             ``<field>_head_stride`` of rows, ``is_bf16``, ``wide_<field>`` (float32),
-            ``num_threads``.
+            ``num_threads``; options and properties of the op.
         values: expressions of ``x``, an instance of ``cls``, by the struct's names of them.
         numbers: options that the struct has as doubles.
         out: field that the result has shape and dtype of, or what makes the result from an instance
@@ -456,6 +492,8 @@ def cpp_launcher(
         if name.startswith("wide_"):
             return f"x.{name.removeprefix('wide_')}.dtype is float32"
         rows = name.removesuffix("_stride").removesuffix("_head")
+        if rows == name:
+            return f"x.{name}"
         stride = f"x.{rows}.stride({int(name.endswith('_head_stride'))})"
         return f"0 if x.{rows} is None else {stride}" if rows in declaration.optional else stride
 
@@ -486,12 +524,20 @@ def _fail_ndim(name: str, x: Tensor, ndim: int) -> None:
     raise ValueError(f"{name} must have {ndim} dimensions, got {list(x.shape)}")
 
 
+def _fail_count(name: str, x: Tensor, ndim: int) -> None:
+    raise ValueError(f"{name} must have {ndim} dimensions, got {x.ndim}")
+
+
 def _fail_floats(name: str, x: Tensor) -> None:
     raise ValueError(f"{name} must be a floating point tensor, got {x.dtype}")
 
 
 def _fail_rows(name: str, x: Tensor) -> None:
     raise ValueError(f"{name} must have contiguous rows, got strides {list(x.stride())}")
+
+
+def _fail_last_dim(name: str, x: Tensor) -> None:
+    raise ValueError(f"{name} must have a contiguous last dim, got {x.stride()}")
 
 
 _SCOPE: dict[str, Any] = {
@@ -501,7 +547,7 @@ _SCOPE: dict[str, Any] = {
     "check_contiguous": check_contiguous,
     "check_impl": check_impl,
     "has_dense_rows": has_dense_rows,
-    "fail_ndim": _fail_ndim,
     "fail_floats": _fail_floats,
     "fail_rows": _fail_rows,
+    "fail_last_dim": _fail_last_dim,
 }

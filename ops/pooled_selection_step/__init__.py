@@ -1,4 +1,4 @@
-"""What an indexer of pooled blocks does to one new token of each sequence, as one op."""
+"""Indexer of pooled blocks for one new token of each sequence, as one op."""
 
 from torch_hybrid.ops.pooled_selection_step.op import pooled_selection_step
 

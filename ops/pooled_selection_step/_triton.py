@@ -9,9 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from torch_hybrid.ops.conv_step import check_lengths
-from torch_hybrid.ops.core.page_bounds import check_page_indices
-from torch_hybrid.ops.core.state_bounds import check_state_indices
+from torch_hybrid.ops.pooled_selection_step.op import PooledSelectionStep
 from torch_hybrid.ops.triton.block_ranks import TILE, ranks_of, take_blocks
 from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, launches_early
 from torch_hybrid.ops.triton.pooling import pool, rows_of_block
@@ -21,75 +19,53 @@ _WARPS = 4
 _PROGRAMS = 4 * PROCESSORS
 
 
-def pooled_selection_step(
-    q: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    bias: Tensor,
-    weights: Tensor | None,
-    state: Tensor,
-    block_keys: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    top_k: int,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::pooled_selection_step``.
+def pooled_selection_step(x: PooledSelectionStep) -> Tensor:
+    """Launch ``torch_hybrid::pooled_selection_step``.
 
     Ranks of all blocks that a row of the page table can name are kept between the two launches.
     """
-    (num_tokens, num_heads, index_dim), size = q.shape, bias.shape[0]
-    (num_seqs, max_pages), page_blocks = page_table.shape, block_keys.shape[1]
+    (num_tokens, num_heads, index_dim), size = x.q.shape, x.bias.shape[0]
+    (num_seqs, max_pages), page_blocks = x.page_table.shape, x.block_keys.shape[1]
     max_blocks = max_pages * page_blocks
-    if q.device.type == "cpu":
-        pages = {"num_pages": block_keys.shape[0], "page_size": page_blocks * size}
-        check_page_indices(cu_seqlens, seq_lens, page_table, slot_mapping, **pages)
-        slots = {"num_tokens": num_tokens, "num_slots": state.shape[0]}
-        check_state_indices(cu_seqlens, initial_indices, state_indices, **slots)
-        check_lengths(cu_seqlens)
     if num_tokens == 0 or num_seqs == 0:
-        return torch.full((num_tokens, top_k), -1, dtype=torch.int32, device=q.device)
-    early, row_tiles = launches_early(q.device), triton.cdiv(max_blocks, TILE)
-    ranks = torch.empty((num_tokens, row_tiles * TILE), dtype=torch.int32, device=q.device)
+        return x.new_chosen().fill_(-1)
+    early, row_tiles = launches_early(x.q.device), triton.cdiv(max_blocks, TILE)
+    ranks = torch.empty((num_tokens, row_tiles * TILE), dtype=torch.int32, device=x.q.device)
     num_programs = max(1, min(row_tiles, _PROGRAMS // num_seqs))
     _pool_and_score_kernel[(num_seqs, num_programs + 1)](
-        q,
-        keys,
-        gates,
-        bias,
-        weights,
-        state,
-        block_keys,
-        cu_seqlens,
-        seq_lens,
-        page_table,
-        slot_mapping,
-        initial_indices,
-        state_indices,
+        x.q,
+        x.keys,
+        x.gates,
+        x.bias,
+        x.weights,
+        x.state,
+        x.block_keys,
+        x.cu_seqlens,
+        x.seq_lens,
+        x.page_table,
+        x.slot_mapping,
+        x.initial_indices,
+        x.state_indices,
         ranks,
         max_blocks,
         row_tiles,
-        q.stride(0),
-        q.stride(1),
-        keys.stride(0),
-        gates.stride(0),
-        page_table.stride(0),
+        x.q.stride(0),
+        x.q.stride(1),
+        x.keys.stride(0),
+        x.gates.stride(0),
+        x.page_table.stride(0),
         H=num_heads,
         D=index_dim,
         PAGE_BLOCKS=page_blocks,
         SIZE=size,
-        TOP_K=top_k,
+        TOP_K=x.top_k,
         BLOCK_H=max(16, triton.next_power_of_2(num_heads)),
         BLOCK_D=max(16, triton.next_power_of_2(index_dim)),
         BLOCK_P=triton.next_power_of_2(size),
         TILE=TILE,
         HAS_MORE=num_programs < row_tiles,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
-        FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
+        FLOAT32_PRODUCTS=interpreted() and x.q.dtype == torch.bfloat16,
         EARLY=early,
         num_warps=_WARPS,
         num_stages=1,  # a program has one tile, or few
@@ -98,14 +74,14 @@ def pooled_selection_step(
     return take_blocks(
         ranks,
         None,
-        block_keys,
-        cu_seqlens,
-        seq_lens,
-        slot_mapping,
+        x.block_keys,
+        x.cu_seqlens,
+        x.seq_lens,
+        x.slot_mapping,
         num_tokens=num_tokens,
         max_blocks=max_blocks,
         block_size=size,
-        top_k=top_k,
+        top_k=x.top_k,
         early=early,
     )
 
@@ -146,9 +122,10 @@ def _pool_and_score_kernel(
     FLOAT32_PRODUCTS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: ranks of TILE blocks for the token of a sequence, and where there are more, then
-    of those that lie as many tiles further as there are programs; the last one of a sequence has no
-    blocks.
+    """Rank TILE blocks in a program, for the token of a sequence; its last program has none.
+
+    Where there are more blocks, a program goes on with those that lie as many tiles further as
+    there are programs.
 
     A token completes a block, whose key is pooled, ranked and written by the program that has the
     block; or it does not, and the last program leaves it to the slot. So one program alone goes to
@@ -234,8 +211,10 @@ def _rank_tile(
     TILE: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
 ) -> None:
-    """Ranks of the blocks from ``base`` on, which lie in pages [TILE], and the key of the one that
-    the token completes, if it is among them."""
+    """Rank the blocks from ``base`` on, which lie in pages [TILE].
+
+    Of these, write the key of the one that the token completes, if it is among them.
+    """
     q, stride_q_head, weights = heads
     keys, stride_key, gates, stride_gate, bias, slot_mapping = tokens
     held, is_known, token, complete, completes = past
@@ -288,6 +267,6 @@ def _pages_of(
     PAGE_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """[TILE] pages that blocks lie in, of those that a row of the page table can name."""
+    """Load the pages [TILE] of blocks, of those that a row of the page table can name."""
     block = first_block + tl.arange(0, TILE)
     return tl.load(table + block // PAGE_BLOCKS, mask=block < max_blocks, other=0)

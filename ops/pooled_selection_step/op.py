@@ -1,4 +1,4 @@
-"""pooled_selection_step: public function, validation, schema and the list of implementations.
+"""pooled_selection_step: its declaration and the list of its implementations.
 
 Pooling and selection of a decode step in one op: each by itself takes little, and costs as much
 again to be called.
@@ -6,19 +6,18 @@ again to be called.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.conv_step import check_lengths
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
-from torch_hybrid.ops.core.registration import (
-    check_contiguous,
-    check_dtypes,
-    check_impl,
-    check_shapes,
-    define_op,
-)
+from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, made
+from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.gated_pooling.op import GatedPooling
+from torch_hybrid.ops.select_blocks.op import SelectBlocks
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.pooled_selection_step"
@@ -42,25 +41,9 @@ IMPLEMENTATIONS = {
 }
 
 
-def pooled_selection_step(
-    q: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    bias: Tensor,
-    weights: Tensor | None,
-    state: Tensor,
-    block_keys: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    top_k: int,
-    impl: str,
-) -> Tensor:
-    """Pool the key of a block that is now complete, write it, and choose blocks for each query.
+@dataclass(slots=True)
+class PooledSelectionStep(StatefulOp):
+    """Best blocks of each query, chosen after the key of a block that is now complete is pooled.
 
     For sequences of one new token or none it is ``gated_pooling``, and ``select_blocks`` with the
     keys that it makes. N sequences, T tokens, H index heads, blocks of B tokens, P pages of
@@ -95,111 +78,85 @@ def pooled_selection_step(
         fewer, and in rows of padding tokens.
 
     Raises:
-        ValueError: a shape, dtype, layout or option is wrong, or, where reading it is free (on a
+        ValueError: a shape, dtype, layout or option is wrong. Or, where reading it is free (on a
             CPU), an index is outside its pool or a sequence has several tokens.
 
     The indexer of GLM-5.3 in decode.
     """
-    tensors = (
-        q,
-        keys,
-        gates,
-        bias,
-        weights,
-        state,
-        block_keys,
-        cu_seqlens,
-        seq_lens,
-        page_table,
-        slot_mapping,
-        initial_indices,
-        state_indices,
-    )
-    _validate(*tensors)
-    if top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
-    sizes = {"block_size": len(bias), "index_dim": q.shape[2], "num_index_heads": q.shape[1]}
-    check_impl(impl, IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
-    blocks: Tensor = _STEP(*tensors, top_k=top_k, impl=impl)
-    return blocks
+
+    q: Annotated[Tensor, Rows("H", "D", last_dim=True)]
+    keys: Annotated[Tensor, Rows("D", last_dim=True)]
+    gates: Annotated[Tensor, Rows("D", last_dim=True)]
+    bias: Annotated[Tensor, Dense("B", "D")]
+    weights: Annotated[Tensor | None, Dense("T", "H", dtype="work")]
+    state: Annotated[Tensor, Pool("B - 1", "2", "D")]
+    block_keys: Annotated[Tensor, Pool("K", "D", size="P")]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    seq_lens: Annotated[Tensor, Index("N")]
+    page_table: Annotated[Tensor, Index("N", "M", counts=True, last_dim=True)]
+    slot_mapping: Annotated[Tensor, Index("T")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N")]
+    top_k: int = field(kw_only=True)
+
+    def check(self) -> None:
+        """Raise ValueError unless queries take blocks."""
+        if self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless all sequences are among the tokens, of one or none, and in pages
+        and slots of the pools."""
+        check_page_indices(
+            self.cu_seqlens,
+            self.seq_lens,
+            self.page_table,
+            self.slot_mapping,
+            num_pages=self.block_keys.shape[0],
+            page_size=self.block_keys.shape[1] * self.bias.shape[0],
+        )
+        StatefulOp.check_indices(self)
+        check_lengths(self.cu_seqlens)
+
+    def pooling(self) -> GatedPooling:
+        """Make the first part: keys of blocks."""
+        return GatedPooling(
+            self.keys,
+            self.gates,
+            self.bias,
+            self.state,
+            self.cu_seqlens,
+            self.seq_lens,
+            self.initial_indices,
+            self.state_indices,
+            impl=self.impl,
+        )
+
+    def selection(self, pooled: Tensor) -> SelectBlocks:
+        """Make the second part, of the keys that the first one pooled."""
+        return SelectBlocks(
+            self.q,
+            pooled,
+            self.weights,
+            self.block_keys,
+            self.cu_seqlens,
+            self.seq_lens,
+            self.page_table,
+            self.slot_mapping,
+            block_size=self.bias.shape[0],
+            top_k=self.top_k,
+            impl=self.impl,
+        )
+
+    def new_chosen(self) -> Tensor:
+        """Make an empty result."""
+        return self.q.new_empty((self.q.shape[0], self.top_k), dtype=torch.int32)
 
 
-def _validate(
-    q: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    bias: Tensor,
-    weights: Tensor | None,
-    state: Tensor,
-    block_keys: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> None:
-    for name, tensor, dim in (
-        ("q", q, 3),
-        ("bias", bias, 2),
-        ("block_keys", block_keys, 3),
-        ("page_table", page_table, 2),
-    ):
-        if tensor.dim() != dim:
-            raise ValueError(f"{name} must have {dim} dimensions, got {tensor.dim()}")
-    if q.dtype not in FLOATS_AND_FLOAT64:
-        raise ValueError(f"q must be a floating point tensor, got {q.dtype}")
-    num_tokens, num_heads, dim = q.shape
-    num_seqs, size = page_table.shape[0], bias.shape[0]
-    index = {
-        "cu_seqlens": cu_seqlens,
-        "seq_lens": seq_lens,
-        "slot_mapping": slot_mapping,
-        "initial_indices": initial_indices,
-        "state_indices": state_indices,
-    }
-    pools = {"bias": bias, "state": state, "block_keys": block_keys}
-    check_shapes(
-        {
-            "keys": (keys, (num_tokens, dim)),
-            "gates": (gates, (num_tokens, dim)),
-            "bias": (bias, (size, dim)),
-            "weights": (weights, (num_tokens, num_heads)),
-            "state": (state, (state.shape[0], size - 1, 2, dim)),
-            "block_keys": (block_keys, (*block_keys.shape[:2], dim)),
-            "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
-            "seq_lens": (seq_lens, (num_seqs,)),
-            "slot_mapping": (slot_mapping, (num_tokens,)),
-            "initial_indices": (initial_indices, (num_seqs,)),
-            "state_indices": (state_indices, (num_seqs,)),
-        }
-    )
-    check_dtypes(
-        {
-            "keys": (keys, q.dtype),
-            "gates": (gates, q.dtype),
-            "weights": (weights, torch.promote_types(q.dtype, torch.float32)),
-            **{name: (tensor, q.dtype) for name, tensor in pools.items()},
-            "page_table": (page_table, torch.int32),
-            **{name: (tensor, torch.int32) for name, tensor in index.items()},
-        }
-    )
-    rows = {"q": q, "keys": keys, "gates": gates, "page_table": page_table}
-    for name, tensor in rows.items():
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must have a contiguous last dim, got {tensor.stride()}")
-    check_contiguous(weights=weights, **pools, **index)
-
-
-def _fake(q: Tensor, *_args: Any, top_k: int, **_options: Any) -> Tensor:
-    return q.new_empty((q.shape[0], top_k), dtype=torch.int32)
-
-
-_STEP = define_op(
-    "pooled_selection_step(Tensor q, Tensor keys, Tensor gates, Tensor bias, Tensor? weights, "
-    "Tensor(a!) state, Tensor(b!) block_keys, Tensor cu_seqlens, Tensor seq_lens, "
-    "Tensor page_table, Tensor slot_mapping, Tensor initial_indices, Tensor state_indices, *, "
-    "int top_k, str impl) -> Tensor",
-    fake=_fake,
-    implementations=IMPLEMENTATIONS,
+pooled_selection_step = define(
+    PooledSelectionStep,
+    IMPLEMENTATIONS,
+    returns=made(PooledSelectionStep.new_chosen),
+    limited={"block_size": "B", "index_dim": "D", "num_index_heads": "H"},
+    names_ndim=True,
 )

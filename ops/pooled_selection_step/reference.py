@@ -5,35 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_hybrid.ops.gated_pooling import reference as pooling
-from torch_hybrid.ops.gated_pooling.op import GatedPooling
+from torch_hybrid.ops.pooled_selection_step.op import PooledSelectionStep
 from torch_hybrid.ops.select_blocks import reference as selection
 
 
-def pooled_selection_step(
-    q: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    bias: Tensor,
-    weights: Tensor | None,
-    state: Tensor,
-    block_keys: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    top_k: int,
-) -> Tensor:
-    """[T, top_k] int32: see the op."""
-    pooled = pooling.gated_pooling(
-        GatedPooling(
-            keys, gates, bias, state, cu_seqlens, seq_lens, initial_indices, state_indices, impl=""
-        )
-    )
-    index = (cu_seqlens, seq_lens, page_table, slot_mapping)
-    size = bias.shape[0]
-    return selection.select_blocks(
-        q, pooled, weights, block_keys, *index, block_size=size, top_k=top_k
-    )
+def pooled_selection_step(x: PooledSelectionStep) -> Tensor:
+    """Compute both parts, as they are defined."""
+    return selection.select_blocks(x.selection(pooling.gated_pooling(x.pooling())))

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.select_blocks.op import SelectBlocks
 
 _RUN = kernel(
     "select_blocks",
@@ -19,56 +19,37 @@ _RUN = kernel(
 )
 
 
-def select_blocks(
-    q: Tensor,
-    keys: Tensor,
-    weights: Tensor | None,
-    block_keys: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    block_size: int,
-    top_k: int,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::select_blocks``."""
-    num_tokens, num_heads, index_dim = q.shape
-    num_pages, page_size = block_keys.shape[0], block_keys.shape[1] * block_size
-    chosen = q.new_empty((num_tokens, top_k), dtype=torch.int32)
+def select_blocks(x: SelectBlocks) -> Tensor:
+    """Launch ``torch_hybrid::select_blocks``."""
+    num_tokens, num_heads, index_dim = x.q.shape
+    num_pages, page_blocks = x.block_keys.shape[:2]
+    chosen = x.new_chosen()
     in_range = _RUN(
-        cu_seqlens,
-        seq_lens,
-        page_table,
-        slot_mapping,
-        q,
-        keys,
-        weights,
-        block_keys,
+        x.cu_seqlens,
+        x.seq_lens,
+        x.page_table,
+        x.slot_mapping,
+        x.q,
+        x.keys,
+        x.weights,
+        x.block_keys,
         chosen,
-        page_table.stride(0),
+        x.page_table.stride(0),
         num_tokens,
-        seq_lens.shape[0],
+        x.seq_lens.shape[0],
         num_pages,
-        page_size,
-        page_table.shape[1],
-        q.stride(0),
-        q.stride(1),
-        keys.stride(0),
+        page_blocks * x.block_size,
+        x.page_table.shape[1],
+        x.q.stride(0),
+        x.q.stride(1),
+        x.keys.stride(0),
         num_heads,
         index_dim,
-        block_size,
-        top_k,
-        q.dtype is torch.bfloat16,
+        x.block_size,
+        x.top_k,
+        x.q.dtype is torch.bfloat16,
         torch.get_num_threads(),
     )
     if not in_range:
-        check_page_indices(
-            cu_seqlens,
-            seq_lens,
-            page_table,
-            slot_mapping,
-            num_pages=num_pages,
-            page_size=page_size,
-        )
+        x.check_indices()
     return chosen

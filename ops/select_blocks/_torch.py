@@ -7,43 +7,23 @@ import math
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.select_blocks.op import SelectBlocks
 
 # Queries per product: bounds the scores to [H, _QUERIES, blocks].
 _QUERIES = 128
 
 
-def select_blocks(
-    q: Tensor,
-    keys: Tensor,
-    weights: Tensor | None,
-    block_keys: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    block_size: int,
-    top_k: int,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::select_blocks``."""
-    num_pages, page_blocks = block_keys.shape[:2]
-    if q.device.type == "cpu":
-        check_page_indices(
-            cu_seqlens,
-            seq_lens,
-            page_table,
-            slot_mapping,
-            num_pages=num_pages,
-            page_size=page_blocks * block_size,
-        )
-    offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
-    slots = slot_mapping[: offsets[-1]].long()
+def select_blocks(x: SelectBlocks) -> Tensor:
+    """Launch ``torch_hybrid::select_blocks``."""
+    q, keys, weights, block_keys = x.q, x.keys, x.weights, x.block_keys
+    block_size, top_k, page_blocks = x.block_size, x.top_k, x.block_keys.shape[1]
+    offsets, lengths = x.cu_seqlens.tolist(), x.seq_lens.tolist()
+    slots = x.slot_mapping[: offsets[-1]].long()
     is_last = slots % block_size == block_size - 1
     rows = slots[is_last] // block_size
     block_keys.view(-1, block_keys.shape[-1])[rows] = keys[: offsets[-1]][is_last]
 
-    chosen = torch.full((q.shape[0], top_k), -1, dtype=torch.int32, device=q.device)
+    chosen = x.new_chosen().fill_(-1)
     for n, length in enumerate(lengths):
         for begin in range(offsets[n], offsets[n + 1], _QUERIES):
             end = min(begin + _QUERIES, offsets[n + 1])
@@ -51,7 +31,7 @@ def select_blocks(
             num_blocks = (first + end - begin) // block_size
             if num_blocks == 0:
                 continue
-            pages = page_table[n, : -(-num_blocks // page_blocks)].long()
+            pages = x.page_table[n, : -(-num_blocks // page_blocks)].long()
             seen = block_keys[pages].flatten(0, 1)[:num_blocks]
             scores = _scores(q[begin:end], None if weights is None else weights[begin:end], seen)
             position = torch.arange(first, first + end - begin, dtype=torch.int64, device=q.device)
@@ -66,7 +46,7 @@ def select_blocks(
 
 
 def _scores(q: Tensor, weights: Tensor | None, keys: Tensor) -> Tensor:
-    """Of queries [t, H, D] and blocks [n, D]: [t, n]."""
+    """Score blocks [n, D] for queries [t, H, D]: [t, n]."""
     work = torch.promote_types(q.dtype, torch.float32)
     similar = torch.relu(q.to(work) @ keys.to(work).T)
     return similar.sum(1) if weights is None else (weights[:, None] @ similar)[:, 0]

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.select_blocks.op import SelectBlocks
 from torch_hybrid.ops.triton.block_ranks import TILE, ranks_of, take_blocks
 from torch_hybrid.ops.triton.devices import interpreted, launches_early
 from torch_hybrid.ops.triton.ragged import (
@@ -23,42 +23,20 @@ _FEWEST_ROWS = 16  # that a product takes
 _SCORED_TILES = 4  # of a program, where there are many
 
 
-def select_blocks(
-    q: Tensor,
-    keys: Tensor,
-    weights: Tensor | None,
-    block_keys: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    block_size: int,
-    top_k: int,
-    is_invariant: bool = False,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::select_blocks``.
+def select_blocks(x: SelectBlocks, *, is_invariant: bool = False) -> Tensor:
+    """Launch ``torch_hybrid::select_blocks``.
 
     ``is_invariant``: a query's scores have the bits that they have in any call.
     Ranks of all blocks that a row of the page table can name are kept between two launches:
     ``4 * T * max_pages * page_size / block_size`` bytes, up to a tile.
     """
+    q, keys, block_keys, top_k = x.q, x.keys, x.block_keys, x.top_k
     num_tokens, num_heads, index_dim = q.shape
-    num_seqs, max_pages = page_table.shape
+    num_seqs, max_pages = x.page_table.shape
     page_blocks = block_keys.shape[1]
     max_blocks = max_pages * page_blocks
-    if q.device.type == "cpu":
-        check_page_indices(
-            cu_seqlens,
-            seq_lens,
-            page_table,
-            slot_mapping,
-            num_pages=block_keys.shape[0],
-            page_size=page_blocks * block_size,
-        )
-    chosen = q.new_empty((num_tokens, top_k), dtype=torch.int32)
     if num_tokens == 0 or num_seqs == 0:
-        return chosen.fill_(-1)
+        return x.new_chosen().fill_(-1)
     early = launches_early(q.device)
     block_d = triton.next_power_of_2(index_dim)
     ranks, row_tiles = None, triton.cdiv(max_blocks, TILE)
@@ -77,22 +55,22 @@ def select_blocks(
         _score_kernel[grid](
             q,
             keys,
-            weights,
+            x.weights,
             block_keys,
-            cu_seqlens,
-            seq_lens,
-            page_table,
+            x.cu_seqlens,
+            x.seq_lens,
+            x.page_table,
             ranks,
             num_seqs,
             row_tiles,
             q.stride(0),
             q.stride(1),
             keys.stride(0),
-            page_table.stride(0),
+            x.page_table.stride(0),
             H=num_heads,
             D=index_dim,
             PAGE_BLOCKS=page_blocks,
-            BLOCK_SIZE=block_size,
+            BLOCK_SIZE=x.block_size,
             TOP_K=top_k,
             BLOCK_Q=block_q,
             BLOCK_H=max(heads, _FEWEST_ROWS) if block_q == 1 else heads,
@@ -111,12 +89,12 @@ def select_blocks(
         ranks,
         keys,
         block_keys,
-        cu_seqlens,
-        seq_lens,
-        slot_mapping,
+        x.cu_seqlens,
+        x.seq_lens,
+        x.slot_mapping,
         num_tokens=num_tokens,
         max_blocks=max_blocks,
-        block_size=block_size,
+        block_size=x.block_size,
         top_k=top_k,
         early=early,
     )
@@ -152,7 +130,7 @@ def _score_kernel(
     FLOAT32_PRODUCTS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_Q queries of a sequence with all their heads, and blocks, BLOCK_N at once.
+    """Score blocks, BLOCK_N at once, for BLOCK_Q queries of a sequence with all their heads.
 
     A block that a new token completes has that token's key, which is not written yet.
     """

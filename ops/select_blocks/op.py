@@ -1,9 +1,9 @@
-"""select_blocks: public function, validation, schema and the list of implementations."""
+"""select_blocks: its declaration and the list of its implementations."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -14,13 +14,8 @@ from torch_hybrid.ops.core.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.registration import (
-    check_contiguous,
-    check_dtypes,
-    check_impl,
-    check_shapes,
-    define_op,
-)
+from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, Rows, define, made
+from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -42,13 +37,15 @@ IMPLEMENTATIONS = {
             available=compiler_missing,
         ),
         launcher=f"{_PACKAGE}._cpu:select_blocks",
+        checks_indices=True,
     ),
     "triton": Implementation(
         capability=_TRITON_CAPABILITY, launcher=f"{_PACKAGE}._triton:select_blocks"
     ),
     "triton_invariant": Implementation(
         capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-        launcher=f"{_PACKAGE}._triton_invariant:select_blocks",
+        launcher=f"{_PACKAGE}._triton:select_blocks",
+        options={"is_invariant": True},
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
@@ -57,21 +54,9 @@ IMPLEMENTATIONS = {
 }
 
 
-def select_blocks(
-    q: Tensor,
-    keys: Tensor,
-    weights: Tensor | None,
-    block_keys: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    block_size: int,
-    top_k: int,
-    impl: str,
-) -> Tensor:
-    """Write the keys of blocks that are now complete, then choose the best blocks for each query.
+@dataclass(slots=True)
+class SelectBlocks(Op):
+    """Best blocks of each query, chosen after the keys of blocks that are now complete are written.
 
     A sequence's tokens are cut into blocks of ``block_size``. A query at position p may choose
     among the ``(p + 1) // block_size`` blocks that end at p or before; block b has the score
@@ -104,84 +89,48 @@ def select_blocks(
         ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
             an index is outside its pool.
 
-    The token indexer of Qwen4-Exp (one key for each block, the mean of its tokens' keys), and of
-    GLM-5.3 (``weights``, keys that are pooled by gates).
+    It is the token indexer of Qwen4-Exp: one key for each block, the mean of its tokens' keys. It
+    is that of GLM-5.3 too: ``weights``, and keys that are pooled by gates.
     """
-    _validate(q, keys, weights, block_keys, cu_seqlens, seq_lens, page_table, slot_mapping)
-    if block_size < 1 or top_k < 1:
-        raise ValueError(f"block_size and top_k must be at least 1, got {block_size} and {top_k}")
-    check_impl(impl, IMPLEMENTATIONS, q.device, {"index_dim": q.shape[-1]}, dtype=q.dtype)
-    blocks: Tensor = _SELECT_BLOCKS(
-        q,
-        keys,
-        weights,
-        block_keys,
-        cu_seqlens,
-        seq_lens,
-        page_table,
-        slot_mapping,
-        block_size=block_size,
-        top_k=top_k,
-        impl=impl,
-    )
-    return blocks
+
+    q: Annotated[Tensor, Rows("H", "D", last_dim=True)]
+    keys: Annotated[Tensor, Rows("D", last_dim=True)]
+    weights: Annotated[Tensor | None, Dense("T", "H", dtype="work")]
+    block_keys: Annotated[Tensor, Pool("B", "D")]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    seq_lens: Annotated[Tensor, Index("N")]
+    page_table: Annotated[Tensor, Index("N", "M", counts=True, last_dim=True)]
+    slot_mapping: Annotated[Tensor, Index("T")]
+    block_size: int = field(kw_only=True)
+    top_k: int = field(kw_only=True)
+
+    def check(self) -> None:
+        """Raise ValueError unless blocks have tokens, and queries take some."""
+        if self.block_size < 1 or self.top_k < 1:
+            raise ValueError(
+                f"block_size and top_k must be at least 1, got {self.block_size} and {self.top_k}"
+            )
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless all sequences are among the tokens, and in pages of the pool."""
+        check_page_indices(
+            self.cu_seqlens,
+            self.seq_lens,
+            self.page_table,
+            self.slot_mapping,
+            num_pages=self.block_keys.shape[0],
+            page_size=self.block_keys.shape[1] * self.block_size,
+        )
+
+    def new_chosen(self) -> Tensor:
+        """Make an empty result."""
+        return self.q.new_empty((self.q.shape[0], self.top_k), dtype=torch.int32)
 
 
-def _validate(
-    q: Tensor,
-    keys: Tensor,
-    weights: Tensor | None,
-    block_keys: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-) -> None:
-    for name, tensor, dim in (
-        ("q", q, 3),
-        ("block_keys", block_keys, 3),
-        ("page_table", page_table, 2),
-    ):
-        if tensor.dim() != dim:
-            raise ValueError(f"{name} must have {dim} dimensions, got {tensor.dim()}")
-    num_tokens, num_heads, index_dim = q.shape
-    num_seqs = page_table.shape[0]
-    check_shapes(
-        {
-            "keys": (keys, (num_tokens, index_dim)),
-            "weights": (weights, (num_tokens, num_heads)),
-            "block_keys": (block_keys, (*block_keys.shape[:2], index_dim)),
-            "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
-            "seq_lens": (seq_lens, (num_seqs,)),
-            "slot_mapping": (slot_mapping, (num_tokens,)),
-        }
-    )
-    if q.dtype not in FLOATS_AND_FLOAT64:
-        raise ValueError(f"q must be a floating point tensor, got {q.dtype}")
-    index = {"cu_seqlens": cu_seqlens, "seq_lens": seq_lens, "slot_mapping": slot_mapping}
-    check_dtypes(
-        {
-            "keys": (keys, q.dtype),
-            "weights": (weights, torch.promote_types(q.dtype, torch.float32)),
-            "block_keys": (block_keys, q.dtype),
-            "page_table": (page_table, torch.int32),
-            **{name: (tensor, torch.int32) for name, tensor in index.items()},
-        }
-    )
-    for name, tensor in (("q", q), ("keys", keys), ("page_table", page_table)):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must have a contiguous last dim, got {tensor.stride()}")
-    check_contiguous(weights=weights, block_keys=block_keys, **index)
-
-
-def _fake(q: Tensor, *_args: Any, top_k: int, **_options: Any) -> Tensor:
-    return q.new_empty((q.shape[0], top_k), dtype=torch.int32)
-
-
-_SELECT_BLOCKS = define_op(
-    "select_blocks(Tensor q, Tensor keys, Tensor? weights, Tensor(a!) block_keys, "
-    "Tensor cu_seqlens, Tensor seq_lens, Tensor page_table, Tensor slot_mapping, *, "
-    "int block_size, int top_k, str impl) -> Tensor",
-    fake=_fake,
-    implementations=IMPLEMENTATIONS,
+select_blocks = define(
+    SelectBlocks,
+    IMPLEMENTATIONS,
+    returns=made(SelectBlocks.new_chosen),
+    limited={"index_dim": "D"},
+    names_ndim=True,
 )

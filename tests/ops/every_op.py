@@ -207,7 +207,7 @@ def _block_attention() -> _Made:
     heads = pages.Case(num_q_heads=4, num_kv_heads=2, head_dim=32, lengths=_PAGED)
     case = blocks.Case(pages=heads, block_size=4, top_k=3)
     inputs = blocks.make_inputs(case, padding=_PADDING)
-    ranges = _pages(inputs.pages.page_table, *inputs.pages.kv.shape[1:3])
+    ranges = _pages(inputs.page_table, *inputs.kv.shape[1:3])
     complete = _PAGED[0][1] // case.block_size
     return inputs.args(), {"scale": 0.2, "block_size": 4}, ranges | {"blocks": (-1, complete)}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from tests.ops.declared import DeclaredInputs
 from tests.ops.paged_attention import cases as pages
+from torch_hybrid.ops.block_attention.op import BlockAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,24 +22,11 @@ class Case:
     has_values: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The tensors of one call."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(DeclaredInputs, BlockAttention):
+    """The arguments of one call."""
 
-    pages: pages.Inputs
-    blocks: Tensor
-    has_values: bool = True
-
-    def args(self) -> tuple[Tensor | None, ...]:
-        """The positional arguments; the pool is a copy, so that a call leaves the inputs alone."""
-        q, k, v, kv, *index = self.pages.args()
-        if not self.has_values:
-            return q, k[:, 0], None, kv[0, :, :, 0].contiguous(), self.blocks, *index
-        return q, k, v, kv, self.blocks, *index
-
-    def to(self, dtype: torch.dtype) -> Inputs:
-        """The same values in another dtype."""
-        return replace(self, pages=self.pages.to(dtype))
+    impl: str = ""
 
 
 CASES = {
@@ -135,4 +123,17 @@ def make_inputs(
                 count = max(1, count // 2)
             drawn = torch.randperm(complete, generator=generator)[:count].sort().values
             blocks[t, :count] = drawn.int()
-    return Inputs(pages=inputs, blocks=blocks, has_values=case.has_values)
+    k, v, kv = inputs.k, inputs.v, inputs.kv
+    return Inputs(
+        q=inputs.q,
+        k=k if case.has_values else k[:, 0],
+        v=v if case.has_values else None,
+        kv=kv if case.has_values else kv[0, :, :, 0].contiguous(),
+        blocks=blocks,
+        cu_seqlens=inputs.cu_seqlens,
+        seq_lens=inputs.seq_lens,
+        page_table=inputs.page_table,
+        slot_mapping=inputs.slot_mapping,
+        block_size=case.block_size,
+        scale=case.pages.head_dim**-0.5,
+    )

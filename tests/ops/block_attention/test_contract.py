@@ -35,20 +35,17 @@ def impl(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def attend(inputs: Inputs, case: Case, impl: str) -> tuple[Tensor, Tensor]:
+def attend(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor]:
     """The output, and the pool afterwards."""
-    args = inputs.args()
-    scale = case.pages.head_dim**-0.5
-    return block_attention(*args, block_size=case.block_size, scale=scale, impl=impl), args[3]
+    args, options = inputs.args(), {"block_size": inputs.block_size, "scale": inputs.scale}
+    return block_attention(*args, **options, impl=impl), args[3]
 
 
 @cache
 def expected_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The reference in float64 and in ``dtype``."""
     inputs = make_inputs(case, dtype=dtype)
-    options = {"block_size": case.block_size, "scale": case.pages.head_dim**-0.5}
-    exact = reference.block_attention(*inputs.to(torch.float64).args(), **options)
-    return exact, reference.block_attention(*inputs.args(), **options)
+    return reference.block_attention(inputs.exact()), reference.block_attention(inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,7 +54,7 @@ def test_matches_float64(impl: str, name: str, dtype: str):
     if DTYPES[dtype] not in IMPLEMENTATIONS[impl].capability.dtypes:
         pytest.skip(f"{impl} has no {dtype}")
     case = CASES[name]
-    out, _ = attend(make_inputs(case, dtype=DTYPES[dtype]), case, impl)
+    out, _ = attend(make_inputs(case, dtype=DTYPES[dtype]), impl)
     assert_within_budget(out, *expected_of(case, DTYPES[dtype]))
 
 
@@ -66,8 +63,8 @@ def test_all_blocks_are_dense_attention(impl: str, seq_len: int):
     paged = replace(SMALL.pages, lengths=((seq_len, seq_len),))
     case = Case(pages=paged, block_size=4, top_k=20)
     inputs = make_inputs(case)
-    out, _ = attend(inputs, case, impl)
-    q, k, v = (x.transpose(0, 1)[None] for x in (inputs.pages.q, inputs.pages.k, inputs.pages.v))
+    out, _ = attend(inputs, impl)
+    q, k, v = (x.transpose(0, 1)[None] for x in (inputs.q, inputs.k, inputs.v))
     dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(out, dense[0].transpose(0, 1), atol=2e-6, rtol=1e-5)
 
@@ -75,31 +72,30 @@ def test_all_blocks_are_dense_attention(impl: str, seq_len: int):
 def test_a_query_that_sees_nothing_gets_zeros(impl: str):
     paged = replace(SMALL.pages, lengths=((1, 24), (2, 8)))
     inputs = make_inputs(replace(SMALL, pages=paged))
-    out, _ = attend(replace(inputs, blocks=torch.full_like(inputs.blocks, -1)), SMALL, impl)
+    out, _ = attend(replace(inputs, blocks=torch.full_like(inputs.blocks, -1)), impl)
     assert torch.equal(out[[0, 2]], torch.zeros_like(out[[0, 2]]))
     assert (out[1] != 0).any()  # its own token is in no complete block
 
 
 def test_large_logits_do_not_overflow(impl: str):
     inputs = make_inputs(SMALL)
-    inputs = replace(inputs, pages=replace(inputs.pages, q=inputs.pages.q * 1e4))
-    assert attend(inputs, SMALL, impl)[0].isfinite().all()
+    inputs = replace(inputs, q=inputs.q * 1e4)
+    assert attend(inputs, impl)[0].isfinite().all()
 
 
 def part(inputs: Inputs, rows: Tensor, seqs: list[int], counts: list[int]) -> Inputs:
     """Some sequences alone, whose tokens are ``rows``."""
-    whole = inputs.pages
-    paged = replace(
-        whole,
-        q=whole.q[rows],
-        k=whole.k[rows],
-        v=whole.v[rows],
+    return replace(
+        inputs,
+        q=inputs.q[rows],
+        k=inputs.k[rows],
+        v=None if inputs.v is None else inputs.v[rows],
+        blocks=inputs.blocks[rows],
         cu_seqlens=offsets(counts),
-        seq_lens=whole.seq_lens[seqs],
-        page_table=whole.page_table[seqs],
-        slot_mapping=whole.slot_mapping[rows],
+        seq_lens=inputs.seq_lens[seqs],
+        page_table=inputs.page_table[seqs],
+        slot_mapping=inputs.slot_mapping[rows],
     )
-    return replace(inputs, pages=paged, blocks=inputs.blocks[rows])
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -107,14 +103,14 @@ def test_chunked_equals_whole(impl: str, chunk: int):
     case, total = CASES["long_extend"], min(131, 20 * chunk)
     case = replace(case, pages=replace(case.pages, lengths=((total, total),)))
     whole = make_inputs(case)
-    expected, expected_kv = attend(whole, case, impl)
-    kv, outs = whole.pages.kv, []
+    expected, expected_kv = attend(whole, impl)
+    kv, outs = whole.kv, []
     for begin in range(0, total, chunk):
         rows = torch.arange(begin, min(begin + chunk, total))
         piece = part(whole, rows, [0], [len(rows)])
         seq_lens = (rows[-1:] + 1).int()
-        piece = replace(piece, pages=replace(piece.pages, kv=kv, seq_lens=seq_lens))
-        out, kv = attend(piece, case, impl)
+        piece = replace(piece, kv=kv, seq_lens=seq_lens)
+        out, kv = attend(piece, impl)
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs), expected, atol=2e-6, rtol=1e-5)
     if BATCH_INVARIANT in IMPLEMENTATIONS[impl].capability.features:
@@ -126,25 +122,25 @@ def test_chunked_equals_whole(impl: str, chunk: int):
 def test_sequences_do_not_depend_on_one_another(impl: str, name: str):
     case = CASES[name]
     inputs = make_inputs(case)
-    out, _ = attend(inputs, case, impl)
-    counts = inputs.pages.cu_seqlens.diff().tolist()
+    out, _ = attend(inputs, impl)
+    counts = inputs.cu_seqlens.diff().tolist()
     rows = torch.arange(len(out)).split(counts)
     for n, count in enumerate(counts):
-        alone, _ = attend(part(inputs, rows[n], [n], [count]), case, impl)
+        alone, _ = attend(part(inputs, rows[n], [n], [count]), impl)
         assert torch.equal(alone, out[rows[n]])
 
 
 def test_padding_changes_nothing(impl: str):
     case = CASES["odd"]
     plain, padded = (make_inputs(case, padding=padding) for padding in ((0, 0), (5, 3)))
-    count = len(plain.pages.q)
-    nothing = torch.full_like(padded.pages.q[count:], torch.nan)
-    rows = {name: getattr(padded.pages, name)[count:] for name in ("k", "v")}
-    rows = {name: torch.cat([getattr(plain.pages, name), x]) for name, x in rows.items()}
-    q = torch.cat([plain.pages.q, nothing])
-    padded = replace(padded, pages=replace(padded.pages, q=q, kv=plain.pages.kv, **rows))
-    out, kv = attend(padded, case, impl)
-    expected, expected_kv = attend(plain, case, impl)
+    count = len(plain.q)
+    nothing = torch.full_like(padded.q[count:], torch.nan)
+    rows = {name: getattr(padded, name)[count:] for name in ("k", "v")}
+    rows = {name: torch.cat([getattr(plain, name), x]) for name, x in rows.items()}
+    q = torch.cat([plain.q, nothing])
+    padded = replace(padded, q=q, kv=plain.kv, **rows)
+    out, kv = attend(padded, impl)
+    expected, expected_kv = attend(plain, impl)
     assert torch.equal(out[:count], expected)
     assert torch.equal(out[count:], torch.zeros_like(out[count:]))
     assert torch.equal(kv.view(torch.uint8), expected_kv.view(torch.uint8))
@@ -153,22 +149,21 @@ def test_padding_changes_nothing(impl: str):
 def test_strided_rows(impl: str):
     case = CASES["qwen4_exp"]
     inputs = make_inputs(case)
-    paged = inputs.pages
-    gated = torch.cat([paged.q, torch.full_like(paged.q, torch.nan)], 2)[..., :256]
-    wide = torch.cat([paged.k.flatten(1), paged.v.flatten(1)], 1)
+    gated = torch.cat([inputs.q, torch.full_like(inputs.q, torch.nan)], 2)[..., :256]
+    wide = torch.cat([inputs.k.flatten(1), inputs.v.flatten(1)], 1)
     k, v = (x.unflatten(1, (2, 256)) for x in wide.chunk(2, 1))
-    apart = replace(inputs, pages=replace(paged, q=gated, k=k, v=v))
-    assert torch.equal(attend(apart, case, impl)[0], attend(inputs, case, impl)[0])
+    apart = replace(inputs, q=gated, k=k, v=v)
+    assert torch.equal(attend(apart, impl)[0], attend(inputs, impl)[0])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_writes_its_rows_and_nothing_else(impl: str, name: str):
     case = CASES[name]
     inputs = make_inputs(case, padding=(3, 1), unused=7.0)
-    _, kv = attend(inputs, case, impl)
+    _, kv = attend(inputs, impl)
     _, k, v, expected, *_ = inputs.args()
-    num_tokens = int(inputs.pages.cu_seqlens[-1])
-    slots = inputs.pages.slot_mapping[:num_tokens].long()
+    num_tokens = int(inputs.cu_seqlens[-1])
+    slots = inputs.slot_mapping[:num_tokens].long()
     planes = [expected] if v is None else expected
     for plane, new in zip(planes, [k] if v is None else [k, v], strict=True):
         plane.flatten(0, 1)[slots] = new[:num_tokens]
@@ -178,11 +173,9 @@ def test_writes_its_rows_and_nothing_else(impl: str, name: str):
 def test_latents_are_keys_that_are_their_values(impl: str):
     case = CASES["odd_latents"]
     inputs = make_inputs(case)
-    paged = replace(
-        inputs.pages, v=inputs.pages.k, kv=inputs.pages.kv[:1].expand(2, -1, -1, -1, -1)
-    )
-    twice = Inputs(pages=replace(paged, kv=paged.kv.contiguous()), blocks=inputs.blocks)
-    assert torch.equal(attend(inputs, case, impl)[0], attend(twice, case, impl)[0])
+    k, kv = inputs.k[:, None], inputs.kv[:, :, None]
+    twice = replace(inputs, k=k, v=k, kv=torch.stack([kv, kv]))
+    assert torch.equal(attend(inputs, impl)[0], attend(twice, impl)[0])
 
 
 # ---- the op as the compiler sees it ----------------------------------------------------------
@@ -248,21 +241,18 @@ def failing(impl: str, **changes: object) -> str:
     tensors = {name: value for name, value in changes.items() if isinstance(value, Tensor)}
     options = {name: value for name, value in changes.items() if name not in tensors}
     options = {"block_size": 4, "scale": 1.0, "impl": impl, **options}
-    blocks = tensors.pop("blocks", inputs.blocks)
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        block_attention(
-            *Inputs(pages=replace(inputs.pages, **tensors), blocks=blocks).args(), **options
-        )
+        block_attention(*replace(inputs, **tensors).args(), **options)
     return str(error.value)
 
 
 def test_error_texts():
     good = make_inputs(SMALL)
     errors = [
-        failing("torch", q=good.pages.q[0]),
-        failing("torch", k=good.pages.k[:3]),
-        failing("torch", q=good.pages.q[:, :3]),
-        failing("torch", kv=good.pages.kv.double()),
+        failing("torch", q=good.q[0]),
+        failing("torch", k=good.k[:3]),
+        failing("torch", q=good.q[:, :3]),
+        failing("torch", kv=good.kv.double()),
         failing("torch", blocks=good.blocks.long()),
         failing("torch", blocks=good.blocks[:4]),
         failing("torch", block_size=5),
@@ -287,9 +277,9 @@ impl must be one of ['cpp', 'cpp_invariant', 'triton', 'triton_invariant', 'torc
 def test_indices_out_of_range(impl: str):
     good = make_inputs(SMALL)
     errors = [
-        failing(impl, slot_mapping=good.pages.slot_mapping + 10_000),
-        failing(impl, page_table=good.pages.page_table + 100),
-        failing(impl, seq_lens=good.pages.seq_lens + 1000),
+        failing(impl, slot_mapping=good.slot_mapping + 10_000),
+        failing(impl, page_table=good.page_table + 100),
+        failing(impl, seq_lens=good.seq_lens + 1000),
         failing(impl, cu_seqlens=torch.tensor([0, 1, 10, 12]).int()),
         failing(impl, blocks=good.blocks + 3),
         failing(impl, blocks=good.blocks - 1),

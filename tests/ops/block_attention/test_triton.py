@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.devices import needs_cuda
-from tests.ops.block_attention.cases import CASES, make_inputs
+from tests.ops.block_attention.cases import CASES, Inputs, make_inputs
 from tests.ops.contract import assert_within_budget
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
@@ -43,15 +43,14 @@ def test_in_the_interpreter(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, dtype: torch.dtype):
-    case, inputs = CASES[name], make_inputs(CASES[name], dtype=dtype)
-    options = {"block_size": case.block_size, "scale": case.pages.head_dim**-0.5}
-    exact = reference.block_attention(*inputs.to(torch.float64).args(), **options)
-    args = inputs.args()
+    inputs = make_inputs(CASES[name], dtype=dtype)
+    options = {"block_size": inputs.block_size, "scale": inputs.scale}
+    exact, oracle = reference.block_attention(inputs.exact()), inputs.fresh()
     moved = [x if x is None else x.cuda() for x in inputs.args()]
-    rounded = reference.block_attention(*args, **options)
+    rounded = reference.block_attention(oracle)
     out = block_attention(*moved, **options, impl="triton").cpu()
     assert_within_budget(out, exact, rounded)
-    assert torch.equal(moved[3].cpu().view(torch.uint8), args[3].view(torch.uint8))
+    assert torch.equal(moved[3].cpu().view(torch.uint8), oracle.kv.view(torch.uint8))
 
 
 # (sequences, tokens, dtype)
@@ -104,17 +103,19 @@ def record_launches(
     q = torch.empty(num_tokens, 24, 256, dtype=dtype, device="meta")
     with launches_on(target) as launches:
         _triton.block_attention(
-            q,
-            q[:, :2],
-            q[:, :2],
-            q.new_empty(2, 4096, 16, 2, 256),
-            torch.empty(num_tokens, 512, dtype=torch.int32, device="meta"),
-            index[: num_seqs + 1],
-            index[:num_seqs],
-            torch.empty(num_seqs, 2048, dtype=torch.int32, device="meta"),
-            index[:num_tokens],
-            block_size=4,
-            scale=1 / 16,
+            Inputs(
+                q=q,
+                k=q[:, :2],
+                v=q[:, :2],
+                kv=q.new_empty(2, 4096, 16, 2, 256),
+                blocks=torch.empty(num_tokens, 512, dtype=torch.int32, device="meta"),
+                cu_seqlens=index[: num_seqs + 1],
+                seq_lens=index[:num_seqs],
+                page_table=torch.empty(num_seqs, 2048, dtype=torch.int32, device="meta"),
+                slot_mapping=index[:num_tokens],
+                block_size=4,
+                scale=1 / 16,
+            ),
             is_invariant=is_invariant,
         )
     return launches
@@ -135,16 +136,18 @@ def record_latent_launches(
     q = torch.empty(num_tokens, num_heads, 512, dtype=dtype, device="meta")
     with launches_on(target, gluon=gluon) as launches:
         _triton.block_attention(
-            q,
-            q[:, 0],
-            None,
-            q.new_empty(4096, 16, 512),
-            torch.empty(num_tokens, 128, dtype=torch.int32, device="meta"),
-            index[: num_seqs + 1],
-            index[:num_seqs],
-            torch.empty(num_seqs, 2048, dtype=torch.int32, device="meta"),
-            index[:num_tokens],
-            block_size=16,
-            scale=1 / 16,
+            Inputs(
+                q=q,
+                k=q[:, 0],
+                v=None,
+                kv=q.new_empty(4096, 16, 512),
+                blocks=torch.empty(num_tokens, 128, dtype=torch.int32, device="meta"),
+                cu_seqlens=index[: num_seqs + 1],
+                seq_lens=index[:num_seqs],
+                page_table=torch.empty(num_seqs, 2048, dtype=torch.int32, device="meta"),
+                slot_mapping=index[:num_tokens],
+                block_size=16,
+                scale=1 / 16,
+            )
         )
     return launches

@@ -26,11 +26,11 @@ def test_a_list_has_what_any_of_a_tile_sees(name: str, block_q: int, num_shared:
 
     case = CASES[name]
     inputs = make_inputs(case, padding=(3, 1))
-    size, page_size = case.block_size, inputs.pages.kv.shape[2]
+    size, page_size = case.block_size, inputs.kv.shape[2]
     token = torch.arange(len(inputs.blocks))
     is_done = ((token % 7 == 0) | (token // block_q == 1)).int()
     before = is_done.clone()
-    index = (inputs.pages.cu_seqlens, inputs.pages.seq_lens, inputs.pages.page_table)
+    index = (inputs.cu_seqlens, inputs.seq_lens, inputs.page_table)
     options = {"block_q": block_q, "block_size": size, "page_size": page_size}
     slots, sees, num_keys = list_keys(inputs.blocks, *index, is_done, **options)
 
@@ -45,7 +45,7 @@ def test_a_list_has_what_any_of_a_tile_sees(name: str, block_q: int, num_shared:
             continue
         expected[tile] = max(1, size * len(blocks))
         assert is_done[tokens].all()
-        table = inputs.pages.page_table[seq]
+        table = inputs.page_table[seq]
         listed = [key for block in blocks for key in range(block * size, (block + 1) * size)]
         for place in range(-(-max(1, len(listed)) // 128) * 128):
             key = listed[place] if place < len(listed) else None
@@ -61,7 +61,7 @@ def test_a_list_has_what_any_of_a_tile_sees(name: str, block_q: int, num_shared:
 
 def tiles_of(inputs: Inputs, block_q: int) -> list[tuple[int, int, list[int]]]:
     """Sequence, number and tokens of each tile that has some."""
-    ends = inputs.pages.cu_seqlens.tolist()
+    ends = inputs.cu_seqlens.tolist()
     return [
         (seq, begin // block_q + seq + i, list(range(first, min(first + block_q, end))))
         for seq, (begin, end) in enumerate(pairwise(ends))
@@ -71,7 +71,7 @@ def tiles_of(inputs: Inputs, block_q: int) -> list[tuple[int, int, list[int]]]:
 
 def keys_of(inputs: Inputs, seq: int, token: int, size: int) -> set[int]:
     """What a token sees, by position."""
-    end, length = inputs.pages.cu_seqlens[seq + 1], inputs.pages.seq_lens[seq]
+    end, length = inputs.cu_seqlens[seq + 1], inputs.seq_lens[seq]
     position = int(length - end) + token
     chosen = [block for block in inputs.blocks[token].tolist() if block >= 0]
     tail = range((position + 1) // size * size, position + 1)
@@ -101,7 +101,7 @@ def test_queries_that_share_keys_on_a_gpu(head_dim: int, dtype: torch.dtype):
     exact, rounded, out = (
         block_attention(*[x if x is None else x.cuda() for x in given.args()], **options, impl=impl)
         for given, impl in (
-            (inputs.to(torch.float64), "torch"),
+            (inputs.exact(), "torch"),
             (inputs, "torch"),
             (inputs, "triton"),
         )

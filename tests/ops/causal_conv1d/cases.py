@@ -5,11 +5,14 @@ Legend: N sequences, T tokens, C channels, W width, S slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.ops.declared import DeclaredInputs
+from torch_hybrid.ops.causal_conv1d.op import CausalConv1d
 
 OF_TOKENS = ("x", "input_gate", "output_gate", "token_taps")
 
@@ -28,32 +31,17 @@ class Case:
     num_padding_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """The tensors of a call, in the op's order, and its options."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(DeclaredInputs, CausalConv1d):
+    """The arguments of one call."""
 
-    x: Tensor  # [T, C]
-    weight: Tensor  # [C, W]
-    bias: Tensor | None  # [C]
-    conv_state: Tensor  # [S, W - 1, C]
-    cu_seqlens: Tensor  # [N + 1]
-    initial_indices: Tensor  # [N]
-    state_indices: Tensor  # [N]
     activation: str = "silu"
-    input_gate: Tensor | None = None  # [T, C]
-    output_gate: Tensor | None = None  # [T, C]
-    token_taps: Tensor | None = None  # [T, H, W]
+    impl: str = ""
 
     def args(self) -> tuple[Tensor | None, ...]:
-        return (
-            self.x,
-            self.weight,
-            self.bias,
-            self.conv_state,
-            self.cu_seqlens,
-            self.initial_indices,
-            self.state_indices,
-        )
+        """The positional ones, which are not copied."""
+        given = (getattr(self, each.name) for each in fields(CausalConv1d) if not each.kw_only)
+        return tuple(given)
 
     def options(self) -> dict[str, Any]:
         options = {
@@ -68,16 +56,6 @@ class Inputs:
         """What is given for each token, of some of them."""
         given = {name: getattr(self, name) for name in OF_TOKENS}
         return {name: tensor[index] for name, tensor in given.items() if tensor is not None}
-
-    def copy(self) -> Inputs:
-        """The same inputs with a state of their own."""
-        return replace(self, conv_state=self.conv_state.clone())
-
-    def exact(self) -> Inputs:
-        """The same values in float64."""
-        names = [*OF_TOKENS, "weight", "bias", "conv_state"]
-        given = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: x.double() for name, x in given.items() if x is not None})
 
 
 CASES = {

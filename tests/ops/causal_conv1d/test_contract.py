@@ -67,13 +67,13 @@ class Expected:
 @cache
 def _expect(case: Case, dtype: torch.dtype) -> Expected:
     inputs = make_inputs(case, dtype)
-    exact, reference = inputs.exact(), inputs.copy()
+    exact, reference = inputs.exact(), inputs.fresh()
     return Expected(
         inputs=inputs,
         exact=exact,
-        out_exact=causal_conv1d_reference(*exact.args(), **exact.options()),
+        out_exact=causal_conv1d_reference(exact),
         reference=reference,
-        out_reference=causal_conv1d_reference(*reference.args(), **reference.options()),
+        out_reference=causal_conv1d_reference(reference),
     )
 
 
@@ -86,7 +86,7 @@ def _run(inputs: Inputs, impl: str) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_it_is_as_exact_as_the_reference(impl: str, case: Case, dtype: torch.dtype):
     expected = _expect(case, dtype)
-    inputs = expected.inputs.copy()
+    inputs = expected.inputs.fresh()
     expected.check(_run(inputs, impl), inputs.conv_state)
 
 
@@ -99,7 +99,7 @@ def test_it_is_as_exact_as_the_reference(impl: str, case: Case, dtype: torch.dty
 def test_segments_are_the_whole(impl: str, form: dict[str, int]):
     """Cutting a sequence anywhere, also into pieces shorter than the state, changes nothing."""
     whole = make_inputs(Case(lengths=(150,), width=5, has_bias=True, **form))
-    segmented = whole.copy()
+    segmented = whole.fresh()
     outs = []
     for start, end in [(0, 1), (1, 3), (3, 50), (50, 52), (52, 150)]:
         tokens = whole.tokens(slice(start, end))
@@ -117,7 +117,7 @@ def test_padding_changes_nothing(impl: str):
     num_tokens = int(plain.cu_seqlens[-1])
     plain = replace(plain, x=plain.x[:num_tokens])
     padded = replace(
-        plain.copy(),
+        plain.fresh(),
         x=torch.cat([plain.x, plain.x[:6]]),
         cu_seqlens=F.pad(plain.cu_seqlens, (0, 2), value=num_tokens),
         initial_indices=F.pad(plain.initial_indices, (0, 2)),
@@ -136,7 +136,7 @@ def test_order_of_sequences_does_not_matter(impl: str):
     spans = [torch.arange(a, b) for a, b in inputs.cu_seqlens.unfold(0, 2, 1).tolist()]
     tokens = torch.cat([spans[n] for n in order])
     shuffled = replace(
-        inputs.copy(),
+        inputs.fresh(),
         x=inputs.x[tokens],
         cu_seqlens=offsets([len(spans[n]) for n in order]),
         initial_indices=inputs.initial_indices[order],
@@ -153,7 +153,7 @@ def test_a_start_from_another_slot_leaves_it_untouched(impl: str):
     inputs = make_inputs(CASES["mixed"])
     num_slots, starts = len(inputs.conv_state), inputs.initial_indices.clone()
     starts[2:] = starts[0]
-    in_place = inputs.copy()
+    in_place = inputs.fresh()
     in_place.conv_state[inputs.state_indices] = inputs.conv_state[starts]
     in_place = replace(in_place, initial_indices=inputs.state_indices * (starts > 0))
     elsewhere = replace(
@@ -173,8 +173,8 @@ def test_a_start_from_another_slot_leaves_it_untouched(impl: str):
 def test_a_state_that_is_not_stored_changes_nothing(impl: str):
     """A look ahead: the outputs, and every slot as it was."""
     inputs = make_inputs(CASES["mixed"])
-    tried = replace(inputs.copy(), state_indices=torch.zeros_like(inputs.state_indices))
-    assert torch.equal(_run(tried, impl), _run(inputs.copy(), impl))
+    tried = replace(inputs.fresh(), state_indices=torch.zeros_like(inputs.state_indices))
+    assert torch.equal(_run(tried, impl), _run(inputs.fresh(), impl))
     _assert_same_state(tried, inputs)
 
 
@@ -197,7 +197,7 @@ def test_no_other_slot_changes(impl: str):
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)], ids=str)
 def test_nothing_to_do(impl: str, lengths: tuple[int, ...]):
     inputs = make_inputs(Case(lengths=lengths, num_padding_tokens=2))
-    before = inputs.copy()
+    before = inputs.fresh()
     assert torch.equal(_run(inputs, impl), torch.zeros(2, 40))
     _assert_same_state(inputs, before)
 
@@ -243,7 +243,10 @@ def test_no_clone_of_the_state_pool(impl: str):
     ("changes", "message"),
     [
         ({"x": torch.zeros(8, 2, 20)}, "x must have 2 dimensions, got [8, 2, 20]"),
-        ({"weight": torch.zeros(40, 17)}, "weight must have width 2 to 16, got 17"),
+        (
+            {"weight": torch.zeros(40, 17), "conv_state": torch.zeros(5, 16, 40)},
+            "weight must have width 2 to 16, got 17",
+        ),
         ({"weight": torch.zeros(32, 4)}, "weight must have shape [40, 4], got [32, 4]"),
         ({"bias": torch.zeros(4)}, "bias must have shape [40], got [4]"),
         (
@@ -310,7 +313,7 @@ def test_reference_agrees_with_conv1d(width: int):
     """torch pads with zeros on the left where a sequence starts from nothing."""
     inputs = make_inputs(Case(lengths=(30,), width=width, has_bias=True, activation="none"))
     inputs = replace(inputs, initial_indices=torch.zeros(1, dtype=torch.int32))
-    out = causal_conv1d_reference(*inputs.args(), activation="none")
+    out = causal_conv1d_reference(inputs)
     padded = F.pad(inputs.x.T, (width - 1, 0))
     theirs = F.conv1d(padded, inputs.weight[:, None], inputs.bias, groups=len(padded)).T
     torch.testing.assert_close(out, theirs)
@@ -321,8 +324,8 @@ def test_reference_agrees_with_conv1d(width: int):
 def test_one_gate_alone(impl: str, gate: str):
     """The other is all ones."""
     inputs = make_inputs(CASES["gates"])
-    one = replace(inputs.copy(), **{gate: None})
-    both = replace(inputs.copy(), **{gate: torch.ones_like(inputs.x)})
+    one = replace(inputs.fresh(), **{gate: None})
+    both = replace(inputs.fresh(), **{gate: torch.ones_like(inputs.x)})
     torch.testing.assert_close(_run(one, impl), _run(both, impl))
     _assert_same_state(one, both)
 
@@ -335,7 +338,7 @@ def test_reference_with_gates_agrees_with_transformers():
     theirs.in_proj, theirs.out_proj = torch.nn.Identity(), torch.nn.Identity()
     theirs.conv.weight.data.copy_(inputs.weight[:, None])
     mixed = torch.cat([inputs.input_gate, inputs.output_gate, inputs.x], dim=1)
-    out = causal_conv1d_reference(*inputs.args(), **inputs.options())
+    out = causal_conv1d_reference(inputs)
     torch.testing.assert_close(out, theirs(mixed[None])[0].detach())
 
 
@@ -349,7 +352,7 @@ def test_reference_with_taps_of_each_token_agrees_with_transformers():
     theirs.weight_proj = torch.nn.Identity()
     theirs.static_weight.data.copy_(inputs.weight.T.flip(0))
     given = inputs.token_taps.flip(2).flatten(1)[None]
-    out = causal_conv1d_reference(*inputs.args(), **inputs.options())
+    out = causal_conv1d_reference(inputs)
     expected = theirs(inputs.x[None], given)[0].detach()
     torch.testing.assert_close((out + inputs.x) / (2 * width + 1) ** 0.5, expected)
 
@@ -363,7 +366,7 @@ def test_reference_agrees_with_transformers():
     out_theirs = qwen3_next.causal_conv1d_update(
         inputs.x.T[None], theirs, inputs.weight, inputs.bias, "silu"
     )
-    out = causal_conv1d_reference(*inputs.args(), activation="silu")
+    out = causal_conv1d_reference(inputs)
     torch.testing.assert_close(out, out_theirs[0].T)
     assert torch.equal(inputs.conv_state[slot], theirs[0].T[1:])
 

@@ -71,9 +71,9 @@ def call(inputs: Inputs) -> Tensor:
 
 
 def assert_as_exact(inputs: Inputs, out: Tensor, conv_state: Tensor) -> None:
-    exact, reference = inputs.exact(), inputs.copy()
-    out_exact = causal_conv1d_reference(*exact.args(), **exact.options())
-    out_reference = causal_conv1d_reference(*reference.args(), **reference.options())
+    exact, reference = inputs.exact(), inputs.fresh()
+    out_exact = causal_conv1d_reference(exact)
+    out_reference = causal_conv1d_reference(reference)
     assert_within_budget(out, out_exact, out_reference)
     num_tokens = int(inputs.cu_seqlens[-1])
     assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
@@ -135,14 +135,16 @@ def record_launches(
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
     with launches_on(target) as launches:
         _triton.causal_conv1d(
-            x,
-            projected.new_empty(channels, width),
-            None,
-            projected.new_empty(num_seqs + 1, width - 1, channels),
-            indices,
-            indices[1:],
-            indices[1:],
-            activation="silu" if form == "plain" else "none",
-            **options,
+            Inputs(
+                x=x,
+                weight=projected.new_empty(channels, width),
+                bias=None,
+                conv_state=projected.new_empty(num_seqs + 1, width - 1, channels),
+                cu_seqlens=indices,
+                initial_indices=indices[1:],
+                state_indices=indices[1:],
+                activation="silu" if form == "plain" else "none",
+                **options,
+            )
         )
     return launches

@@ -344,3 +344,69 @@ def test_errors_of_tensors_of_integers_and_of_any_strides(changes: dict[str, Ten
     values = {"numbers": torch.tensor([1]), "table": torch.ones(3, 2)} | changes
     with pytest.raises(ValueError, match=re.escape(text)):
         declared_look_up(**values, impl="torch")
+
+
+def test_layouts_of_the_last_dimension_wide_dtypes_and_two_pools():
+    @dataclass(slots=True)
+    class DeclaredScores(Op):
+        """Rows of heads, which may lie apart, times weights."""
+
+        q: Annotated[Tensor, Rows("H", "D", last_dim=True)]
+        weights: Annotated[Tensor, Dense("T", "H", dtype="work")]
+        table: Annotated[Tensor, Index("N", "M", counts=True, last_dim=True)]
+        slots: Annotated[Tensor, Pool("D")]
+        pages: Annotated[Tensor, Pool("...")]
+        more: Annotated[Tensor, Pool("D", size="P")]
+        taps: Annotated[Tensor | None, Dense("T", "K", "2 * K")] = field(default=None, kw_only=True)
+
+        def check(self) -> None:
+            """Raise ValueError for pages of several dimensions."""
+            if self.pages.ndim > 2:
+                raise ValueError(f"pages must have at most 2 dimensions, got {self.pages.ndim}")
+
+    def score(x: DeclaredScores) -> Tensor:
+        return x.q * x.weights[..., None]
+
+    scores = define(
+        DeclaredScores,
+        {"torch": Implementation(capability=ON_A_CPU, launcher=score)},
+        returns=like("q"),
+        names_ndim=True,
+    )
+    REGISTERED.pop("declared_scores")
+    q, table = torch.ones(3, 2, 8), torch.zeros(2, 6, dtype=torch.int32)
+    apart, wide = q[..., :4], torch.ones(3, 2)
+    pools = torch.zeros(5, 4), torch.zeros(3), torch.zeros(7, 4)
+    assert scores(apart, wide, table[:, :3], *pools, impl="torch").shape == (3, 2, 4)
+
+    def failing(
+        q: Tensor, weights: Tensor, table: Tensor, taps: Tensor | None = None, *pages: int
+    ) -> str:
+        slots, more = (q.new_zeros(num, q.shape[-1]) for num in (5, 7))
+        pools = slots, q.new_zeros(pages), more
+        with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
+            scores(q, weights, table, *pools, impl="torch", taps=taps)
+        return str(error.value)
+
+    errors = [
+        failing(q[0], wide, table),
+        failing(q[..., ::2], wide, table),
+        failing(q, wide, table[:, ::2]),
+        failing(q.bfloat16(), wide.bfloat16(), table),
+        failing(q.double(), wide, table),
+        failing(q, wide, table, torch.ones(3, 4)),
+        failing(q, wide, table, torch.ones(3, 4, 4)),
+        failing(q, wide, table, None, 3, 4, 5),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+q must have 3 dimensions, got 2
+q must have a contiguous last dim, got (16, 8, 2)
+table must have a contiguous last dim, got (6, 2)
+weights must have dtype torch.float32, got torch.bfloat16
+weights must have dtype torch.float64, got torch.float32
+taps must have 3 dimensions, got 2
+taps must have shape [3, 4, 8], got [3, 4, 4]
+pages must have at most 2 dimensions, got 3""",
+    )

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tests.ops.declared import DeclaredInputs
 from tests.ops.select_blocks import cases as selection
 from tests.ops.select_blocks.cases import Case
+from torch_hybrid.ops.pooled_selection_step.op import PooledSelectionStep
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The tensors of one call, in the op's order."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(DeclaredInputs, PooledSelectionStep):
+    """The arguments of one call."""
 
-    q: Tensor
-    keys: Tensor
-    gates: Tensor
-    bias: Tensor
-    weights: Tensor | None
-    state: Tensor
-    block_keys: Tensor
-    cu_seqlens: Tensor
-    seq_lens: Tensor
-    page_table: Tensor
-    slot_mapping: Tensor
-    initial_indices: Tensor
-    state_indices: Tensor
-
-    def args(self) -> tuple[Tensor | None, ...]:
-        """The positional arguments; what a call changes is a copy."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        copies = {"state": self.state.clone(), "block_keys": self.block_keys.clone()}
-        return tuple({**given, **copies}.values())
+    impl: str = ""
 
 
 CASES = {
@@ -121,4 +105,5 @@ def make_inputs(
         slot_mapping=chosen.slot_mapping,
         initial_indices=initial.int(),
         state_indices=slots.int(),
+        top_k=case.top_k,
     )

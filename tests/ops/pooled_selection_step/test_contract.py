@@ -32,17 +32,16 @@ def impl(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def step(inputs: Inputs, case: Case, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+def step(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor, Tensor]:
     """The blocks, and both pools afterwards."""
     args = inputs.args()
-    chosen = pooled_selection_step(*args, top_k=case.top_k, impl=impl)
+    chosen = pooled_selection_step(*args, top_k=inputs.top_k, impl=impl)
     return chosen, args[STATE], args[BLOCK_KEYS]
 
 
-def expected_of(inputs: Inputs, case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    args = inputs.args()
-    chosen = reference.pooled_selection_step(*args, top_k=case.top_k)
-    return chosen, args[STATE], args[BLOCK_KEYS]
+def expected_of(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    oracle = inputs.fresh()
+    return reference.pooled_selection_step(oracle), oracle.state, oracle.block_keys
 
 
 def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -55,19 +54,17 @@ def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
 def test_is_the_reference(impl: str, name: str, dtype: str):
     case = CASES[name]
     inputs = make_inputs(case, dtype=DTYPES[dtype], padding=(3, 2))
-    assert_same(step(inputs, case, impl), expected_of(inputs, case))
+    assert_same(step(inputs, impl), expected_of(inputs))
 
 
 def test_pooled_keys_round_once(impl: str):
     case = CASES["glm5_next"]
     inputs = make_inputs(case, dtype=torch.float16, alike=False)
-    names = ("q", "keys", "gates", "bias", "state", "block_keys", "weights")
-    exact = replace(inputs, **{name: getattr(inputs, name).double() for name in names})
-    _, state, pool = step(inputs, case, impl)
-    _, expected_state, expected = expected_of(inputs, case)
+    _, state, pool = step(inputs, impl)
+    _, expected_state, expected = expected_of(inputs)
     is_written = expected.isfinite() & (expected != inputs.block_keys)
     assert is_written.any()
-    _, _, exact_pool = expected_of(exact, case)
+    _, _, exact_pool = expected_of(inputs.exact())
     pools = (pool, exact_pool, expected)
     assert_within_budget(*(each[is_written] for each in pools))
     assert_same((state, pool[~is_written]), (expected_state, expected[~is_written]))
@@ -99,7 +96,7 @@ def test_a_text_step_by_step(impl: str):
         steps = []
         for run, (state, block_keys) in ((step, kept), (None, expected)):
             given = replace(inputs, state=state, block_keys=block_keys)
-            steps.append(run(given, case, impl) if run else expected_of(given, case))
+            steps.append(run(given, impl) if run else expected_of(given))
         assert_same(*steps)
         kept, expected = ([state, pool] for _, state, pool in steps)
     assert kept[1][1:3].flatten(0, 1)[6].isfinite().all()

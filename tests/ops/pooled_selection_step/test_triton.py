@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.devices import needs_cuda
-from tests.ops.pooled_selection_step.cases import CASES, make_inputs
+from tests.ops.pooled_selection_step.cases import CASES, Inputs, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
@@ -46,12 +46,12 @@ def test_triton_takes_several_tiles(monkeypatch: pytest.MonkeyPatch, most_progra
     monkeypatch.setattr(_triton, "_PROGRAMS", most_programs)
     case = replace(CASES["odd"], lengths=((1, 420), (1, 421), (1, 389), (1, 384)))
     inputs = make_inputs(case)
-    args, others = inputs.args(), inputs.args()
-    expected = reference.pooled_selection_step(*args, top_k=case.top_k)
+    oracle, others = inputs.fresh(), inputs.args()
+    expected = reference.pooled_selection_step(oracle)
     chosen = pooled_selection_step(*others, top_k=case.top_k, impl="triton")
     assert torch.equal(chosen, expected)
-    for place in (5, 6):
-        torch.testing.assert_close(others[place], args[place], atol=0, rtol=0, equal_nan=True)
+    for left, pool in zip(others[5:7], (oracle.state, oracle.block_keys), strict=True):
+        torch.testing.assert_close(left, pool, atol=0, rtol=0, equal_nan=True)
 
 
 @needs_cuda
@@ -59,13 +59,13 @@ def test_triton_takes_several_tiles(monkeypatch: pytest.MonkeyPatch, most_progra
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, dtype: torch.dtype):
     case, inputs = CASES[name], make_inputs(CASES[name], dtype=dtype, padding=(3, 2))
-    args = inputs.args()
+    oracle = inputs.fresh()
     moved = [x if x is None else x.cuda() for x in inputs.args()]
-    expected = reference.pooled_selection_step(*args, top_k=case.top_k)
+    expected = reference.pooled_selection_step(oracle)
     chosen = pooled_selection_step(*moved, top_k=case.top_k, impl="triton")
     assert torch.equal(chosen.cpu(), expected)
-    for place in (5, 6):
-        torch.testing.assert_close(moved[place].cpu(), args[place], atol=0, rtol=0, equal_nan=True)
+    for left, pool in zip(moved[5:7], (oracle.state, oracle.block_keys), strict=True):
+        torch.testing.assert_close(left.cpu(), pool, atol=0, rtol=0, equal_nan=True)
 
 
 # (sequences, tokens that a page table can name)
@@ -93,19 +93,21 @@ def record_launches(target: str, num_seqs: int, num_kept: int) -> dict[str, Laun
     q = torch.empty(num_seqs, 32, 128, dtype=torch.bfloat16, device="meta")
     with launches_on(target) as launches:
         _triton.pooled_selection_step(
-            q,
-            q[:, 0],
-            q[:, 1],
-            q.new_empty(16, 128),
-            q.new_empty(num_seqs, 32, dtype=torch.float32),
-            q.new_empty(num_seqs + 1, 15, 2, 128),
-            q.new_empty(4096, 4, 128),
-            index,
-            index[1:],
-            torch.empty(num_seqs, num_kept // 64, dtype=torch.int32, device="meta"),
-            index[1:],
-            index[1:],
-            index[1:],
-            top_k=128,
+            Inputs(
+                q=q,
+                keys=q[:, 0],
+                gates=q[:, 1],
+                bias=q.new_empty(16, 128),
+                weights=q.new_empty(num_seqs, 32, dtype=torch.float32),
+                state=q.new_empty(num_seqs + 1, 15, 2, 128),
+                block_keys=q.new_empty(4096, 4, 128),
+                cu_seqlens=index,
+                seq_lens=index[1:],
+                page_table=torch.empty(num_seqs, num_kept // 64, dtype=torch.int32, device="meta"),
+                slot_mapping=index[1:],
+                initial_indices=index[1:],
+                state_indices=index[1:],
+                top_k=128,
+            )
         )
     return launches

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tests.ops.declared import DeclaredInputs
 from tests.ops.pages import lay_out
+from torch_hybrid.ops.select_blocks.op import SelectBlocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,23 +26,11 @@ class Case:
     has_weights: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The tensors of one call, in the op's order."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(DeclaredInputs, SelectBlocks):
+    """The arguments of one call."""
 
-    q: Tensor
-    keys: Tensor
-    weights: Tensor | None
-    block_keys: Tensor
-    cu_seqlens: Tensor
-    seq_lens: Tensor
-    page_table: Tensor
-    slot_mapping: Tensor
-
-    def args(self) -> tuple[Tensor | None, ...]:
-        """The positional arguments; the pool is a copy, so that a call leaves the inputs alone."""
-        index = (self.cu_seqlens, self.seq_lens, self.page_table, self.slot_mapping)
-        return self.q, self.keys, self.weights, self.block_keys.clone(), *index
+    impl: str = ""
 
 
 CASES = {
@@ -114,6 +104,8 @@ def make_inputs(
         seq_lens=layout.seq_lens,
         page_table=layout.page_table,
         slot_mapping=layout.slot_mapping,
+        block_size=size,
+        top_k=case.top_k,
     )
 
 

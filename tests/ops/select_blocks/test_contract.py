@@ -29,18 +29,17 @@ def impl(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def select(inputs: Inputs, case: Case, impl: str) -> tuple[Tensor, Tensor]:
+def select(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor]:
     """The blocks, and the pool afterwards."""
     args = inputs.args()
-    chosen = select_blocks(*args, block_size=case.block_size, top_k=case.top_k, impl=impl)
+    chosen = select_blocks(*args, block_size=inputs.block_size, top_k=inputs.top_k, impl=impl)
     return chosen, args[3]
 
 
 @cache
 def expected_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    args = make_inputs(case, dtype=dtype).args()
-    chosen = reference.select_blocks(*args, block_size=case.block_size, top_k=case.top_k)
-    return chosen, args[3]
+    inputs = make_inputs(case, dtype=dtype)
+    return reference.select_blocks(inputs), inputs.block_keys
 
 
 def assert_same_bits(a: Tensor, b: Tensor) -> None:
@@ -55,7 +54,7 @@ def test_is_the_reference(impl: str, name: str, dtype: str):
         pytest.skip(f"{impl} has no {dtype}")
     case = CASES[name]
     expected, expected_pool = expected_of(case, DTYPES[dtype])
-    chosen, pool = select(make_inputs(case, dtype=DTYPES[dtype]), case, impl)
+    chosen, pool = select(make_inputs(case, dtype=DTYPES[dtype]), impl)
     assert torch.equal(chosen, expected)
     assert_same_bits(pool, expected_pool)
 
@@ -72,23 +71,21 @@ def test_scores_that_round(impl: str):
             for name in ("q", "keys", "weights", "block_keys")
         },
     )
-    args = [x.double() if x is not None and x.is_floating_point() else x for x in inputs.args()]
-    options = {"block_size": case.block_size, "top_k": case.top_k}
-    exact = reference.select_blocks(*args, **options)
-    assert torch.equal(select(inputs, case, impl)[0], exact)
+    exact = reference.select_blocks(inputs.exact())
+    assert torch.equal(select(inputs, impl)[0], exact)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunked_equals_whole(impl: str, chunk: int):
     case = replace(CASES["long_extend"], lengths=((130, 130),))
     whole = make_inputs(case)
-    expected, expected_pool = select(whole, case, impl)
+    expected, expected_pool = select(whole, impl)
     pool, parts = whole.block_keys, []
     for begin in range(0, 130, chunk):
         rows = torch.arange(begin, min(begin + chunk, 130))
         piece = picked(whole, rows, [0], offsets([len(rows)]))
         piece = replace(piece, block_keys=pool, seq_lens=(rows[-1:] + 1).int())
-        chosen, pool = select(piece, case, impl)
+        chosen, pool = select(piece, impl)
         parts.append(chosen)
     assert torch.equal(torch.cat(parts), expected)
     assert_same_bits(pool, expected_pool)
@@ -104,12 +101,12 @@ def test_rounded_scores_are_the_same_in_any_call(impl: str, dtype: str):
     numbers = torch.randn(48, generator=generator).to(DTYPES[dtype])
     keys = torch.stack([numbers[torch.randperm(48, generator=generator)] for _ in range(30)])
     whole = replace(inputs, q=torch.ones_like(inputs.q), keys=keys)
-    expected, _ = select(whole, case, impl)
+    expected, _ = select(whole, impl)
     pool, parts = whole.block_keys, []
     for rows in torch.arange(30).split([1, 19, 9, 1]):
         piece = picked(whole, rows, [0], offsets([len(rows)]))
         piece = replace(piece, block_keys=pool, seq_lens=(rows[-1:] + 1).int())
-        chosen, pool = select(piece, case, impl)
+        chosen, pool = select(piece, impl)
         parts.append(chosen)
     assert torch.equal(torch.cat(parts), expected)
 
@@ -117,11 +114,11 @@ def test_rounded_scores_are_the_same_in_any_call(impl: str, dtype: str):
 def test_sequences_do_not_depend_on_one_another(impl: str):
     case = CASES["odd"]
     inputs = make_inputs(case)
-    chosen, _ = select(inputs, case, impl)
+    chosen, _ = select(inputs, impl)
     counts = inputs.cu_seqlens.diff().tolist()
     rows = torch.arange(len(chosen)).split(counts)
     for n, count in enumerate(counts):
-        alone, _ = select(picked(inputs, rows[n], [n], offsets([count])), case, impl)
+        alone, _ = select(picked(inputs, rows[n], [n], offsets([count])), impl)
         assert torch.equal(alone, chosen[rows[n]])
 
 
@@ -136,8 +133,8 @@ def test_padding_changes_nothing(impl: str):
         weights=torch.cat([plain.weights, padded.weights[count:]]),
         block_keys=plain.block_keys,
     )
-    chosen, pool = select(padded, case, impl)
-    expected, expected_pool = select(plain, case, impl)
+    chosen, pool = select(padded, impl)
+    expected, expected_pool = select(plain, impl)
     assert torch.equal(chosen[:count], expected)
     assert (chosen[count:] == -1).all()
     assert_same_bits(pool, expected_pool)
@@ -148,7 +145,7 @@ def test_rows_may_lie_apart(impl: str):
     inputs = make_inputs(case)
     gated = torch.cat([inputs.q, torch.full_like(inputs.q, torch.nan)], 2)[..., :128]
     apart = replace(inputs, q=gated, keys=rows_apart(inputs.keys))
-    assert torch.equal(select(apart, case, impl)[0], select(inputs, case, impl)[0])
+    assert torch.equal(select(apart, impl)[0], select(inputs, impl)[0])
 
 
 # ---- the op as the compiler sees it ----------------------------------------------------------

@@ -43,12 +43,12 @@ def test_in_the_interpreter(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, dtype: torch.dtype):
-    case, inputs = CASES[name], make_inputs(CASES[name], dtype=dtype)
-    options = {"block_size": case.block_size, "top_k": case.top_k}
-    args, moved = inputs.args(), on_device(inputs)
-    expected = reference.select_blocks(*args, **options)
+    inputs = make_inputs(CASES[name], dtype=dtype)
+    options = {"block_size": inputs.block_size, "top_k": inputs.top_k}
+    oracle, moved = inputs.fresh(), on_device(inputs)
+    expected = reference.select_blocks(oracle)
     assert torch.equal(select_blocks(*moved, **options, impl="triton").cpu(), expected)
-    assert torch.equal(moved[3].cpu().view(torch.uint8), args[3].view(torch.uint8))
+    assert torch.equal(moved[3].cpu().view(torch.uint8), oracle.block_keys.view(torch.uint8))
 
 
 def on_device(inputs: Inputs) -> list[Tensor | None]:
@@ -83,15 +83,17 @@ def record_launches(
     projected = torch.empty(num_tokens, 5, 128, dtype=dtype, device="meta")
     with launches_on(target) as launches:
         _triton.select_blocks(
-            projected[:, :4],
-            projected[:, 4],
-            None,
-            projected.new_empty(4096, 4, 128),
-            index[: num_seqs + 1],
-            index[:num_seqs],
-            torch.empty(num_seqs, num_kept // 16, dtype=torch.int32, device="meta"),
-            index[:num_tokens],
-            block_size=4,
-            top_k=512,
+            Inputs(
+                q=projected[:, :4],
+                keys=projected[:, 4],
+                weights=None,
+                block_keys=projected.new_empty(4096, 4, 128),
+                cu_seqlens=index[: num_seqs + 1],
+                seq_lens=index[:num_seqs],
+                page_table=torch.empty(num_seqs, num_kept // 16, dtype=torch.int32, device="meta"),
+                slot_mapping=index[:num_tokens],
+                block_size=4,
+                top_k=512,
+            )
         )
     return launches
