@@ -3,7 +3,7 @@
 A kernel has a C interface and includes no torch header: it compiles in seconds.
 It uses OpenMP, and must share torch's own runtime: two OpenMP runtimes in a process keep two
 thread pools that fight over the same cores. So ``-fopenmp`` is given to the compiler but not to
-the linker, and the ``GOMP_*`` symbols resolve against the library that torch has loaded globally.
+the linker, and the ``GOMP_*`` symbols resolve against the library that torch has loaded.
 A wheel for one platform brings kernels that are built already (wheel.py), for the kinds of CPU of
 targets.py: they are taken as long as they were built from the sources that lie here.
 """
@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -58,6 +59,7 @@ _INSTRUCTIONS = re.compile(
     r"|ARM_FEATURE_\w+?)(?:__)? ",
     re.MULTILINE,
 )
+_OPENMP = "libgomp.so.1"
 _OTHER_FOLDER = "set TORCH_HYBRID_CACHE to a writable folder"
 _PATIENCE = 30.0  # seconds, of which a build takes up to twelve
 
@@ -81,12 +83,21 @@ def load_library(name: str, source: Path) -> ctypes.CDLL:
         BuildError: there is no compiler, it failed, or the result does not load.
     """
     library = library_of(name, source)
+    _show_openmp()
     try:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"{library} does not load: {error}") from error
     _LOADED[key_of_source(name, source)] = library
     return loaded
+
+
+@cache
+def _show_openmp() -> None:
+    """Make the OpenMP runtime of torch visible to kernels: on Arm, torch loads it for itself."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # it has another name: the probe tells
+            ctypes.CDLL(_OPENMP, mode=os.RTLD_NOLOAD | os.RTLD_NOW | os.RTLD_GLOBAL)
 
 
 def library_of(name: str, source: Path) -> Path:

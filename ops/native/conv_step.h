@@ -45,28 +45,34 @@ TH_INLINE void load_taps(const T* weight, int n, f32x16 (&taps)[W]) {
   for (int w = 0; w < W; ++w) taps[w] = load(columns[w]);
 }
 
-// The same of whole vectors of four taps, by shuffles.
-template <typename T>
-TH_INLINE void load_four_taps(const T* weight, f32x16 (&taps)[4]) {
-  f32x16 x[4];
-  for (int i = 0; i < 4; ++i) x[i] = load(weight + i * LANES);
-  const f32x16 even[2] = {every_second<false>(x[0], x[1]), every_second<false>(x[2], x[3])};
-  const f32x16 odd[2] = {every_second<true>(x[0], x[1]), every_second<true>(x[2], x[3])};
-  taps[0] = every_second<false>(even[0], even[1]);
-  taps[1] = every_second<false>(odd[0], odd[1]);
-  taps[2] = every_second<true>(even[0], even[1]);
-  taps[3] = every_second<true>(odd[0], odd[1]);
+// taps[w * STEP] = every N-th number of x from the w-th on: of whole vectors, by shuffles in registers.
+template <int N, int STEP = 1>
+TH_INLINE void split_taps(const f32x16 (&x)[N], f32x16* taps) {
+  if constexpr (N == 1) {
+    taps[0] = x[0];
+  } else {
+    f32x16 even[N / 2], odd[N / 2];
+    for (int i = 0; i < N / 2; ++i) {
+      even[i] = every_second<false>(x[2 * i], x[2 * i + 1]);
+      odd[i] = every_second<true>(x[2 * i], x[2 * i + 1]);
+    }
+    split_taps<N / 2, 2 * STEP>(even, taps);
+    split_taps<N / 2, 2 * STEP>(odd, taps + STEP);
+  }
 }
 
 // The filters of n <= LANES channels from `channel` on.
 template <int W, typename T, typename Call>
 TH_INLINE void load_filters(const Call& call, int64_t channel, int n, f32x16 (&taps)[W]) {
   const T* weight = (const T*)call.conv_weight + channel * W;
-  if constexpr (W == 4) {
-    n == LANES ? load_four_taps(weight, taps) : load_taps<W>(weight, n, taps);
-  } else {
-    load_taps<W>(weight, n, taps);
+  if constexpr (W <= SUMS && (W & (W - 1)) == 0) {
+    if (n == LANES) {
+      f32x16 x[W];
+      for (int i = 0; i < W; ++i) x[i] = load(weight + i * LANES);
+      return split_taps(x, taps);
+    }
   }
+  load_taps<W>(weight, n, taps);
 }
 
 // What they make of the channels' inputs input(w), the oldest first.

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.parallel.processes import FORKSERVER
 from torch_hybrid.ops.core.capability import Capability, Implementation
@@ -20,6 +21,7 @@ from torch_hybrid.ops.native import BuildError, ahead, build, compiler_missing, 
 from torch_hybrid.ops.native.ahead import build_ahead
 
 needs_compiler = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
+OPENMP = Path(torch.__file__).with_name("lib") / "libgomp.so.1"
 ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() {{ return {}; }}\n'
 
 
@@ -306,3 +308,25 @@ print(*files, sep="\\n")
 def test_the_thread_count_is_the_callers(num_threads: int) -> None:
     probe: ctypes.CDLL = load_library("probe", build.HEADERS / "probe.cpp")
     assert probe.th_probe(num_threads) == num_threads
+
+
+# Torch as it is on Arm: its OpenMP runtime is loaded, and visible to nobody else.
+HIDDEN_OPENMP = """
+import ctypes, importlib.util, sys, types
+from pathlib import Path
+runtime, path = map(Path, sys.argv[1:])
+ctypes.CDLL(str(runtime))
+sys.modules["torch"] = types.ModuleType("torch")
+spec = importlib.util.spec_from_file_location("build", path)
+build = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(build)
+print(build.load_library("probe", path.with_name("probe.cpp")).th_probe(2))
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(not OPENMP.exists(), reason="torch has another OpenMP runtime")
+def test_a_runtime_that_torch_loads_for_itself_serves_kernels(cache_folder: Path) -> None:
+    command = [sys.executable, "-c", HIDDEN_OPENMP, str(OPENMP), build.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["2"], done.stderr

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,12 +43,17 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def libraries() -> Iterator[list[Path]]:
-    """Build all kernels for AVX2, as many at once as there are cores."""
+def libraries(march: str) -> list[Path]:
+    """Build all kernels for a target, as many at once as there are cores."""
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(os.cpu_count()) as threads:
-        patch.setenv(MARCH, AVX2)
-        yield list(threads.map(lambda source: library_of(source.parent.name, source), sources()))
+        patch.setenv(MARCH, march)
+        return list(threads.map(lambda source: library_of(source.parent.name, source), sources()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built_for_avx2() -> None:
+    """Tests in other processes find them in the cache."""
+    libraries(AVX2)
 
 
 def run_tests(*arguments: str) -> None:
@@ -76,8 +80,9 @@ def test_models_keep_the_bits_of_a_token_alone() -> None:
 
 
 @pytest.mark.skipif(objdump_missing(), reason="no objdump")
-def test_hot_loops_hold_their_sums_in_registers(libraries: list[Path]) -> None:
+@pytest.mark.parametrize("march", [AVX2, "native"])
+def test_hot_loops_hold_their_sums_in_registers(march: str) -> None:
     """A vector of two registers once lay in memory: 751 moves for 70 multiply-adds."""
-    loops = [loop for library in libraries for loop in hot_loops(library)]
+    loops = [loop for library in libraries(march) for loop in hot_loops(library)]
     assert len(loops) > 100
     assert [loop for loop in loops if loop.ratio > MOST] == []
