@@ -275,7 +275,8 @@ class Runner(Shown):
                 n-gram embeddings still read the ids of such tokens.
 
         Returns:
-            [N, vocab_size] in the order of ``seqs``, or [T, vocab_size] for "all".
+            [N, vocab_size] in the order of ``seqs``, or [T, vocab_size] for "all". They carry no
+            gradient: a loss of them is one of a frozen model. The transformers model itself trains.
 
         Raises:
             TypeError: tokens are no integers.
