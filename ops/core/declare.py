@@ -30,6 +30,7 @@ import linecache
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import wraps
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -66,7 +67,8 @@ R = TypeVar("R")
 class Op:
     """Arguments of one call of an op; subclasses declare them as fields.
 
-    ``impl`` names the implementation that computes it.
+    ``impl`` names the implementation that computes it. A launcher may hand its value on to another
+    implementation: ``scale(x, impl="torch")``.
     """
 
     impl: str = field(kw_only=True)
@@ -94,8 +96,10 @@ class StatefulOp(Op):
         state_indices: Tensor
 
     def check_indices(self) -> None:
-        """Raise ValueError unless sequences are among the rows of the first field, their slots are
-        in the pool, and none starts from a slot that another one writes."""
+        """Raise ValueError unless sequences are among the rows of the first field, slots in the pool.
+
+        No sequence may start from a slot that another one writes.
+        """
         _, first, *_ = fields(self)
         check_state_indices(
             self.cu_seqlens,
@@ -374,7 +378,20 @@ class Declaration:
         function: Callable[..., Any] = compile_function("\n".join(lines), self.name, scope)
         function.__doc__, function.__module__ = self.cls.__doc__, self.cls.__module__
         function.__annotations__ = {name: _bare(hint) for name, hint in self._hints.items()}
-        return function
+
+        @wraps(function)
+        def call(*args: Any, **named: Any) -> Any:
+            if args and isinstance(args[0], self.cls):
+                return overload(*self._values(args[0]), **self._named(args[0]), **named)
+            return function(*args, **named)
+
+        return call
+
+    def _values(self, given: Op) -> list[Any]:
+        return [getattr(given, each.name) for each in self._fields if not each.kw_only]
+
+    def _named(self, given: Op) -> dict[str, Any]:
+        return {each.name: getattr(given, each.name) for each in self._fields if each.kw_only}
 
     def _checks(self) -> Iterator[str]:
         """Write the checks, one comparison a line: shapes first, then dtypes, then layouts."""

@@ -20,6 +20,7 @@ from torch_hybrid.graphs.passes.schedule import Stage
 from torch_hybrid.graphs.passes.side_stream import mixers_on_side_stream
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.declare import Declaration, Op
 
 pytestmark = pytest.mark.slow
 SIZES = {"max_seqs": 6, "max_tokens": 160, "kv_tokens": 800}
@@ -145,7 +146,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         name = implementation.launcher.rpartition(":")[2].removesuffix("_with_lse")
 
         def call(*args: object, **options: object) -> object:
-            offsets = [a for a in args if isinstance(a, Tensor) and a.dtype is torch.int32]
+            given = args[0]
+            tensors = (
+                (getattr(given, name) for name in Declaration(type(given)).kinds)
+                if isinstance(given, Op)
+                else args
+            )
+            offsets = [a for a in tensors if isinstance(a, Tensor) and a.dtype is torch.int32]
             if offsets:
                 made.append((name, offsets[0].data_ptr()))
             return launch(*args, **options)

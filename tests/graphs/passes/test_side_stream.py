@@ -97,12 +97,12 @@ def test_the_text_of_the_pass():
     assert_expected_inline(
         re.sub(r"\((\w+), [^\[\]\n]*\)", r"(\1, ...)", changed),
         """\
--a out = torch.ops.torch_hybrid.causal_conv1d.default(tensor_2, ...)
-+a out = torch.ops.torch_hybrid.causal_conv1d.on_side_stream(tensor_2, ...)
-+a join_side_stream_default = torch.ops.torch_hybrid.join_side_stream.default([out])
--a out_1 = torch.ops.torch_hybrid.causal_conv1d.default(tensor_5, ...)
-+a out_1 = torch.ops.torch_hybrid.causal_conv1d.on_side_stream(tensor_5, ...)
-+a join_side_stream_default_1 = torch.ops.torch_hybrid.join_side_stream.default([out_1])""",
+-a causal_conv1d_default = torch.ops.torch_hybrid.causal_conv1d.default(linear, ...)
++a causal_conv1d_default = torch.ops.torch_hybrid.causal_conv1d.on_side_stream(linear, ...)
++a join_side_stream_default = torch.ops.torch_hybrid.join_side_stream.default([causal_conv1d_default])
+-a x_1 = torch.ops.torch_hybrid.causal_conv1d.default(add, ...)
++a x_1 = torch.ops.torch_hybrid.causal_conv1d.on_side_stream(add, ...)
++a join_side_stream_default_1 = torch.ops.torch_hybrid.join_side_stream.default([x_1])""",
     )
 
 

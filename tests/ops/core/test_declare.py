@@ -124,6 +124,12 @@ def test_values_and_mutation():
     assert state[3].unique().tolist() == [2.0]
 
 
+def test_a_launcher_hands_its_value_on():
+    value = DeclaredSum(**given(impl="mine", sign="minus"))  # type: ignore[arg-type]
+    out = declared_sum(value, impl="torch")  # type: ignore[call-arg,arg-type]
+    assert torch.equal(out, torch.full((3, 5), -2.0))
+
+
 @pytest.mark.parametrize("option", [{}, {"sign": "minus"}, {"gate": torch.ones(3, 5)}])
 def test_opcheck(option: dict[str, object]):
     values = given(x=torch.ones(3, 5), **option)

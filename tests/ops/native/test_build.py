@@ -317,6 +317,9 @@ from pathlib import Path
 runtime, path = map(Path, sys.argv[1:])
 ctypes.CDLL(str(runtime))
 sys.modules["torch"] = types.ModuleType("torch")
+for name, folder in (("", path), (".ops", path.parents[1]), (".ops.native", path.parent)):
+    package = sys.modules[f"torch_hybrid{name}"] = types.ModuleType(f"torch_hybrid{name}")
+    package.__path__ = [str(folder)]
 spec = importlib.util.spec_from_file_location("build", path)
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
