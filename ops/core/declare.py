@@ -96,7 +96,7 @@ class StatefulOp(Op):
         state_indices: Tensor
 
     def check_indices(self) -> None:
-        """Raise ValueError unless sequences are among the rows of the first field, slots in the pool.
+        """Raise ValueError unless sequences are among the rows of the first field, slots in a pool.
 
         No sequence may start from a slot that another one writes.
         """
