@@ -95,11 +95,11 @@ def test_the_text_of_the_pass():
     [record] = apply_passes(traced.module, [Pass("beside", on_a_cpu, keep_text=True)])
     changed = "\n".join(line for line in record.diff().splitlines() if line[:2] in ("+a", "-a"))
     assert_expected_inline(
-        re.sub(r"\((\w+), [^\[\]\n]*\)", r"(\1, ...)", changed),
+        re.sub(r"\((\w+), [^\[\]\n]*\)", r"(\1, ...)", changed).replace("conv1d_default", "conv"),
         """\
--a causal_conv1d_default = torch.ops.torch_hybrid.causal_conv1d.default(linear, ...)
-+a causal_conv1d_default = torch.ops.torch_hybrid.causal_conv1d.on_side_stream(linear, ...)
-+a join_side_stream_default = torch.ops.torch_hybrid.join_side_stream.default([causal_conv1d_default])
+-a causal_conv = torch.ops.torch_hybrid.causal_conv1d.default(linear, ...)
++a causal_conv = torch.ops.torch_hybrid.causal_conv1d.on_side_stream(linear, ...)
++a join_side_stream_default = torch.ops.torch_hybrid.join_side_stream.default([causal_conv])
 -a x_1 = torch.ops.torch_hybrid.causal_conv1d.default(add, ...)
 +a x_1 = torch.ops.torch_hybrid.causal_conv1d.on_side_stream(add, ...)
 +a join_side_stream_default_1 = torch.ops.torch_hybrid.join_side_stream.default([x_1])""",
