@@ -191,7 +191,7 @@ class Returns(Generic[R]):
     Attributes:
         like: fields whose shapes and dtypes the tensors have; empty where ``fake`` makes them.
         fake: makes empty tensors of the right shapes and dtypes from an instance of the op.
-        num_tensors: how many there are; 0 is None.
+        num_tensors: how many there are.
     """
 
     like: tuple[str, ...] = ()
@@ -326,7 +326,7 @@ class Declaration:
             return f"Tensor{mark}{'?' * (each.name in self.optional)} {each.name}{default}"
 
         positional, before, after = (map(declared, part) for part in self._ordered())
-        result = ["()", "Tensor", "(Tensor, Tensor)"][returns.num_tensors]
+        result = ["Tensor", "(Tensor, Tensor)"][returns.num_tensors - 1]
         arguments = ", ".join([*positional, "*", *before, "str impl", *after])
         return f"{self.name}({arguments}) -> {result}"
 
