@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("other", type=Path, nargs="?")
-    parser.add_argument("--compiled", nargs="+", default=[], choices=sorted(BUILDERS) + ["all"])
+    parser.add_argument("--compiled", nargs="+", default=[], choices=[*sorted(BUILDERS), "all"])
     parser.add_argument("--forms", nargs="+", default=["plain"], choices=FORMS)
     options = parser.parse_args()
     found = {}
