@@ -30,13 +30,17 @@ import torch.multiprocessing
 from torch import Tensor
 
 import torch_hybrid as th
-from benchmarks import models, side_stream
+from benchmarks import models
 from benchmarks.cuda_graphs import milliseconds
 from examples.slow_link import LinkedGroup, Message, hidden_share, linked_group
 from torch_hybrid.backends.mode import Mode
+from torch_hybrid.caches.sequence import Sequence
 
 NUM_SEQS = 4
 VOCAB_SIZE = 256
+PREFILLS = (1024, 2048, 4096, 8192)  # tokens of a step on GPUs
+DECODES = (64, 128, 256, 512)  # sequences
+CONTEXT = 1024  # tokens of each sequence that decodes
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,7 @@ def run_on_gpus(rank: int, store: str, args: argparse.Namespace) -> None:
     make = (
         partial(prefill_runner, model, max(args.tokens))
         if args.prefill_only
-        else partial(side_stream.make_runner, model)
+        else partial(full_runner, model)
     )
     runners = {name: make(two_batch_overlap=name) for name in ("off", "on")}
     steps = {
@@ -224,19 +228,59 @@ def prefill_runner(model: th.HybridModel, max_tokens: int, **options: Any) -> th
     )
 
 
+def full_runner(model: th.HybridModel, **options: Any) -> th.Runner:
+    """A warm runner with room for all steps."""
+    runner = th.Runner(
+        model,
+        max_seqs=DECODES[-1],
+        max_tokens=PREFILLS[-1],
+        kv_tokens=DECODES[-1] * (CONTEXT + 64),
+        **options,
+    )
+    runner.warm_up()
+    return runner
+
+
+def prefill_step(runner: th.Runner, num_tokens: int, num_prompts: int = 4) -> Callable[[], Tensor]:
+    """One step of fresh prompts, so many tokens together; it returns logits."""
+    prompt = [7 * i % 251 for i in range(num_tokens // num_prompts)]
+
+    def run() -> Tensor:
+        seqs = runner.new_sequences(num_prompts)
+        logits = runner.extend(seqs, [prompt] * num_prompts)
+        runner.free(seqs)
+        return logits
+
+    return run
+
+
+def make_context(runner: th.Runner) -> list[Sequence]:
+    """As many sequences as decode at most, each with its context."""
+    seqs = runner.new_sequences(DECODES[-1])
+    prompt = [7 * i % 251 for i in range(CONTEXT)]
+    for first in range(0, len(seqs), 8):
+        runner.extend(seqs[first : first + 8], [prompt] * 8)
+    return seqs
+
+
+def decode_step(runner: th.Runner, seqs: list[Sequence], count: int) -> Callable[[], Tensor]:
+    """One decode step of the first ``count`` of ``seqs``; it returns logits."""
+    return lambda: runner.extend(seqs[:count], [[1]] * count)
+
+
 def gpu_steps(
     runner: th.Runner, tokens: list[int], *, prefill_only: bool
 ) -> dict[str, Callable[[], Tensor]]:
     """By name."""
-    prefills = {f"prefill {n} tokens": side_stream.prefill(runner, n) for n in tokens}
+    prefills = {f"prefill {n} tokens": prefill_step(runner, n) for n in tokens}
     if prefill_only:
         return prefills
-    context = cache(lambda: side_stream.make_context(runner))  # once prefills need no sequences
+    context = cache(lambda: make_context(runner))  # once prefills need no sequences
 
     def decode(count: int) -> Tensor:
-        return side_stream.decode(runner, context(), count)()
+        return decode_step(runner, context(), count)()
 
-    decodes = {f"decode {n} sequences": partial(decode, n) for n in side_stream.DECODES}
+    decodes = {f"decode {n} sequences": partial(decode, n) for n in DECODES}
     return prefills | decodes
 
 
@@ -255,7 +299,7 @@ def main() -> None:
     args = parser.parse_args()
     on_gpus = args.device == "cuda"
     args.dim = args.dim or (4096 if on_gpus else 256)
-    args.tokens = args.tokens or (side_stream.PREFILLS if on_gpus else [256, 512, 1024, 2048])
+    args.tokens = args.tokens or (PREFILLS if on_gpus else [256, 512, 1024, 2048])
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         job = run_on_gpus if on_gpus else run

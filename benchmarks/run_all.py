@@ -68,7 +68,6 @@ TRAITS = {
     "rg_lru": _TIMED,
     "selective_scan": _TIMED,
     "serve": _OF_STEPS,
-    "side_stream": Traits(quick=("--layers", "2"), has_options=True, needs_cuda=True),
     "speculation": _OF_STEPS,
     "spills": Traits(quick=("--march", "x86-64-v3", "--only", "rg_lru")),
     "ssd": _TIMED,

@@ -20,12 +20,11 @@ The life of a step, and where each part of it stands:
       |    layers_once          Dynamo traces make_step (step) with the first layers alone
       |    compile              StepBackend takes the graph through
       |      instantiate          copies of those layers for all others
-      |      passes               merge_linears, two halves interleaved (schedule, marks), mixers
-      |                           on a second stream (side_stream), routers and other choices of
-      |                           the largest (own_routers, own_top_k), products of many small
-      |                           matrices (narrow_products), and those that give each row the bits
-      |                           that it has alone (row_products, row_sums, ordered_sums); values
-      |                           stay up to date
+      |      passes               merge_linears, two halves interleaved (schedule, marks), routers
+      |                           and other choices of the largest (own_routers, own_top_k),
+      |                           products of many small matrices (narrow_products), and those that
+      |                           give each row the bits that it has alone (row_products, row_sums,
+      |                           ordered_sums); values stay up to date
       |      regions              cut into regions, of which each distinct one is compiled by
       |                           Inductor (compile_region, keep_order, fixed_arithmetic), and none
       |                           may copy a pool (clone_check)

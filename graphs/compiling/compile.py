@@ -35,7 +35,6 @@ from torch_hybrid.graphs.passes.schedule import (
     opaque_ops,
     read_schedule,
 )
-from torch_hybrid.ops.core.side_stream import JOIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +179,7 @@ def _inductor_options(
     schedule: Sequence[Stage], planned: Sequence[str]
 ) -> AbstractContextManager[Any]:
     """Choose the order of a region's ops: the graph's if a pass has set one, or Inductor's own."""
-    if not schedule and JOIN not in planned:
+    if not schedule:
         return nullcontext()
     from torch_hybrid.graphs.passes.keep_order import keep_order
 

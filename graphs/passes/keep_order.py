@@ -12,7 +12,6 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.virtualized import V
 
 from torch_hybrid.graphs.passes.marks import half_of, stage_of
-from torch_hybrid.ops.core.side_stream import JOIN
 
 
 class KeepHalves(InductorChoices):
@@ -79,16 +78,10 @@ KEEP_ORDER: dict[str, Any] = {
 }
 
 
-# Inductor reuses a buffer after the last call that reads it. That is too early for an op that the
-# call only starts, on the side stream.
-KEEP_BUFFERS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
-
-
 @contextmanager
 def keep_order(planned: Sequence[str]) -> Iterator[None]:
     """Make Inductor compile a scheduled graph in its order; ``planned`` are its opaque ops."""
     # Inductor reads the option once for a thread, at its first graph; a plain graph may have come
     # before. So the handler is set, too; the option is there for the cache's key.
-    options = KEEP_ORDER | (KEEP_BUFFERS if JOIN in planned else {})
-    with torch._inductor.config.patch(options), V.set_choices_handler(KeepHalves()):
+    with torch._inductor.config.patch(KEEP_ORDER), V.set_choices_handler(KeepHalves()):
         yield

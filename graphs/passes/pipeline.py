@@ -19,7 +19,6 @@ from torch_hybrid.graphs.passes.narrow_products import narrow_products
 from torch_hybrid.graphs.passes.own_routers import own_routers
 from torch_hybrid.graphs.passes.own_top_k import own_top_k
 from torch_hybrid.graphs.passes.schedule import interleave_halves
-from torch_hybrid.graphs.passes.side_stream import mixers_on_side_stream
 from torch_hybrid.graphs.passes.values import refresh_values
 
 
@@ -37,7 +36,6 @@ class Pass:
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
     Pass("merge_linears", merge_linears),
-    Pass("mixers_on_side_stream", mixers_on_side_stream),
     Pass("interleave_halves", interleave_halves),
     Pass("own_routers", own_routers),
     Pass("own_top_k", own_top_k),

@@ -7,9 +7,8 @@ rank. A graph that cannot be scheduled so is an error; one without halves stays 
 
     sizes alone                         -> first
     nodes of half 0, nodes of half 1    -> cut into stages, both alike:
-        after each start of a collective or of an op on the side stream (its wait begins a later
-        stage); where there is none, where matrix products and mixers (attention, recurrences) take
-        turns;
+        after each start of a collective (its wait begins a later stage); where there is none,
+        where matrix products and mixers (attention, recurrences) take turns;
         nowhere between two uses of one pool
     stages of half 0: a0 a1 a2, of half 1: b0 b1 b2
         offset 0: a0 b0 a1 b1 a2 b2     what one half started beside what the other computes
@@ -35,7 +34,6 @@ from torch.utils import _pytree as pytree
 from torch_hybrid.graphs.passes.marks import clear_marks, half_of, set_stage, stage_of
 from torch_hybrid.graphs.passes.mutation import storages, written_nodes
 from torch_hybrid.ops.core.registration import NAMESPACE
-from torch_hybrid.ops.core.side_stream import OVERLOAD
 from torch_hybrid.ops.linear.op import linear
 from torch_hybrid.ops.top_k.op import TOP_K
 
@@ -104,7 +102,7 @@ def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
     sizes = sizes_alone(nodes)
     halves = [[n for n in nodes if half_of(n) == k and n not in sizes] for k in HALVES]
     shared = pools_of(nodes)
-    has_starts = any(_starts(node) for half in halves for node in half)
+    has_starts = any(is_collective_start(node) for half in halves for node in half)
     stages = [_cut(half, shared, has_starts) for half in halves]
     _check_alike(stages)
     if offset is None:
@@ -174,13 +172,7 @@ def is_collective_start(node: Node) -> bool:
     return namespace == _COLLECTIVES and name != "wait_tensor"
 
 
-def _starts(node: Node) -> bool:
-    """Tell whether a node starts an asynchronous op: a collective, or an op on the side stream."""
-    beside = isinstance(node.target, OpOverload) and node.target._overloadname == OVERLOAD
-    return beside or is_collective_start(node)
-
-
-def last_mixers(half: Sequence[Node]) -> list[int]:
+def _last_mixers(half: Sequence[Node]) -> list[int]:
     """Find the places of the last mixer op before each matrix product."""
     found: list[int] = []
     last: int | None = None
@@ -229,7 +221,7 @@ def _cut(half: Sequence[Node], shared: set[int], after_starts: bool) -> list[lis
 
 
 def _after_starts(half: Sequence[Node]) -> list[int]:
-    return [i + 1 for i, node in enumerate(half) if _starts(node)]
+    return [i + 1 for i, node in enumerate(half) if is_collective_start(node)]
 
 
 def _between_kinds(half: Sequence[Node]) -> list[int]:
@@ -238,7 +230,7 @@ def _between_kinds(half: Sequence[Node]) -> list[int]:
     A cut stands before the first mixer op after a product, and after the last one before the next
     product. Norms and gates between these belong to the products: Inductor fuses them there.
     """
-    cuts = [last + 1 for last in last_mixers(half)]
+    cuts = [last + 1 for last in _last_mixers(half)]
     in_mixer = False
     for i, node in enumerate(half):
         if _is_mixer(node) and not in_mixer:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch_hybrid.ops.core.autograd import register_without_backward
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.flops import FORMULAS, register_formula
-from torch_hybrid.ops.core.side_stream import OVERLOAD, on_side_stream
 
 NAMESPACE = "torch_hybrid"
 # Every op's implementations by its name, entered once when its module is imported.
@@ -31,9 +30,7 @@ def define_op(
     fake: Callable[..., Any] | None = None,
     pack: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
-    """Register ``signature``, whose last argument is ``str impl``, and return its default overload.
-
-    The other overload starts the op on the side stream; see ``ops.side_stream``.
+    """Register ``signature``, whose last argument is ``str impl``, and return its overload.
 
     Args:
         signature: ``name(args) -> returns``; every mutated tensor is marked ``Tensor(a!)``.
@@ -59,11 +56,10 @@ def define_op(
         return out[0] if returns_one and isinstance(out, tuple) else out
 
     REGISTERED[name] = implementations
-    for qualified, kernel in ((name, launch), (f"{name}.{OVERLOAD}", on_side_stream(launch))):
-        _LIBRARY.define(signature.replace(name, qualified, 1), tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(qualified, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_LIBRARY)
-        register_without_backward(_LIBRARY, qualified, kernel)
+    _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, launch, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    register_without_backward(_LIBRARY, name, launch)
     op = getattr(getattr(torch.ops, NAMESPACE), name)
     if name in FORMULAS:
         register_formula(op, name)

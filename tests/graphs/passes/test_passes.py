@@ -228,7 +228,6 @@ def test_switched_off_by_name():
     names = [graph_pass.name for graph_pass in DEFAULT_PASSES]
     assert names == [
         "merge_linears",
-        "mixers_on_side_stream",
         "interleave_halves",
         "own_routers",
         "own_top_k",

@@ -33,7 +33,6 @@ from torch_hybrid.graphs.compiling.compile import CompileLog, StepBackend, compi
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, apply_passes
 from torch_hybrid.graphs.passes.marks import half_of, in_half
 from torch_hybrid.graphs.passes.schedule import Stage, interleave_halves, read_schedule
-from torch_hybrid.graphs.passes.side_stream import mixers_on_side_stream
 from torch_hybrid.models.adapt import adapt
 
 # Every kind of mixer, alone in its layer and beside another, experts, and layers of feed-forward
@@ -140,8 +139,7 @@ def test_values_are_bitwise_those_of_the_order_as_traced(family: str, lengths: l
     traced = trace_model(adapt(make_model(family, **FEWEST_LAYERS[family])), lengths)
     expected, expected_inputs = traced.run()
     scheduled = [[Pass("", partial(interleave_halves, offset=offset))] for offset in (0, 1, 3)]
-    beside = Pass("", partial(mixers_on_side_stream, devices=("cpu",)))
-    for passes in (*scheduled, [beside, Pass("", interleave_halves)]):
+    for passes in scheduled:
         before = [node.name for node in traced.module.graph.nodes]
         apply_passes(traced.module, passes)
         assert [node.name for node in traced.module.graph.nodes] != before
