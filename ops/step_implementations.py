@@ -26,7 +26,7 @@ def step_implementations(
         op: its name, and that of its folder.
         limits: sizes that the Triton form takes at most.
         has_invariant: whether there is a Triton form that gives a token the bits that it has in any
-            call: ``invariant_<op>``, beside the other.
+            call: the launcher's with ``is_invariant``.
     """
     folder = f"torch_hybrid.ops.{op}"
     on_gpu = Capability(
@@ -53,7 +53,8 @@ def step_implementations(
     if has_invariant:
         forms["triton_invariant"] = Implementation(
             capability=replace(on_gpu, features=EXTEND | NO_STORE | {BATCH_INVARIANT}),
-            launcher=f"{folder}._triton:invariant_{op}",
+            launcher=f"{folder}._triton:{op}",
+            options={"is_invariant": True},
         )
     forms["torch"] = Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), features=VERIFY),

@@ -57,8 +57,8 @@ from torch_hybrid.ops.core.registration import (
     define_op,
 )
 from torch_hybrid.ops.core.state_bounds import check_state_indices
+from torch_hybrid.ops.native import cpu_tuning
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.native.cpu_tuning import tuning
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -376,18 +376,21 @@ class Declaration:
             f"{each.name}={each.name}" if each.kw_only else each.name for each in self._fields
         )
         lines = [f"def {self.name}({parameters}):"]
-        if self.cls.check_form is not Op.check_form:
-            lines += [f"    cls({passed}, impl=impl).check_form()"]
+        own = {name for name, method in _CHECKS.items() if getattr(self.cls, name) is not method}
+        if own:
+            lines += [f"    _given = cls({passed}, impl=impl)"]
+        if "check_form" in own:
+            lines += ["    _given.check_form()"]
         if known["floats"]:
             fail = f"fail_floats('{self.floating}', {self.floating})"
             lines += [f"    if {self.floating}.dtype not in floats: {fail}"]
         lines += self._checks()
-        if self.cls.check is not Op.check:
-            lines += [f"    cls({passed}, impl=impl).check()"]
+        if "check" in own:
+            lines += ["    _given.check()"]
         sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
         wanted = f"dtype={self.floating}.dtype"
-        if self.cls.features is not Op.features:
-            wanted += f", features=cls({passed}, impl=impl).features()"
+        if "features" in own:
+            wanted += ", features=_given.features()"
         lines += [
             f"    check_impl(impl, implementations, {self.first}.device, {{{sizes}}}, {wanted})",
             f"    return op({passed}, impl=impl)",
@@ -511,7 +514,7 @@ def cpp_launcher(
     special = {
         "is_bf16": f"x.{declaration.floating}.dtype is bf16",
         "num_threads": "num_threads()",
-        "state_streams": f"tuning(x.{declaration.floating}.dtype).state_streams",
+        "state_streams": f"cpu_tuning.tuning(x.{declaration.floating}.dtype).state_streams",
         **(values or {}),
     }
 
@@ -543,7 +546,7 @@ def cpp_launcher(
         f"    return {', '.join(results)}",
     ]
     scope = {"run": run, "bf16": torch.bfloat16, "float32": torch.float32, "make": out}
-    scope |= {"num_threads": torch.get_num_threads, "tuning": tuning}
+    scope |= {"num_threads": torch.get_num_threads, "cpu_tuning": cpu_tuning}
     return compile_function("\n".join(lines), declaration.name, scope)
 
 
@@ -576,6 +579,7 @@ def _fail_last_dim(name: str, x: Tensor) -> None:
     raise ValueError(f"{name} must have a contiguous last dim, got {x.stride()}")
 
 
+_CHECKS = {"check_form": Op.check_form, "check": Op.check, "features": Op.features}
 _SCOPE: dict[str, Any] = {
     "torch": torch,
     "check_shapes": check_shapes,

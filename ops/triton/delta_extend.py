@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from torch_hybrid.ops.delta_step import StepTensors
+from torch_hybrid.ops.delta_step import DeltaStep
 from torch_hybrid.ops.triton.conv_step import convolve, inputs_before, leave_inputs, taps
 from torch_hybrid.ops.triton.delta_step import (
     PIECE,
@@ -41,9 +41,8 @@ _WALKED_TOKENS = 16
 _UNROLLED = 2
 
 
-def launch_extend(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
-    """Run a step on the tensors of its op, whose sequences have any number of tokens."""
-    x = StepTensors(*tensors)  # type: ignore[arg-type]
+def launch_extend(x: DeltaStep, rule: Rule) -> Tensor:
+    """Run a step whose sequences have any number of tokens."""
     num_seqs, num_tokens = x.state_indices.shape[0], x.qkv.shape[0]
     _, num_v_heads, head_dim_v, head_dim_k = x.state.shape
     out = torch.empty_like(x.z, memory_format=torch.contiguous_format)
@@ -71,7 +70,7 @@ def launch_extend(*tensors: Tensor | None, activation: str, rule: Rule) -> Tenso
         x.cu_seqlens,
         x.initial_indices,
         prepared,
-        rule.scale,
+        x.scale,
         rule.beta_scale,
         rule.lower_bound,
         num_seqs,
@@ -82,7 +81,7 @@ def launch_extend(*tensors: Tensor | None, activation: str, rule: Rule) -> Tenso
         HEADS=num_heads,
         BLOCK=block,
         BLOCK_HEADS=triton.next_power_of_2(num_v_heads),
-        SILU=activation == "silu",
+        SILU=x.activation == "silu",
         EARLY=early,
         num_warps=1,
         enable_fp_fusion=False,

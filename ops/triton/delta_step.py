@@ -13,7 +13,7 @@ first launch to the second: q and k convolved and normed, v convolved, the step 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from torch_hybrid.ops.delta_step import StepTensors
+from torch_hybrid.ops.delta_step import DeltaStep
 from torch_hybrid.ops.triton.conv_step import convolve, last_inputs, leave_inputs, taps
 from torch_hybrid.ops.triton.decays import exp, softplus
 from torch_hybrid.ops.triton.devices import launches_early
@@ -41,12 +41,12 @@ _NORMED_HEADS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What one delta rule makes of its inputs.
+    """Arithmetic of one delta rule.
 
     Attributes:
         norm: a jit function of rows [heads, V] that were read, the norm's weight [V], gates, its
             eps, V and the op's dtype: the op's outputs, in float32.
-        norm_eps, scale: as of the op.
+        norm_eps: as of the op.
         beta_scale: of step sizes.
         lower_bound: of log decays, or None.
         by_channel: each channel of K decays on its own.
@@ -54,18 +54,14 @@ class Rule:
 
     norm: Any
     norm_eps: float
-    scale: float
     beta_scale: float = 1.0
     lower_bound: float | None = None
     by_channel: bool = False
 
 
-def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
-    """Run a step on the tensors of its op; those that verify drafts end with records and counts."""
-    num_tensors = len(fields(StepTensors))
-    x = StepTensors(*tensors[:num_tensors])  # type: ignore[arg-type]
-    records, accepted = tensors[num_tensors:] or (None, None)
-    num_drafts = 0 if records is None else records.shape[1]
+def launch_step(x: DeltaStep, rule: Rule) -> Tensor:
+    """Run a step, of one token of each sequence or of drafts after it."""
+    num_drafts = 0 if x.records is None else x.records.shape[1]
     num_seqs = x.state_indices.shape[0]
     _, num_v_heads, head_dim_v, head_dim_k = x.state.shape
     out = torch.empty_like(x.z, memory_format=torch.contiguous_format)
@@ -74,7 +70,7 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
     num_k_heads = x.widths[0] // head_dim_k
     sizes = {"H": num_k_heads, "HV": num_v_heads, "K": head_dim_k, "V": head_dim_v}
     sizes |= {"DRAFTS": num_drafts, "BY_CHANNEL": rule.by_channel}
-    index = (x.cu_seqlens, x.initial_indices, x.state_indices, accepted)
+    index = (x.cu_seqlens, x.initial_indices, x.state_indices, x.accepted)
     early = launches_early(x.qkv.device)
     block = triton.next_power_of_2(max(head_dim_k, head_dim_v))
     block_v = triton.next_power_of_2(head_dim_v)
@@ -94,9 +90,9 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
         x.dt_bias,
         x.conv_state,
         *index,
-        records,
+        x.records,
         prepared,
-        rule.scale,
+        x.scale,
         rule.beta_scale,
         rule.lower_bound,
         x.qkv.stride(0),
@@ -107,7 +103,7 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
         HEADS=num_heads,
         BLOCK=block,
         BLOCK_HEADS=triton.next_power_of_2(num_v_heads),
-        SILU=activation == "silu",
+        SILU=x.activation == "silu",
         EARLY=early,
         num_warps=1,
         enable_fp_fusion=False,
@@ -133,7 +129,7 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
     return out
 
 
-def launch_norm(out: Tensor, x: StepTensors, rule: Rule, *, early: bool) -> None:
+def launch_norm(out: Tensor, x: DeltaStep, rule: Rule, *, early: bool) -> None:
     """Norm and gate what was read from the states, in place."""
     num_tokens, (num_v_heads, head_dim_v) = out.shape[0], x.state.shape[1:3]
     _norm_kernel[(triton.cdiv(num_tokens * num_v_heads, _NORMED_HEADS),)](

@@ -28,7 +28,7 @@ def _sizes(spec: DeltaRuleSpec) -> dict[str, int]:
     }
 
 
-STEP, VERIFY = "gated_delta_step", "gated_delta_verify"
+STEP = "gated_delta_step"
 
 GATED_DELTA_RULE = chunked_rule(
     "gated_delta_rule",

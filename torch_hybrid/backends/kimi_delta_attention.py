@@ -25,7 +25,7 @@ def _sizes(spec: KimiDeltaSpec) -> dict[str, int]:
     }
 
 
-STEP, VERIFY = "kimi_delta_step", "kimi_delta_verify"
+STEP = "kimi_delta_step"
 
 KIMI_DELTA_ATTENTION = chunked_rule(
     "kimi_delta_attention",
