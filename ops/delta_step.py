@@ -1,53 +1,48 @@
-"""One token of each sequence through the mixer of a delta rule, whatever its decay: what the ops of
-such steps are given, what they ask of it, and their form in vectorised torch; and the same of steps
-that verify drafts.
-
-Here decays are those of value heads, or of each of their channels of K.
+"""Mixer of a delta rule as one op, whatever its decay: its fields, their checks, and its form in
+vectorised torch; for one token of each sequence and for steps that verify drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation, check_lengths, check_width, convolve
-from torch_hybrid.ops.core.recurrence import check_slots, check_tokens
-from torch_hybrid.ops.core.registration import check_contiguous, check_dtypes, check_shapes
+from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows
 from torch_hybrid.ops.delta_rule import l2_normalize
 from torch_hybrid.ops.pointwise import sigmoid
 from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
-from torch_hybrid.ops.verify import check_records, verify_by_steps
-
-# As they stand in the ops' schemas.
-SCHEMA = (
-    "Tensor qkv, Tensor z, Tensor b, Tensor a, Tensor conv_weight, Tensor? conv_bias, "
-    "Tensor A_log, Tensor dt_bias, Tensor norm_weight, Tensor(a!) conv_state, Tensor(b!) state, "
-    "Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices"
-)
+from torch_hybrid.ops.verify import StepOp, verify_by_calls
 
 
-@dataclass(frozen=True, slots=True)
-class StepTensors:
-    """The tensors of a step, in the order of its op; N sequences, T tokens, S slots."""
+@dataclass(slots=True)
+class DeltaStep(StepOp):
+    """Arguments of a delta rule's step; ops derive from it.
 
-    qkv: Tensor  # [T, 2 H K + HV V]
-    z: Tensor  # [T, HV V]
-    b: Tensor  # [T, HV]
-    a: Tensor  # [T, HV], or [T, HV K] where channels decay on their own
-    conv_weight: Tensor  # [2 H K + HV V, W]
-    conv_bias: Tensor | None  # [2 H K + HV V]
-    A_log: Tensor  # [HV]
-    dt_bias: Tensor  # [HV], or [HV, K] where channels decay on their own
-    norm_weight: Tensor  # [V]
-    conv_state: Tensor  # [S, W - 1, 2 H K + HV V]
-    state: Tensor  # [S, HV, V, K]
-    cu_seqlens: Tensor  # [N + 1]
-    initial_indices: Tensor  # [N]
-    state_indices: Tensor  # [N]
+    An op whose channels decay on their own declares ``a``, ``dt_bias`` and ``records`` once more.
+    """
+
+    qkv: Annotated[Tensor, Rows("C")]
+    z: Annotated[Tensor, Rows("HV * V")]
+    b: Annotated[Tensor, Rows("HV", counts=False)]
+    a: Annotated[Tensor, Rows("HV", counts=False)]
+    conv_weight: Annotated[Tensor, Dense("C", "W")]
+    conv_bias: Annotated[Tensor | None, Dense("C")]
+    A_log: Annotated[Tensor, Dense("HV", or_float32=True, counts=False)]
+    dt_bias: Annotated[Tensor, Dense("HV", or_float32=True, counts=False)]
+    norm_weight: Annotated[Tensor, Dense("V", or_float32=True, counts=False)]
+    conv_state: Annotated[Tensor, Pool("W - 1", "C", counts=False)]
+    state: Annotated[Tensor, Pool("HV", "V", "K", dtype=torch.float32)]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+    activation: str = field(kw_only=True)
+    scale: float = field(kw_only=True)
+    records: Annotated[Tensor | None, Pool("D_", "C + 2 * HV")] = field(default=None, kw_only=True)
 
     @property
     def widths(self) -> list[int]:
@@ -56,79 +51,54 @@ class StepTensors:
         k_size = (self.qkv.shape[1] - v_size) // 2
         return [k_size, k_size, v_size]
 
+    def check_form(self) -> None:
+        """Raise ValueError for filters that no kernel is made for, and unless q and k take what v
+        leaves of the channels."""
+        for name, tensor, dims in (
+            ("qkv", self.qkv, 2),
+            ("state", self.state, 4),
+            ("conv_weight", self.conv_weight, 2),
+        ):
+            if tensor.ndim != dims:
+                raise ValueError(f"{name} must have {dims} dimensions, got {list(tensor.shape)}")
+        check_width(self.conv_weight)
+        self.check_heads()
 
-def check_step(x: StepTensors, *, activation: str, by_channel: bool) -> None:
-    """Raise ValueError naming the first argument that has a wrong shape, dtype, layout or value."""
-    check_activation(activation)
-    _check_sizes(x, by_channel)
-    num_tokens, channels = x.qkv.shape
-    num_slots, num_v_heads, v_dim, k_dim = x.state.shape
-    width, dtype = x.conv_weight.shape[1], x.qkv.dtype
-    check_tokens(
-        {
-            "qkv": (x.qkv, x.qkv.shape, dtype),
-            "z": (x.z, (num_tokens, num_v_heads * v_dim), dtype),
-            "b": (x.b, (num_tokens, num_v_heads), dtype),
-            "a": (x.a, (num_tokens, num_v_heads * (k_dim if by_channel else 1)), dtype),
-        }
-    )
-    parameters: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "conv_weight": (x.conv_weight, (channels, width)),
-        "conv_bias": (x.conv_bias, (channels,)),
-        "A_log": (x.A_log, (num_v_heads,)),
-        "dt_bias": (x.dt_bias, (num_v_heads, k_dim) if by_channel else (num_v_heads,)),
-        "norm_weight": (x.norm_weight, (v_dim,)),
-        "conv_state": (x.conv_state, (num_slots, width - 1, channels)),
-    }
-    check_shapes(parameters)
-    wide = {"A_log": x.A_log, "dt_bias": x.dt_bias, "norm_weight": x.norm_weight}
-    dtypes = {name: each.dtype for name, each in wide.items() if each.dtype == torch.float32}
-    check_dtypes({name: (each, dtypes.get(name, dtype)) for name, (each, _) in parameters.items()})
-    check_contiguous(**{name: tensor for name, (tensor, _) in parameters.items()})
-    check_slots(x.state, x.state.shape[1:], x.cu_seqlens, x.initial_indices, x.state_indices)
+    def check_heads(self) -> None:
+        """Raise ValueError unless q and k are whole heads, which divide those of v."""
+        channels = self.qkv.shape[1]
+        _, num_v_heads, v_dim, k_dim = self.state.shape
+        of_keys = channels - num_v_heads * v_dim
+        num_k_heads = of_keys // (2 * k_dim)
+        if num_k_heads < 1 or of_keys % (2 * k_dim) or num_v_heads % num_k_heads:
+            raise ValueError(
+                f"qkv must have 2 H {k_dim} + {num_v_heads * v_dim} channels, where H divides the "
+                f"{num_v_heads} heads of state, got {channels}"
+            )
+
+    def check(self) -> None:
+        """Raise ValueError for an unknown activation, and for records without counts."""
+        StepOp.check(self)
+        check_activation(self.activation)
 
 
-def _check_sizes(x: StepTensors, by_channel: bool) -> None:
-    """q and k take what v leaves of the channels: whole heads, which divide those of v, or are as
-    many where channels decay on their own."""
-    for name, tensor, dims in (
-        ("qkv", x.qkv, 2),
-        ("state", x.state, 4),
-        ("conv_weight", x.conv_weight, 2),
-    ):
-        if tensor.ndim != dims:
-            raise ValueError(f"{name} must have {dims} dimensions, got {list(tensor.shape)}")
-    check_width(x.conv_weight)
-    channels = x.qkv.shape[1]
-    _, num_v_heads, v_dim, k_dim = x.state.shape
-    of_keys = channels - num_v_heads * v_dim
-    if by_channel and of_keys != num_v_heads * 2 * k_dim:
-        wanted = num_v_heads * (2 * k_dim + v_dim)
-        raise ValueError(f"qkv must have {wanted} channels, those of state, got {channels}")
-    num_k_heads = of_keys // (2 * k_dim)
-    if num_k_heads < 1 or of_keys % (2 * k_dim) or num_v_heads % num_k_heads:
-        raise ValueError(
-            f"qkv must have 2 H {k_dim} + {num_v_heads * v_dim} channels, where H divides the "
-            f"{num_v_heads} heads of state, got {channels}"
-        )
+D = TypeVar("D", bound=DeltaStep)
 
 
 def step_in_torch(
-    x: StepTensors,
+    x: DeltaStep,
     *,
     log_decay: Callable[[Tensor], Tensor],
     gated_norm: Callable[[Tensor, Tensor], Tensor],
-    activation: str,
-    scale: float,
     beta_scale: float = 1.0,
 ) -> Tensor:
-    """All sequences that have a token together, rounded where the parts of a mixer round.
+    """Run all sequences that have a token together, rounding where the parts of a mixer round.
 
     Args:
-        x: the tensors; both pools are updated in place.
+        x: the step's arguments, without drafts; both pools are **mutated**.
         log_decay: a [N, HV] or [N, HV K] to float32 [N, HV, 1 or K].
         gated_norm: outputs of the rule and their gates, both [N, HV, V], to the op's.
-        activation, scale, beta_scale: as of the ops.
+        beta_scale: of step sizes.
     """
     seqs = live_sequences(
         x.cu_seqlens,
@@ -146,11 +116,11 @@ def step_in_torch(
     window = torch.cat([past, x.qkv[token][:, None]], 1)
     is_stored = seqs.slots > 0
     x.conv_state[seqs.slots[is_stored]] = window[is_stored, 1:]
-    mixed = convolve(window, x.conv_weight, x.conv_bias, activation)
+    mixed = convolve(window, x.conv_weight, x.conv_bias, x.activation)
     q, k, v = mixed.float().split(x.widths, 1)
     q, k = (l2_normalize(part.unflatten(1, (-1, k_dim))) for part in (q, k))
     group = num_heads // k.shape[1]
-    q, k = (q * scale).repeat_interleave(group, 1), k.repeat_interleave(group, 1)
+    q, k = (q * x.scale).repeat_interleave(group, 1), k.repeat_interleave(group, 1)
 
     beta = sigmoid(x.b[token].float()) * beta_scale
     S = initial_states(x.state, seqs).mul_(log_decay(x.a[token]).exp()[..., None, :])
@@ -164,62 +134,13 @@ def step_in_torch(
     return out
 
 
-def check_verify(
-    x: StepTensors, records: Tensor, accepted: Tensor, *, activation: str, by_channel: bool
-) -> None:
-    """As ``check_step``, and of what a step that verifies drafts takes beside."""
-    check_step(x, activation=activation, by_channel=by_channel)
-    check_records(
-        records,
-        accepted,
-        num_slots=x.state.shape[0],
-        width=x.qkv.shape[1] + x.b.shape[1] + x.a.shape[1],
-        dtype=x.qkv.dtype,
-        num_seqs=x.state_indices.shape[0],
-    )
-
-
-def verify_by_delta_steps(
-    step: Callable[..., Tensor],
-    *tensors: Tensor | None,
-    **options: Any,
-) -> Tensor:
-    """A step that verifies drafts, by a launcher of the decode step: records are [qkv | b | a]."""
-    *of_step, records, accepted = tensors
-    x = StepTensors(*of_step)  # type: ignore[arg-type]
-    parts = [x.qkv, x.b, x.a]
-    widths = [part.shape[1] for part in parts]
-
-    def advance(
-        rows: Tensor, token: Tensor | None, pools: Sequence[Tensor], offsets: Tensor, own: Tensor
-    ) -> Tensor:
-        qkv, b, a = rows.split(widths, 1)
-        z = x.z.new_zeros(len(rows), x.z.shape[1]) if token is None else x.z[token]
-        conv_state, state = pools
-        given = replace(
-            x,
-            qkv=qkv,
-            z=z,
-            b=b,
-            a=a,
-            conv_state=conv_state,
-            state=state,
-            cu_seqlens=offsets,
-            initial_indices=own,
-            state_indices=own,
-        )
-        return step(*(getattr(given, field.name) for field in fields(given)), **options)
-
-    assert records is not None
-    assert accepted is not None
-    return verify_by_steps(
-        advance,
-        torch.cat(parts, 1),
+def verify_by_delta_steps(step: Callable[[D], Tensor], x: D) -> Tensor:
+    """Verify drafts by a launcher of the decode step: records are [qkv | b | a]."""
+    return verify_by_calls(
+        step,
+        x,
         torch.zeros_like(x.z, memory_format=torch.contiguous_format),
-        [x.conv_state, x.state],
-        records,
-        accepted,
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
+        recorded=("qkv", "b", "a"),
+        read="z",
+        pools=("conv_state", "state"),
     )

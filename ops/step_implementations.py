@@ -1,5 +1,4 @@
-"""The forms in which the decode step of a mixer is one op: in C++, Triton and vectorised torch, for
-plain steps and for those that verify drafts."""
+"""Forms in which the decode step of a mixer is one op: in C++, Triton and vectorised torch."""
 
 from __future__ import annotations
 
@@ -15,32 +14,38 @@ from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 # Several tokens of a sequence in one call, by the arithmetic of one after the other.
 EXTEND = frozenset({"extend"})
 NO_STORE = frozenset({"no_store"})  # so of sequences, too, whose states are not stored
+VERIFY = frozenset({"verify"})  # drafts after the first token, too; see ``ops.verify``
 
 
 def step_implementations(
     op: str, *, limits: Mapping[str, int], has_invariant: bool = False
 ) -> dict[str, Implementation]:
-    """Those of a step's op, each by the function of the op's name in the module of its own.
+    """Define those of a step's op, each by the function of the op's name in a module of its own.
 
     Args:
         op: its name, and that of its folder.
         limits: sizes that the Triton form takes at most.
         has_invariant: whether there is a Triton form that gives a token the bits that it has in any
-            call: ``invariant_<op>``, beside the other.
+            call: the launcher's with ``is_invariant``.
     """
     folder = f"torch_hybrid.ops.{op}"
     on_gpu = Capability(
-        devices=triton_devices(), limits=limits, cuda_graph=True, available=triton_missing
+        devices=triton_devices(),
+        limits=limits,
+        features=VERIFY,
+        cuda_graph=True,
+        available=triton_missing,
     )
     forms = {
         "cpp": Implementation(
             capability=Capability(
                 devices=frozenset({"cpu"}),
                 dtypes=frozenset({torch.float32, torch.bfloat16}),
-                features=EXTEND | {BATCH_INVARIANT},
+                features=EXTEND | VERIFY | {BATCH_INVARIANT},
                 available=compiler_missing,
             ),
             launcher=f"{folder}._cpu:{op}",
+            checks_indices=True,
             figures="torch_hybrid.ops.native.cpu_tuning:state_figures",
         ),
         "triton": Implementation(capability=on_gpu, launcher=f"{folder}._triton:{op}"),
@@ -48,10 +53,11 @@ def step_implementations(
     if has_invariant:
         forms["triton_invariant"] = Implementation(
             capability=replace(on_gpu, features=EXTEND | NO_STORE | {BATCH_INVARIANT}),
-            launcher=f"{folder}._triton:invariant_{op}",
+            launcher=f"{folder}._triton:{op}",
+            options={"is_invariant": True},
         )
     forms["torch"] = Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        capability=Capability(devices=frozenset({"cpu", "cuda"}), features=VERIFY),
         launcher=f"{folder}._torch:{op}",
     )
     return forms
@@ -60,10 +66,9 @@ def step_implementations(
 def verify_implementations(
     step: Mapping[str, Implementation], function: str
 ) -> dict[str, Implementation]:
-    """The same of ``function``, which stands beside each of the step's, but for those that run
-    tokens which are not kept: drafts are another call of theirs."""
+    """Define those of ``function``, which stands beside each of the step's that can verify."""
     return {
         name: replace(form, launcher=f"{str(form.launcher).partition(':')[0]}:{function}")
         for name, form in step.items()
-        if not form.capability.features >= NO_STORE
+        if form.capability.features >= VERIFY
     }

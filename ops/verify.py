@@ -15,14 +15,20 @@ replayed alone, and one with neither is left as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torch_hybrid.ops.conv_step import check_have_slots, check_lengths
+from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation
+from torch_hybrid.ops.core.declare import Index, Pool, StatefulOp
 from torch_hybrid.ops.core.registration import check_contiguous, check_dtypes, check_shapes
 from torch_hybrid.ops.core.state_bounds import check_state_indices
+from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, VERIFY
 
 # What an op of such steps takes beside the tensors of its decode step, as it stands in schemas.
 SCHEMA = "Tensor(c!) records, Tensor accepted"
@@ -31,6 +37,50 @@ SCHEMA = "Tensor(c!) records, Tensor accepted"
 # record has them, which tokens of the step they are (None: replayed ones, whose outputs nobody
 # reads), pools, offsets of the sequences in the rows, and their slots. Returns outputs [M, ...].
 Advance = Callable[[Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class StepOp(StatefulOp):
+    """Step of a recurrence by one token of each sequence, or drafts after it: base of its ops.
+
+    A step that verifies drafts is given records and how many of them are accepted, a plain one
+    neither. An op names its implementations and declares its records once more, with their width.
+
+    Attributes:
+        implementations: of the op, by name.
+        records: [S, D, R] inputs of up to D drafts of each slot. **Mutated**.
+        accepted: [N] int32, 0 to D: the records in slot ``initial_indices[n]`` that are certain.
+    """
+
+    implementations: ClassVar[Mapping[str, Implementation]]
+
+    records: Annotated[Tensor | None, Pool("D_", "R")] = field(default=None, kw_only=True)
+    accepted: Annotated[Tensor | None, Index("N")] = field(default=None, kw_only=True)
+
+    def features(self) -> frozenset[str]:
+        """List what an implementation must have: "verify", where there are records."""
+        return NO_FEATURES if self.records is None else VERIFY
+
+    def check(self) -> None:
+        """Raise ValueError for records without counts, or counts without records."""
+        if (self.records is None) != (self.accepted is None):
+            alone = "accepted" if self.records is None else "records"
+            raise ValueError(f"records and accepted must be given together, got {alone} alone")
+
+    def check_indices(self) -> None:
+        """Raise ValueError for an index out of range, and for a sequence with more tokens than
+        the implementation takes or than there are records."""
+        StatefulOp.check_indices(self)
+        features = self.implementations[self.impl].capability.features
+        if self.records is not None and self.accepted is not None:
+            check_counts(self.records, self.cu_seqlens, self.initial_indices, self.accepted)
+        elif not features >= EXTEND:
+            check_lengths(self.cu_seqlens)
+        elif not features >= NO_STORE:
+            check_have_slots(self.cu_seqlens, self.state_indices)
+
+
+S = TypeVar("S", bound=StepOp)
 
 
 def check_records(
@@ -81,7 +131,7 @@ def verify_by_steps(
     initial_indices: Tensor,
     state_indices: Tensor,
 ) -> Tensor:
-    """A step of tokens that are not certain, as the decode steps that it is made of.
+    """Run a step of tokens that are not certain as the decode steps that it is made of.
 
     Args:
         advance: the decode step.
@@ -129,8 +179,62 @@ def verify_by_steps(
     return out
 
 
+def verify_by_calls(
+    step: Callable[[S], Tensor],
+    x: S,
+    out: Tensor,
+    *,
+    recorded: Sequence[str],
+    read: str,
+    pools: Sequence[str],
+) -> Tensor:
+    """Verify drafts by calls of a launcher of the decode step.
+
+    Args:
+        step: the launcher.
+        x: arguments of the step that verifies drafts. Its pools are **mutated**.
+        out: [T, ...] zeros, which receive the outputs.
+        recorded: fields that a record is made of, side by side.
+        read: the field of tokens that outputs alone depend on; it may be None.
+        pools: fields of the states.
+
+    Returns:
+        ``out``.
+    """
+    assert x.records is not None
+    assert x.accepted is not None
+    parts = [getattr(x, name) for name in recorded]
+    gate: Tensor | None = getattr(x, read)
+
+    def advance(
+        rows: Tensor, token: Tensor | None, working: Sequence[Tensor], offsets: Tensor, own: Tensor
+    ) -> Tensor:
+        inputs = rows.split([part.shape[1] for part in parts], 1)
+        given: dict[str, Any] = {
+            **dict(zip(recorded, inputs, strict=True)),
+            **dict(zip(pools, working, strict=True)),
+        }
+        if gate is not None:
+            unread = gate.new_zeros(len(rows), gate.shape[1])
+            given[read] = unread if token is None else gate[token]
+        given |= {"cu_seqlens": offsets, "initial_indices": own, "state_indices": own}
+        return step(replace(x, **given, records=None, accepted=None))
+
+    return verify_by_steps(
+        advance,
+        torch.cat(parts, 1),
+        out,
+        [getattr(x, name) for name in pools],
+        x.records,
+        x.accepted,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+    )
+
+
 def _of_sequences(pool: Tensor, initial: Tensor) -> Tensor:
-    """A pool of what the sequences start from, in slots from 1 on."""
+    """Make a pool of what the sequences start from, in slots from 1 on."""
     started = pool[initial].where((initial > 0).view(-1, *[1] * (pool.ndim - 1)), 0.0)
     return torch.cat([torch.zeros_like(pool[:1]), started])
 

@@ -31,13 +31,11 @@ OPS: dict[str, tuple[str, ...]] = {
     "indexed_latent_attention": ("gated_pooling", "pooled_selection_step"),
     "gated_delta_rule": (
         "gated_delta_step",
-        "gated_delta_verify",
         "recurrent_gated_delta_rule",
         "chunk_gated_delta_rule",
     ),
     "kimi_delta_attention": (
         "kimi_delta_step",
-        "kimi_delta_verify",
         "recurrent_kimi_delta_attention",
         "chunk_kimi_delta_attention",
     ),

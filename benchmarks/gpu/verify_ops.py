@@ -19,14 +19,15 @@ from tests.ops.kimi_delta_step import cases as kimi
 from tests.ops.lightning_step import cases as lightning
 from tests.ops.ssd_step import cases as ssd
 from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.gated_delta_step import gated_delta_step, gated_delta_verify
-from torch_hybrid.ops.gated_delta_step.op import VERIFY_IMPLEMENTATIONS as GATED
-from torch_hybrid.ops.kimi_delta_step import kimi_delta_step, kimi_delta_verify
-from torch_hybrid.ops.kimi_delta_step.op import VERIFY_IMPLEMENTATIONS as KIMI
+from torch_hybrid.ops.gated_delta_step import gated_delta_step
+from torch_hybrid.ops.gated_delta_step.op import IMPLEMENTATIONS as GATED
+from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
+from torch_hybrid.ops.kimi_delta_step.op import IMPLEMENTATIONS as KIMI
 from torch_hybrid.ops.lightning_step import lightning_step, lightning_verify
 from torch_hybrid.ops.lightning_step.op import VERIFY_IMPLEMENTATIONS as LIGHTNING
 from torch_hybrid.ops.ssd_step import ssd_step, ssd_verify
 from torch_hybrid.ops.ssd_step.op import VERIFY_IMPLEMENTATIONS as SSD
+from torch_hybrid.ops.step_implementations import VERIFY
 
 MOST_DRAFTS = 3
 # New tokens of each sequence, and accepted records before them.
@@ -64,7 +65,7 @@ MIXERS = (
         case=partial(delta.Case, **_heads(QWEN3_NEXT), options=(("beta_scale", 1.0),)),
         make_inputs=gated.make_inputs,
         step=gated_delta_step,
-        verify=gated_delta_verify,
+        verify=gated_delta_step,
         implementations=GATED,
         recorded=("qkv", "b", "a"),
     ),
@@ -74,7 +75,7 @@ MIXERS = (
         case=partial(delta.Case, **_heads(KIMI_LINEAR), options=(("gate_lower_bound", None),)),
         make_inputs=kimi.make_inputs,
         step=kimi_delta_step,
-        verify=kimi_delta_verify,
+        verify=kimi_delta_step,
         implementations=KIMI,
         recorded=("qkv", "b", "a"),
     ),
@@ -159,8 +160,8 @@ class Drafts(Inputs):
 
 def call(inputs: Drafts, impl: str, *, mixer: Mixer) -> Tensor:
     """One call of this package's op."""
-    options = inputs.of_step.options()
-    return mixer.verify(*inputs.args(), inputs.records, inputs.accepted, **options, impl=impl)
+    drafts = {"records": inputs.records, "accepted": inputs.accepted}
+    return mixer.verify(*inputs.args(), **drafts, **inputs.of_step.options(), impl=impl)
 
 
 def _decode(inputs: Sequence[Drafts], mixer: Mixer, impl: str = "triton") -> Turns:
@@ -189,6 +190,9 @@ def _case(mixer: Mixer, num_seqs: int, num_new: int, num_accepted: int) -> Case:
         shape=f"{num_seqs}x{num_new}{after}",
         make=partial(Drafts.make, mixer, num_seqs, num_new, num_accepted),
         reference=partial(call, impl="torch", mixer=mixer),
-        own=own(mixer.implementations, partial(call, mixer=mixer)),
+        own=own(
+            {n: i for n, i in mixer.implementations.items() if i.capability.features >= VERIFY},
+            partial(call, mixer=mixer),
+        ),
         others={"decode step": partial(_decode, mixer=mixer)} if is_decode else {},
     )

@@ -1,5 +1,5 @@
 """One token of each sequence through a gated-delta-rule mixer, between its projections."""
 
-from torch_hybrid.ops.gated_delta_step.op import gated_delta_step, gated_delta_verify
+from torch_hybrid.ops.gated_delta_step.op import gated_delta_step
 
-__all__ = ["gated_delta_step", "gated_delta_verify"]
+__all__ = ["gated_delta_step"]

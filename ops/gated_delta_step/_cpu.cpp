@@ -51,4 +51,3 @@ struct GatedDelta {
 }  // namespace
 
 TH_EXPORT_DELTA_STEP(GatedDelta, gated_delta_step)
-TH_EXPORT_DELTA_VERIFY(GatedDelta, gated_delta_verify)

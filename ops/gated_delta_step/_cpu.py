@@ -1,24 +1,13 @@
-"""Both steps as C++ kernels: see _cpu.cpp, and delta_step.h and delta_verify.h in ops/native."""
-
-from __future__ import annotations
+"""Implementation "cpp": the C++ kernel of _cpu.cpp; a thread takes the heads of one key head of one
+sequence at a time. See delta_step.h and delta_verify.h in ops/native."""
 
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
+from torch_hybrid.ops.gated_delta_step.op import GatedDeltaStep
+from torch_hybrid.ops.native.delta_step import delta_step_launcher
 
-from torch_hybrid.ops.native.delta_step import delta_step_kernel, run_delta_step
-
-_SOURCE = Path(__file__).with_name("_cpu.cpp")
-_STEP = delta_step_kernel("gated_delta_step", _SOURCE)
-_VERIFY = delta_step_kernel("gated_delta_verify", _SOURCE)
-
-
-def gated_delta_step(*tensors: Tensor | None, **options: Any) -> Tensor:
-    """Each thread takes the heads of one key head of one sequence at a time."""
-    return run_delta_step(_STEP, *tensors, **options)  # type: ignore[arg-type]
-
-
-def gated_delta_verify(*tensors: Tensor | None, **options: Any) -> Tensor:
-    """As the decode step; all tokens of a sequence go through a few rows of a state together."""
-    return run_delta_step(_VERIFY, *tensors, **options)  # type: ignore[arg-type]
+gated_delta_step = delta_step_launcher(
+    GatedDeltaStep,
+    Path(__file__).with_name("_cpu.cpp"),
+    {"gate_lower_bound": "0.0", "is_bounded": "False", "sigmoid_gate": "x.gate == 'sigmoid'"},
+)

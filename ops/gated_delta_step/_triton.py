@@ -1,5 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton" of both steps: the launches of ``ops/triton/delta_step.py``."""
+"""Implementations "triton" and "triton_invariant": launches of ``ops/triton/delta_step.py`` and
+``delta_extend.py``."""
 
 from __future__ import annotations
 
@@ -7,50 +8,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.gated_delta_step.op import GatedDeltaStep
 from torch_hybrid.ops.triton.delta_extend import launch_extend
 from torch_hybrid.ops.triton.delta_step import Rule, launch_step
 
 
-def gated_delta_step(
-    *tensors: Tensor | None,
-    activation: str,
-    scale: float,
-    beta_scale: float,
-    norm_eps: float,
-    gate: str = "silu",
-) -> Tensor:
-    """Launcher of ``torch_hybrid::gated_delta_step``."""
-    rule = _rule(scale, beta_scale, norm_eps, gate)
-    return launch_step(*tensors, activation=activation, rule=rule)
-
-
-# Of ``torch_hybrid::gated_delta_verify``, whose tensors end with records and counts.
-gated_delta_verify = gated_delta_step
-
-
-def invariant_gated_delta_step(
-    *tensors: Tensor | None,
-    activation: str,
-    scale: float,
-    beta_scale: float,
-    norm_eps: float,
-    gate: str = "silu",
-) -> Tensor:
-    """Implementation "triton_invariant": any number of tokens, one after the other."""
-    rule = _rule(scale, beta_scale, norm_eps, gate)
-    return launch_extend(*tensors, activation=activation, rule=rule)
-
-
-def _rule(scale: float, beta_scale: float, norm_eps: float, gate: str) -> Rule:
-    norm = _norm_times_silu if gate == "silu" else _norm_times_sigmoid
-    return Rule(norm=norm, norm_eps=norm_eps, scale=scale, beta_scale=beta_scale)
+def gated_delta_step(x: GatedDeltaStep, *, is_invariant: bool = False) -> Tensor:
+    """Launch ``torch_hybrid::gated_delta_step``; invariant: any number of tokens, one by one."""
+    rule = Rule(
+        norm=_norm_times_silu if x.gate == "silu" else _norm_times_sigmoid,
+        norm_eps=x.norm_eps,
+        beta_scale=x.beta_scale,
+    )
+    return launch_extend(x, rule) if is_invariant else launch_step(x, rule)
 
 
 @triton.jit
 def _norm(
     b_o: tl.tensor, b_w: tl.tensor, eps: tl.tensor, V: tl.constexpr, dtype: tl.constexpr
 ) -> tl.tensor:
-    """Rows over their root mean squares, rounded, then weighted, rounded."""
+    """Divide rows by their root mean squares, round, weigh and round."""
     b_o *= tl.rsqrt(tl.sum(b_o * b_o, 1) / V + eps)[:, None]
     b_o = b_o.to(dtype).to(tl.float32) * b_w.to(tl.float32)[None, :]
     if b_w.dtype == dtype:
@@ -67,7 +44,7 @@ def _norm_times_silu(
     V: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Rows normed, and gated by a silu."""
+    """Normalise rows, and gate them by a silu."""
     return _norm(b_o, b_w, eps, V, dtype) * b_z / (1.0 + tl.exp(-b_z))
 
 
@@ -80,5 +57,5 @@ def _norm_times_sigmoid(
     V: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Rows normed, and gated by a sigmoid."""
+    """Normalise rows, and gate them by a sigmoid."""
     return _norm(b_o, b_w, eps, V, dtype) / (1.0 + tl.exp(-b_z))

@@ -1,50 +1,27 @@
-"""One token of each sequence through a gated-delta-rule mixer, between its projections.
-
-The convolution, the gates, the recurrence and the gated norm of a decode step in one op: each by
-itself takes little, and costs as much again to be called.
-"""
+"""gated_delta_step: its declaration and the list of its implementations."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from torch_hybrid.ops.core.registration import check_impl, define_op
-from torch_hybrid.ops.delta_step import SCHEMA, StepTensors, check_step, check_verify
-from torch_hybrid.ops.step_implementations import step_implementations, verify_implementations
-from torch_hybrid.ops.verify import SCHEMA as RECORDS
+from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.declare import define, like
+from torch_hybrid.ops.delta_step import DeltaStep
+from torch_hybrid.ops.step_implementations import step_implementations
 
 GATES = ("silu", "sigmoid")
 
 IMPLEMENTATIONS = step_implementations(
     "gated_delta_step", limits={"head_k_dim": 128, "head_v_dim": 256}, has_invariant=True
 )
-VERIFY_IMPLEMENTATIONS = verify_implementations(IMPLEMENTATIONS, "gated_delta_verify")
 
 
-def gated_delta_step(
-    qkv: Tensor,
-    z: Tensor,
-    b: Tensor,
-    a: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    conv_state: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    activation: str,
-    scale: float,
-    beta_scale: float,
-    norm_eps: float,
-    gate: str = "silu",
-    impl: str,
-) -> Tensor:
-    """Convolve, gate, advance the states by one token, and norm what is read from them.
+@dataclass(slots=True)
+class GatedDeltaStep(DeltaStep):
+    """Step of a mixer: convolve, gate, advance the states by one token, and norm what is read from
+    them; or verify drafts.
 
         q, k, v = act(convolution of qkv and the last inputs), rounded to the dtype
         q, k = q, k / |q|, |k|                                       of each head
@@ -56,6 +33,11 @@ def gated_delta_step(
     It is what ``causal_conv1d``, the gates, ``recurrent_gated_delta_rule`` and the norm of a layer
     compute one after the other, with the same roundings between them; value head ``j`` reads key
     head ``j // (HV // H)``, and all arithmetic is float32.
+
+    With ``records`` each sequence has one certain token and up to D drafts after it. Its accepted
+    records are replayed, its first token runs and its states are left; further tokens are run and
+    not stored, and leave their inputs as records (``ops.verify``). In native implementations states
+    have the bits that as many steps of the same tokens leave, one by one.
 
     Args:
         qkv: [T, 2 H K + HV V] inputs of the convolution, a row for each token. Float dtype; rows
@@ -86,152 +68,42 @@ def gated_delta_step(
         beta_scale: of the step size; 2 where negative eigenvalues are allowed, else 1.
         norm_eps: added to the mean square of o.
         gate: the activation of the output's gate, "silu" or "sigmoid".
-        impl: a name in IMPLEMENTATIONS.
+        impl: a name in IMPLEMENTATIONS; with records, of an implementation that has the feature
+            "verify".
+        records: [S, D, R] a row ``[qkv | b | a]`` of inputs for each draft, in qkv's dtype, where
+            the step verifies drafts; else None. **Mutated**: slot ``state_indices[n]`` receives
+            those of the second token on.
+        accepted: [N] int32, 0 to D: the records in slot ``initial_indices[n]`` that are certain.
+            Given where records are.
 
     Returns:
         [T, HV V] in qkv's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, an option is unknown, or, where
-            reading them is free (on a CPU), an index is out of range or a sequence has more tokens
-            than the implementation takes.
+        ValueError: a shape, dtype or layout is not as above, an option is unknown, or records are
+            given without counts. On a CPU an index or a count is out of range, or a sequence has
+            more tokens than the implementation takes.
 
     The mixer of "Gated Delta Networks" (arXiv 2412.06464), as in Qwen3-Next; with a sigmoid, as in
     Qwen4-Exp.
     """
-    sizes = {"head_k_dim": state.shape[-1], "head_v_dim": state.shape[-2]}
-    check_impl(impl, IMPLEMENTATIONS, qkv.device, sizes, dtype=qkv.dtype)
-    tensors = (
-        qkv,
-        z,
-        b,
-        a,
-        conv_weight,
-        conv_bias,
-        A_log,
-        dt_bias,
-        norm_weight,
-        conv_state,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-    )
-    _check_gate(gate)
-    check_step(StepTensors(*tensors), activation=activation, by_channel=False)
-    out: Tensor = _STEP(
-        *tensors,
-        activation=activation,
-        scale=scale,
-        beta_scale=beta_scale,
-        norm_eps=norm_eps,
-        gate=gate,
-        impl=impl,
-    )
-    return out
+
+    implementations: ClassVar[Mapping[str, Implementation]] = IMPLEMENTATIONS
+
+    beta_scale: float = field(kw_only=True)
+    norm_eps: float = field(kw_only=True)
+    gate: str = field(default="silu", kw_only=True)
+
+    def check(self) -> None:
+        """Raise ValueError for an unknown option, and for records without counts."""
+        DeltaStep.check(self)
+        if self.gate not in GATES:
+            raise ValueError(f"gate must be one of {list(GATES)}, got {self.gate!r}")
 
 
-def gated_delta_verify(
-    qkv: Tensor,
-    z: Tensor,
-    b: Tensor,
-    a: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    conv_state: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    records: Tensor,
-    accepted: Tensor,
-    *,
-    activation: str,
-    scale: float,
-    beta_scale: float,
-    norm_eps: float,
-    gate: str = "silu",
-    impl: str,
-) -> Tensor:
-    """``gated_delta_step`` of one certain token of each sequence and drafts after it.
-
-    The accepted records of a sequence are replayed, its first token runs and its states are left;
-    further tokens are run and not stored, and leave their inputs as records (``ops.verify``). In
-    native implementations states have the bits that ``gated_delta_step`` leaves after the same
-    tokens, one by one.
-
-    Args:
-        qkv, z, b, a, conv_weight, conv_bias, A_log, dt_bias, norm_weight: as of the step.
-        conv_state, state: as of the step. **Mutated**: slot ``state_indices[n]`` receives what is
-            there after the accepted records and the first token of sequence n.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has D + 1 tokens at
-            most, and the first is certain. Tokens at or past ``cu_seqlens[N]`` are padding.
-        initial_indices, state_indices: as of the step; a sequence's records lie in the slots of its
-            states.
-        records: [S, D, R] a row ``[qkv | b | a]`` of inputs for each draft, in qkv's dtype.
-            **Mutated**: slot ``state_indices[n]`` receives those of the second token on.
-        accepted: [N] int32, 0 to D: the records in slot ``initial_indices[n]`` that are certain.
-        activation, scale, beta_scale, norm_eps, gate: as of the step.
-        impl: a name in VERIFY_IMPLEMENTATIONS.
-
-    Returns:
-        [T, HV V] in qkv's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: as of the step, and, on a CPU, a count is not as above.
-    """
-    sizes = {"head_k_dim": state.shape[-1], "head_v_dim": state.shape[-2]}
-    check_impl(impl, VERIFY_IMPLEMENTATIONS, qkv.device, sizes, dtype=qkv.dtype)
-    tensors = (
-        qkv,
-        z,
-        b,
-        a,
-        conv_weight,
-        conv_bias,
-        A_log,
-        dt_bias,
-        norm_weight,
-        conv_state,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-    )
-    x = StepTensors(*tensors)
-    _check_gate(gate)
-    check_verify(x, records, accepted, activation=activation, by_channel=False)
-    out: Tensor = _VERIFY(
-        *tensors,
-        records,
-        accepted,
-        activation=activation,
-        scale=scale,
-        beta_scale=beta_scale,
-        norm_eps=norm_eps,
-        gate=gate,
-        impl=impl,
-    )
-    return out
-
-
-def _check_gate(gate: str) -> None:
-    if gate not in GATES:
-        raise ValueError(f"gate must be one of {list(GATES)}, got {gate!r}")
-
-
-_STEP = define_op(
-    f"gated_delta_step({SCHEMA}, *, str activation, float scale, float beta_scale, "
-    "float norm_eps, str gate='silu', str impl) -> Tensor",
-    like=["z"],
-    implementations=IMPLEMENTATIONS,
-)
-_VERIFY = define_op(
-    f"gated_delta_verify({SCHEMA}, {RECORDS}, *, str activation, float scale, float beta_scale, "
-    "float norm_eps, str gate='silu', str impl) -> Tensor",
-    like=["z"],
-    implementations=VERIFY_IMPLEMENTATIONS,
+gated_delta_step = define(
+    GatedDeltaStep,
+    IMPLEMENTATIONS,
+    returns=like("z"),
+    limited={"head_k_dim": "K", "head_v_dim": "V"},
 )

@@ -1,4 +1,4 @@
-"""The decode step as its definition: one sequence after the other, in plain torch."""
+"""Definition of the decode step: one sequence after the other, in plain torch."""
 
 from __future__ import annotations
 
@@ -6,27 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.delta_step import StepTensors
+from torch_hybrid.ops.gated_delta_step.op import GatedDeltaStep
 
 
-def gated_delta_step_reference(
-    *tensors: Tensor | None,
-    activation: str,
-    scale: float,
-    beta_scale: float,
-    norm_eps: float,
-    gate: str = "silu",
-) -> Tensor:
-    """The oracle of the op: same arguments, any float dtype, both pools updated in place.
-
-    It computes in float32, or in float64 when ``qkv`` is float64.
-    """
-    x = StepTensors(*tensors)  # type: ignore[arg-type]
+def gated_delta_step_reference(x: GatedDeltaStep) -> Tensor:
+    """Compute the op in float32, or in float64 when ``qkv`` is float64; pools are **mutated**."""
     dtype = x.qkv.dtype
     work = torch.promote_types(dtype, torch.float32)
     num_heads, v_dim, k_dim = x.state.shape[1:]
     g = -x.A_log.to(work).exp() * F.softplus(x.a.to(work) + x.dt_bias.to(work))
-    beta = x.b.to(work).sigmoid() * beta_scale
+    beta = x.b.to(work).sigmoid() * x.beta_scale
 
     out = torch.zeros_like(x.z, memory_format=torch.contiguous_format)
     offsets = x.cu_seqlens.tolist()
@@ -41,25 +30,25 @@ def gated_delta_step_reference(
         window = torch.cat([past, x.qkv[t : t + 1]])
         y = (window.to(work) * x.conv_weight.to(work).T).sum(0)
         y = y if x.conv_bias is None else y + x.conv_bias.to(work)
-        y = (F.silu(y) if activation == "silu" else y).to(dtype).to(work)
+        y = (F.silu(y) if x.activation == "silu" else y).to(dtype).to(work)
 
         q, k, v = y.split(x.widths)
         q, k = (_unit_heads(part.view(-1, k_dim), num_heads) for part in (q, k))
         S = g[t].exp()[:, None, None] * S
         u = beta[t][:, None] * (v.view(-1, v_dim) - torch.einsum("hvk,hk->hv", S, k))
         S = S + torch.einsum("hv,hk->hvk", u, k)
-        o = torch.einsum("hvk,hk->hv", S, q * scale).to(dtype).to(work)
+        o = torch.einsum("hvk,hk->hv", S, q * x.scale).to(dtype).to(work)
 
-        normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm_eps)
+        normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + x.norm_eps)
         weighted = x.norm_weight * normed.to(dtype)
         z = x.z[t].to(work).view_as(weighted)
-        out[t] = (weighted * (F.silu(z) if gate == "silu" else z.sigmoid())).to(dtype).flatten()
+        out[t] = (weighted * (F.silu(z) if x.gate == "silu" else z.sigmoid())).to(dtype).flatten()
         if slot:
             x.conv_state[slot], x.state[slot] = window[1:], S
     return out
 
 
 def _unit_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Rows [H, K] of unit length, each repeated for its value heads."""
+    """Scale rows [H, K] to unit length, and repeat each for its value heads."""
     unit = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
     return unit.repeat_interleave(num_heads // len(x), dim=0)

@@ -38,4 +38,3 @@ struct KimiDelta {
 }  // namespace
 
 TH_EXPORT_DELTA_STEP(KimiDelta, kimi_delta_step)
-TH_EXPORT_DELTA_VERIFY(KimiDelta, kimi_delta_verify)

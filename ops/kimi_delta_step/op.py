@@ -1,47 +1,27 @@
-"""One token of each sequence through a Kimi-delta-attention mixer, between its projections.
-
-The convolution, the gates, the recurrence and the gated norm of a decode step in one op: each by
-itself takes little, and costs as much again to be called.
-"""
+"""kimi_delta_step: its declaration and the list of its implementations."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
 from torch import Tensor
 
-from torch_hybrid.ops.core.registration import check_impl, define_op
-from torch_hybrid.ops.delta_step import SCHEMA, StepTensors, check_step, check_verify
-from torch_hybrid.ops.step_implementations import step_implementations, verify_implementations
-from torch_hybrid.ops.verify import SCHEMA as RECORDS
+from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.declare import Dense, Pool, Rows, define, like
+from torch_hybrid.ops.delta_step import DeltaStep
+from torch_hybrid.ops.step_implementations import step_implementations
 
 IMPLEMENTATIONS = step_implementations(
     "kimi_delta_step", limits={"head_k_dim": 128, "head_v_dim": 256}, has_invariant=True
 )
-VERIFY_IMPLEMENTATIONS = verify_implementations(IMPLEMENTATIONS, "kimi_delta_verify")
 
 
-def kimi_delta_step(
-    qkv: Tensor,
-    z: Tensor,
-    b: Tensor,
-    a: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    conv_state: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    activation: str,
-    scale: float,
-    gate_lower_bound: float | None,
-    norm_eps: float,
-    impl: str,
-) -> Tensor:
-    """Convolve, gate, advance the states by one token, and norm what is read from them.
+@dataclass(slots=True)
+class KimiDeltaStep(DeltaStep):
+    """Step of a mixer: convolve, gate, advance the states by one token, and norm what is read from
+    them; or verify drafts.
 
         q, k, v = act(convolution of qkv and the last inputs), rounded to the dtype
         q, k = q / |q|, k / |k|                                      of each head
@@ -54,6 +34,11 @@ def kimi_delta_step(
     It is what ``causal_conv1d``, the gates, ``recurrent_kimi_delta_attention`` and the norm of a
     layer compute one after the other, with the same roundings between them; all arithmetic is
     float32.
+
+    With ``records`` each sequence has one certain token and up to D drafts after it. Its accepted
+    records are replayed, its first token runs and its states are left; further tokens are run and
+    not stored, and leave their inputs as records (``ops.verify``). In native implementations states
+    have the bits that as many steps of the same tokens leave, one by one.
 
     Args:
         qkv: [T, H (2 K + V)] inputs of the convolution, a row for each token. Float dtype; rows
@@ -85,143 +70,54 @@ def kimi_delta_step(
         gate_lower_bound: the least log decay of a token where that is bounded, at most 0; else
             None.
         norm_eps: added to the mean square of o.
-        impl: a name in IMPLEMENTATIONS.
+        impl: a name in IMPLEMENTATIONS; with records, of an implementation that has the feature
+            "verify".
+        records: [S, D, R] a row ``[qkv | b | a]`` of inputs for each draft, in qkv's dtype, where
+            the step verifies drafts; else None. **Mutated**: slot ``state_indices[n]`` receives
+            those of the second token on.
+        accepted: [N] int32, 0 to D: the records in slot ``initial_indices[n]`` that are certain.
+            Given where records are.
 
     Returns:
         [T, H V] in qkv's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, an option is unknown, or, where
-            reading them is free (on a CPU), an index is out of range or a sequence has more tokens
-            than the implementation takes.
+        ValueError: a shape, dtype or layout is not as above, an option is unknown, or records are
+            given without counts. On a CPU an index or a count is out of range, or a sequence has
+            more tokens than the implementation takes.
 
     The mixer of "Kimi Linear" (arXiv 2510.26692), and that of Ling-3, whose decays are bounded.
     """
-    sizes = {"head_k_dim": state.shape[-1], "head_v_dim": state.shape[-2]}
-    check_impl(impl, IMPLEMENTATIONS, qkv.device, sizes, dtype=qkv.dtype)
-    if gate_lower_bound is not None and not gate_lower_bound <= 0:
-        raise ValueError(f"gate_lower_bound must be at most 0, got {gate_lower_bound}")
-    tensors = (
-        qkv,
-        z,
-        b,
-        a,
-        conv_weight,
-        conv_bias,
-        A_log,
-        dt_bias,
-        norm_weight,
-        conv_state,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
+
+    implementations: ClassVar[Mapping[str, Implementation]] = IMPLEMENTATIONS
+
+    a: Annotated[Tensor, Rows("HV * K")]
+    dt_bias: Annotated[Tensor, Dense("HV", "K", or_float32=True, counts=False)]
+    gate_lower_bound: float | None = field(kw_only=True)
+    norm_eps: float = field(kw_only=True)
+    records: Annotated[Tensor | None, Pool("D_", "C + HV + HV * K")] = field(
+        default=None, kw_only=True
     )
-    check_step(StepTensors(*tensors), activation=activation, by_channel=True)
-    out: Tensor = _STEP(
-        *tensors,
-        activation=activation,
-        scale=scale,
-        gate_lower_bound=gate_lower_bound,
-        norm_eps=norm_eps,
-        impl=impl,
-    )
-    return out
+
+    def check_heads(self) -> None:
+        """Raise ValueError unless q and k have as many heads as v."""
+        channels = self.qkv.shape[1]
+        _, num_heads, v_dim, k_dim = self.state.shape
+        if channels != (wanted := num_heads * (2 * k_dim + v_dim)):
+            raise ValueError(f"qkv must have {wanted} channels, those of state, got {channels}")
+        DeltaStep.check_heads(self)
+
+    def check(self) -> None:
+        """Raise ValueError for an option that is none, and for records without counts."""
+        DeltaStep.check(self)
+        bound = self.gate_lower_bound
+        if bound is not None and not bound <= 0:
+            raise ValueError(f"gate_lower_bound must be at most 0, got {bound}")
 
 
-def kimi_delta_verify(
-    qkv: Tensor,
-    z: Tensor,
-    b: Tensor,
-    a: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    conv_state: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    records: Tensor,
-    accepted: Tensor,
-    *,
-    activation: str,
-    scale: float,
-    gate_lower_bound: float | None,
-    norm_eps: float,
-    impl: str,
-) -> Tensor:
-    """``kimi_delta_step`` of one certain token of each sequence and drafts after it.
-
-    The accepted records of a sequence are replayed, its first token runs and its states are left;
-    further tokens are run and not stored, and leave their inputs as records (``ops.verify``). In
-    native implementations states have the bits that ``kimi_delta_step`` leaves after the same
-    tokens, one by one.
-
-    Args:
-        qkv, z, b, a, conv_weight, conv_bias, A_log, dt_bias, norm_weight: as of the step.
-        conv_state, state: as of the step. **Mutated**: slot ``state_indices[n]`` receives what is
-            there after the accepted records and the first token of sequence n.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has D + 1 tokens at
-            most, and the first is certain. Tokens at or past ``cu_seqlens[N]`` are padding.
-        initial_indices, state_indices: as of the step; a sequence's records lie in the slots of its
-            states.
-        records: [S, D, R] a row ``[qkv | b | a]`` of inputs for each draft, in qkv's dtype.
-            **Mutated**: slot ``state_indices[n]`` receives those of the second token on.
-        accepted: [N] int32, 0 to D: the records in slot ``initial_indices[n]`` that are certain.
-        activation, scale, gate_lower_bound, norm_eps: as of the step.
-        impl: a name in VERIFY_IMPLEMENTATIONS.
-
-    Returns:
-        [T, HV V] in qkv's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: as of the step, and, on a CPU, a count is not as above.
-    """
-    sizes = {"head_k_dim": state.shape[-1], "head_v_dim": state.shape[-2]}
-    check_impl(impl, VERIFY_IMPLEMENTATIONS, qkv.device, sizes, dtype=qkv.dtype)
-    tensors = (
-        qkv,
-        z,
-        b,
-        a,
-        conv_weight,
-        conv_bias,
-        A_log,
-        dt_bias,
-        norm_weight,
-        conv_state,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-    )
-    x = StepTensors(*tensors)
-    check_verify(x, records, accepted, activation=activation, by_channel=True)
-    out: Tensor = _VERIFY(
-        *tensors,
-        records,
-        accepted,
-        activation=activation,
-        scale=scale,
-        gate_lower_bound=gate_lower_bound,
-        norm_eps=norm_eps,
-        impl=impl,
-    )
-    return out
-
-
-_STEP = define_op(
-    f"kimi_delta_step({SCHEMA}, *, str activation, float scale, float? gate_lower_bound, "
-    "float norm_eps, str impl) -> Tensor",
-    like=["z"],
-    implementations=IMPLEMENTATIONS,
-)
-_VERIFY = define_op(
-    f"kimi_delta_verify({SCHEMA}, {RECORDS}, *, str activation, float scale, "
-    "float? gate_lower_bound, float norm_eps, str impl) -> Tensor",
-    like=["z"],
-    implementations=VERIFY_IMPLEMENTATIONS,
+kimi_delta_step = define(
+    KimiDeltaStep,
+    IMPLEMENTATIONS,
+    returns=like("z"),
+    limited={"head_k_dim": "K", "head_v_dim": "V"},
 )

@@ -1,4 +1,4 @@
-"""The decode step as its definition: one sequence after the other, in plain torch."""
+"""Definition of the decode step: one sequence after the other, in plain torch."""
 
 from __future__ import annotations
 
@@ -7,30 +7,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_hybrid.ops.delta_rule import l2_normalize
-from torch_hybrid.ops.delta_step import StepTensors
+from torch_hybrid.ops.kimi_delta_step.op import KimiDeltaStep
 
 
-def kimi_delta_step_reference(
-    *tensors: Tensor | None,
-    activation: str,
-    scale: float,
-    gate_lower_bound: float | None,
-    norm_eps: float,
-) -> Tensor:
-    """The oracle of the op: same arguments, any float dtype, both pools updated in place.
-
-    It computes in float32, or in float64 when ``qkv`` is float64.
-    """
-    x = StepTensors(*tensors)  # type: ignore[arg-type]
+def kimi_delta_step_reference(x: KimiDeltaStep) -> Tensor:
+    """Compute the op in float32, or in float64 when ``qkv`` is float64; pools are **mutated**."""
     dtype = x.qkv.dtype
     work = torch.promote_types(dtype, torch.float32)
     num_heads, v_dim, k_dim = x.state.shape[1:]
     rate = x.A_log.to(work).exp()[:, None]
     step = x.a.to(work).unflatten(1, (num_heads, k_dim)) + x.dt_bias.to(work)
-    if gate_lower_bound is None:
+    if x.gate_lower_bound is None:
         g = -rate * F.softplus(step)
     else:
-        g = gate_lower_bound * torch.sigmoid(rate * step)
+        g = x.gate_lower_bound * torch.sigmoid(rate * step)
     beta = x.b.to(work).sigmoid()
 
     out = torch.zeros_like(x.z, memory_format=torch.contiguous_format)
@@ -46,16 +36,16 @@ def kimi_delta_step_reference(
         window = torch.cat([past, x.qkv[t : t + 1]])
         y = (window.to(work) * x.conv_weight.to(work).T).sum(0)
         y = y if x.conv_bias is None else y + x.conv_bias.to(work)
-        y = (F.silu(y) if activation == "silu" else y).to(dtype).to(work)
+        y = (F.silu(y) if x.activation == "silu" else y).to(dtype).to(work)
 
         q, k, v = (part.view(num_heads, -1) for part in y.split(x.widths))
         q, k = l2_normalize(q), l2_normalize(k)
         S = S * g[t].exp()[:, None, :]
         u = beta[t][:, None] * (v - torch.einsum("hvk,hk->hv", S, k))
         S = S + torch.einsum("hv,hk->hvk", u, k)
-        o = torch.einsum("hvk,hk->hv", S, q * scale).to(dtype).to(work)
+        o = torch.einsum("hvk,hk->hv", S, q * x.scale).to(dtype).to(work)
 
-        normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm_eps)
+        normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + x.norm_eps)
         gate = x.z[t].to(work).sigmoid().view(num_heads, v_dim)
         out[t] = (x.norm_weight.to(work) * normed * gate).to(dtype).flatten()
         if slot:

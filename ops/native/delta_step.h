@@ -40,8 +40,9 @@ TH_CALL(Call,
   const void *conv_weight, *conv_bias, *A_log, *dt_bias, *norm_weight;  // wide: in float32
   void* conv_state;  // [S, W - 1, C]
   float* state;      // [S, HV, V, K]
-  void* records;     // [S, D, R]; null, as accepted, where each sequence has one token
-  const int32_t *cu_seqlens, *initial_indices, *state_indices, *accepted;
+  const int32_t *cu_seqlens, *initial_indices, *state_indices;
+  void* records;            // [S, D, R]
+  const int32_t* accepted;  // [N]; both null where no drafts are verified
   void* out;  // [T, HV V], contiguous
   int64_t num_tokens, num_seqs, num_slots, channels, width, num_v_heads, v_dim, k_dim;
   int64_t num_records, record_width;  // D, R

@@ -7,7 +7,6 @@
 // has the bits that as many decode steps leave.
 //
 //   TH_EXPORT_DELTA_STEP(Mixer, name)       one token of each sequence by delta_step.h, else these
-//   TH_EXPORT_DELTA_VERIFY(Mixer, name)
 #pragma once
 
 #include <omp.h>
@@ -165,20 +164,15 @@ void dispatch(const Call& call) {
 
 #define TH_EXPORT_DELTA_STEP(Mixer, name)                                                     \
   TH_EXPORT_CALL(name, th::step::Call) {                                                       \
-    if (!th::indices_are_valid(*call) || !th::verify::slots_are_valid(*call)) return false;    \
+    if (!th::indices_are_valid(*call)) return false;                                           \
+    const bool verifies = call->accepted;                                                      \
+    if (!(verifies ? th::verify::records_are_valid(*call) : th::verify::slots_are_valid(*call))) \
+      return false;                                                                            \
     const auto run = [&](auto type) {                                                          \
       using T = decltype(type);                                                                \
-      th::step::one_token_each(*call) ? th::step::dispatch<Mixer, T>(*call)                    \
-                                      : th::verify::dispatch<Mixer, T>(*call);                 \
+      verifies || !th::step::one_token_each(*call) ? th::verify::dispatch<Mixer, T>(*call)     \
+                                                   : th::step::dispatch<Mixer, T>(*call);      \
     };                                                                                         \
     call->is_bf16 ? run(th::bf16{}) : run(0.0f);                                               \
-    return true;                                                                               \
-  }
-
-#define TH_EXPORT_DELTA_VERIFY(Mixer, name)                                                    \
-  TH_EXPORT_CALL(name, th::step::Call) {                                                       \
-    if (!th::indices_are_valid(*call) || !th::verify::records_are_valid(*call)) return false;  \
-    call->is_bf16 ? th::verify::dispatch<Mixer, th::bf16>(*call)                               \
-                  : th::verify::dispatch<Mixer, float>(*call);                                 \
     return true;                                                                               \
   }

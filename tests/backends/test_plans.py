@@ -14,12 +14,14 @@ from torch.utils import _pytree as pytree
 
 from tests.backends import planning
 from torch_hybrid.backends import step as step_module
+from torch_hybrid.backends.gated_delta_rule import GATED_DELTA_RULE
 from torch_hybrid.backends.mode import MODES, LayerForm, Mode
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.backends.step import LayerBackend, Step, chunk_grid, make_backends, plan_all
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.ops.core.capability import NO_FEATURES
 from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch_hybrid.ops.kimi_delta_attention import chunk_kimi_delta_attention
@@ -311,6 +313,45 @@ def test_a_whole_step_stands_in_for_parts_that_nobody_asked_for(
     parts = {f"recurrent_{spec.kind}", "causal_conv1d"}
     assert set(decode) - {step} == (parts if expected == "parts" else set())
     assert step not in {choice.op for choice in choices[Mode.EXTEND]}
+
+
+@pytest.mark.parametrize(
+    ("ops", "expected"),
+    [({}, "cpp"), ({"gated_delta_step": "torch"}, "torch"), ({"gated_delta_step": "parts"}, None)],
+    ids=str,
+)
+def test_a_whole_step_verifies_drafts_or_its_parts_replay_them(
+    ops: dict[str, str], expected: str | None
+):
+    table = LayerTable.from_specs([LINEAR])
+    cache = make_cache(table)
+    mode = Mode.verify(2)
+    backend = make_backends(table, cache.sizes, Backends(ops=ops), (mode,))[LINEAR.kind]
+    chosen = {choice.op: choice.impl for choice in backend.choices[mode]}
+    assert chosen.pop("gated_delta_step", None) == expected
+    assert set(chosen) == (set() if expected else {"recurrent_gated_delta_rule", "causal_conv1d"})
+    counts = torch.zeros(2, dtype=torch.int32)
+    batch = dataclasses.replace(make_batch(cache, [3, 1]), accepted=counts, num_drafts=counts)
+    plan = backend.plan(batch, mode, backend.form_of([batch], mode))
+    assert (plan.replay is None) == (expected is not None)
+
+
+def test_where_no_whole_step_verifies_drafts_parts_replay_them():
+    step = GATED_DELTA_RULE.whole
+    able = {
+        name: dataclasses.replace(
+            each, capability=dataclasses.replace(each.capability, features=NO_FEATURES)
+        )
+        for name, each in step.implementations.items()
+    }
+    rule = dataclasses.replace(
+        GATED_DELTA_RULE, whole=dataclasses.replace(step, implementations=able)
+    )
+    sizes, mode = make_cache(LayerTable.from_specs([LINEAR])).sizes, Mode.verify(2)
+    chosen = rule.choose({LINEAR}, sizes, Backends(), mode)
+    assert [op.name for op, _ in chosen] == ["recurrent_gated_delta_rule", "causal_conv1d"]
+    with pytest.raises(UnsupportedError, match="cpp: it has no verify"):
+        rule.choose({LINEAR}, sizes, Backends(ops={"gated_delta_step": "cpp"}), mode)
 
 
 @pytest.mark.parametrize("impl", ["cpp", "parts"])

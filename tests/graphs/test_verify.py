@@ -26,6 +26,7 @@ from torch_hybrid.ops.gated_delta_step import op as gated_delta_step
 from torch_hybrid.ops.kimi_delta_step import op as kimi_delta_step
 from torch_hybrid.ops.lightning_step import op as lightning_step
 from torch_hybrid.ops.ssd_step import op as ssd_step
+from torch_hybrid.ops.step_implementations import VERIFY
 from torch_hybrid.sampling import Draw, Sampling
 
 SIZES = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 512}
@@ -161,7 +162,7 @@ def test_padded_steps_on_static_inputs():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "op", "calls"),
-    [("qwen3_next_dense", "gated_delta_verify", 1), ("recurrent_gemma", "rg_lru", 2)],
+    [("qwen3_next_dense", "gated_delta_step", 1), ("recurrent_gemma", "rg_lru", 2)],
 )
 def test_compiled_steps(family: str, op: str, calls: int):
     """By an op that replays, and by one that is called twice for each layer."""
@@ -194,14 +195,16 @@ SIZES_OF_HEADS = {"head_k_dim": 128, "head_v_dim": 128, "num_v_heads": 32}
 @pytest.mark.parametrize(
     ("op", "implementations"),
     [
-        ("gated_delta_verify", gated_delta_step.VERIFY_IMPLEMENTATIONS),
-        ("kimi_delta_verify", kimi_delta_step.VERIFY_IMPLEMENTATIONS),
+        ("gated_delta_step", gated_delta_step.IMPLEMENTATIONS),
+        ("kimi_delta_step", kimi_delta_step.IMPLEMENTATIONS),
         ("ssd_verify", ssd_step.VERIFY_IMPLEMENTATIONS),
         ("lightning_verify", lightning_step.VERIFY_IMPLEMENTATIONS),
     ],
 )
 def test_what_a_gpu_takes_can_be_captured(op: str, implementations: dict[str, Implementation]):
-    need = Need(device=torch.device("cuda"), dtype=torch.bfloat16, sizes=SIZES_OF_HEADS)
+    need = Need(
+        device=torch.device("cuda"), dtype=torch.bfloat16, sizes=SIZES_OF_HEADS, features=VERIFY
+    )
     choice = th.select(op, implementations, need, "auto")
     assert choice.impl == "triton"
     assert why_not_capturable([f"{op}[{choice.impl}]"]) == ()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.every_op import CALLS, VALUES, Call, call_of, impls_on_a_host
+from tests.ops.every_op import CALLS, VALUES, Call, call_of, impls_on_a_host, op_of
 from tests.ops.registered import public_ops
 from torch_hybrid.ops.core.registration import REGISTERED
 
@@ -92,7 +92,7 @@ def failures(call: Call, impl: str, wrong: Iterator[tuple[str, Tensor]]) -> list
 
 
 def test_every_op_has_a_call_and_every_index_a_range() -> None:
-    assert set(public_ops()) == set(CALLS) == set(REGISTERED)
+    assert set(public_ops()) == {op_of(name) for name in CALLS} == set(REGISTERED)
     for op, call in GIVEN.items():
         indices = {n for n in call.integers() if n not in VALUES and n not in offsets_of(call)}
         assert indices == set(call.ranges), op

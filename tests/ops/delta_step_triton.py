@@ -3,7 +3,6 @@ and what compiling them shows."""
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,12 +23,10 @@ def record_launches(
     dtype: torch.dtype,
     *,
     verify: bool = False,
-    form: str = "",
+    impl: str = "triton",
 ) -> dict[str, Launch]:
     """What the launcher launches for inputs of a case, on tensors without memory, of a decode step
-    or of one that verifies drafts; ``form`` is what stands before the launcher's name."""
-    name = family.op.__name__
-    launcher = importlib.import_module(f"torch_hybrid.ops.{name}._triton")
+    or of one that verifies drafts."""
     inputs = family.make_inputs(case, dtype)
     laid_out_alike = {
         each: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -37,13 +34,14 @@ def record_launches(
         if x is not None
     }
     args = replace(inputs, **laid_out_alike).args()
-    drafts: tuple[torch.Tensor, ...] = ()
+    drafts: dict[str, torch.Tensor] = {}
     if verify:
         width = sum(laid_out_alike[each].shape[1] for each in ("qkv", "b", "a"))
         records = laid_out_alike["qkv"].new_empty(len(inputs.state), 3, width)
-        drafts = (records, laid_out_alike["state_indices"])
+        drafts = {"records": records, "accepted": laid_out_alike["state_indices"]}
+    given = family.value(*args, **drafts, **inputs.options(), impl=impl)
     with launches_on(target) as launches:
-        getattr(launcher, form + name)(*args, *drafts, **inputs.options())
+        family.implementations[impl].load()(given)
     return launches
 
 
@@ -52,7 +50,7 @@ def of_any_lengths(family: Family, target: str, case: Case) -> dict[str, dict[st
     lengths = {"a prompt": (64,), "64 tokens": (1,) * 64}
     return {
         name: record_launches(
-            family, target, replace(case, lengths=each), torch.bfloat16, form="invariant_"
+            family, target, replace(case, lengths=each), torch.bfloat16, impl="triton_invariant"
         )
         for name, each in lengths.items()
     }

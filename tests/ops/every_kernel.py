@@ -109,7 +109,7 @@ def with_records(inputs: Any, width: int, dtype: torch.dtype) -> tuple[Any, dict
     arguments and options."""
     records = torch.randn(len(inputs.state), 2, width).to(dtype)
     accepted = torch.tensor([2, 0, 0, 1], dtype=torch.int32)
-    return (*inputs.args(), records, accepted), inputs.options()
+    return inputs.args(), {**inputs.options(), "records": records, "accepted": accepted}
 
 
 def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -127,17 +127,15 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             yield op.__name__, partial(run, op, inputs.args(), inputs.options() | options)
     odd = {"num_padding_tokens": 3, "has_bias": True, **ODD}
     gdn_one = gdn_step.case(lengths=(1, 0, 1), **odd)
-    for op, verify, make_inputs, step in (
-        (gated_delta_step.gated_delta_step, gated_delta_step.gated_delta_verify,
-         gdn_step.make_inputs, gdn_one),
-        (kimi_delta_step.kimi_delta_step, kimi_delta_step.kimi_delta_verify,
-         kda_step.make_inputs, kda_step.case(1, 0, 1, **odd)),
-    ):  # fmt: skip
+    for op, make_inputs, step in (
+        (gated_delta_step.gated_delta_step, gdn_step.make_inputs, gdn_one),
+        (kimi_delta_step.kimi_delta_step, kda_step.make_inputs, kda_step.case(1, 0, 1, **odd)),
+    ):
         inputs = make_inputs(step, dtype)
         yield op.__name__, partial(run, op, inputs.args(), inputs.options())
         inputs = make_inputs(replace(step, lengths=DRAFTED), dtype)
         width = sum(x.shape[1] for x in (inputs.qkv, inputs.b, inputs.a))
-        yield verify.__name__, partial(run, verify, *with_records(inputs, width, dtype))
+        yield f"{op.__name__}, drafts", partial(run, op, *with_records(inputs, width, dtype))
         several = make_inputs(replace(step, **LENGTHS), dtype)
         options = several.options() | {"impl": "triton_invariant"}
         yield f"{op.__name__}, any lengths", partial(run, op, several.args(), options)

@@ -75,7 +75,13 @@ class Call:
         """The tensors that the op's schema says it writes."""
         schema = getattr(getattr(torch.ops, NAMESPACE), self.op.__name__).default._schema
         names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-        return [x for name in names for x in tree_leaves(self.given[name])]
+        given = [self.given[name] for name in names if self.given.get(name) is not None]
+        return tree_leaves(given)
+
+
+def op_of(name: str) -> str:
+    """The op of a call in CALLS."""
+    return name.partition(",")[0]
 
 
 def impls_on_a_host(name: str) -> dict[str, str]:
@@ -83,15 +89,16 @@ def impls_on_a_host(name: str) -> dict[str, str]:
 
     Interpreted kernels run on a CPU too, but are made for indices that nobody reads.
     """
-    found = {n: i for n, i in REGISTERED[name].items() if "triton" not in n}
+    found = {n: i for n, i in REGISTERED[op_of(name)].items() if "triton" not in n}
     return {n: skip_reason(i, "cpu") or "" for n, i in found.items() if n in impls_on("cpu", found)}
 
 
 def call_of(name: str) -> Call:
-    """A valid call of a registered op, of float32 and sizes that every implementation takes."""
+    """A valid call of a registered op, of float32 and sizes that every implementation on a host
+    takes. ``name`` is the op's, and may say what is particular: "gated_delta_step, drafts"."""
     torch.manual_seed(0)
     args, options, ranges = CALLS[name]()
-    op = public_ops()[name]
+    op = public_ops()[op_of(name)]
     bound = inspect.signature(op).bind(*args, **options, impl="")
     return Call(op=op, given=bound.arguments, ranges=ranges)
 
@@ -149,7 +156,8 @@ def _verify(inputs: step_family.Inputs, width: int) -> _Made:
     args, options, ranges = _recurrent(inputs)
     records = torch.randn(len(inputs.state), _NUM_RECORDS, width)
     accepted = torch.tensor([2, 0, 0, 1], dtype=torch.int32)
-    return (*args, records, accepted), options, ranges | {"accepted": (0, _NUM_RECORDS + 1)}
+    options |= {"records": records, "accepted": accepted}
+    return args, options, ranges | {"accepted": (0, _NUM_RECORDS + 1)}
 
 
 def _gated_delta_verify() -> _Made:
@@ -289,14 +297,14 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "gated_delta_step": lambda: _recurrent(
         gated_delta_step.make_inputs(gated_delta_step.case(**_ONE_EACH))
     ),
-    "gated_delta_verify": _gated_delta_verify,
+    "gated_delta_step, drafts": _gated_delta_verify,
     "gated_pooling": _gated_pooling,
     "gather_latents": _gather_latents,
     "head_linear": lambda: _without_indices(torch.randn(5, 3, 32), torch.randn(3, 16, 32)),
     "kimi_delta_step": lambda: _recurrent(
         kimi_delta_step.make_inputs(kimi_delta_step.case(1, 1, 0, 1, num_padding_tokens=3))
     ),
-    "kimi_delta_verify": _kimi_delta_verify,
+    "kimi_delta_step, drafts": _kimi_delta_verify,
     "latent_attention": _latent_attention,
     "latent_attention_with_lse": _latent_attention,
     "lightning_step": lambda: _recurrent(

@@ -17,6 +17,7 @@ from tests.ops.pages import offsets
 from tests.ops.step_family import Family
 from tests.ops.step_triton import on_device
 from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.step_implementations import VERIFY
 
 DEVICE = "cpu"
 MOST_DRAFTS = 3
@@ -35,8 +36,8 @@ class VerifyContract:
 
     Attributes:
         family: the decode step.
-        verify: the op, which takes ``records`` and ``accepted`` after the step's tensors.
-        implementations: of ``verify``.
+        verify: the op, which takes ``records`` and ``accepted`` besides the step's tensors.
+        implementations: of ``verify``, some of which can.
         recorded: the per-token tensors that a record is made of, in its order.
         records_are_inputs: and nothing else, so that each implementation leaves the same.
         by_reference: the definition of ``verify``.
@@ -50,7 +51,8 @@ class VerifyContract:
     by_reference: ClassVar[Callable[..., Tensor]]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        names = impls_on(DEVICE, self.implementations)
+        able = {n: i for n, i in self.implementations.items() if i.capability.features >= VERIFY}
+        names = impls_on(DEVICE, able)
         kinds = {
             "impl": names,
             "native_impl": [name for name in names if name != "torch"],
@@ -192,6 +194,16 @@ class VerifyContract:
         with pytest.raises(ValueError, match=r"accepted must have dtype torch\.int32"):
             self.run_of("torch")(given, history.records, history.accepted.long())
 
+    def test_records_go_with_counts(self):
+        history = History(self, self.family.cases["mixed"], torch.float32, "torch")
+        given = history.given((1, 1, 1, 1))
+        verify = type(self).verify
+        options = {**given.options(), "impl": "torch"}
+        with pytest.raises(ValueError, match="together, got records alone"):
+            verify(*given.args(), **options, records=history.records)
+        with pytest.raises(ValueError, match="together, got accepted alone"):
+            verify(*given.args(), **options, accepted=history.accepted)
+
     def test_opcheck(self, impl: str):
         history = History(self, self.family.cases["mixed"], torch.float32, impl)
         given = history.given((3, 1, 2, 0))
@@ -199,8 +211,13 @@ class VerifyContract:
         overload = getattr(torch.ops.torch_hybrid, self.verify.__name__).default
         torch.library.opcheck(
             overload,
-            (*given.args(), history.records, history.accepted),
-            {**given.options(), "impl": impl},
+            given.args(),
+            {
+                **given.options(),
+                "impl": impl,
+                "records": history.records,
+                "accepted": history.accepted,
+            },
         )
 
     def empty_records(self, inputs: Any) -> Tensor:
@@ -214,7 +231,8 @@ class VerifyContract:
         verify = type(self).verify
 
         def run(inputs: Any, records: Tensor, accepted: Tensor) -> Tensor:
-            return verify(*inputs.args(), records, accepted, **inputs.options(), impl=impl)
+            drafts = {"records": records, "accepted": accepted}
+            return verify(*inputs.args(), **drafts, **inputs.options(), impl=impl)
 
         return run
 

@@ -12,7 +12,6 @@ from torch_hybrid.backends.recurrent import (
     OpChoice,
     RecurrentPlan,
     chunked_rule,
-    or_parts,
     rule_of,
 )
 from torch_hybrid.ops.gated_delta_rule import op
@@ -29,8 +28,7 @@ def _sizes(spec: DeltaRuleSpec) -> dict[str, int]:
     }
 
 
-STEP, VERIFY = "gated_delta_step", "gated_delta_verify"
-_TIMED = {"head_k_dim": (128,), "head_v_dim": (128,)}
+STEP = "gated_delta_step"
 
 GATED_DELTA_RULE = chunked_rule(
     "gated_delta_rule",
@@ -38,12 +36,8 @@ GATED_DELTA_RULE = chunked_rule(
     recurrent=op.RECURRENT_IMPLEMENTATIONS,
     chunk=op.CHUNK_IMPLEMENTATIONS,
     sizes=_sizes,
-    whole=OpChoice(
-        name=STEP,
-        implementations=or_parts(step.IMPLEMENTATIONS, timed=_TIMED),
-        sizes=_sizes,
-    ),
-    verify=OpChoice(name=VERIFY, implementations=step.VERIFY_IMPLEMENTATIONS, sizes=_sizes),
+    whole=OpChoice(name=STEP, implementations=step.IMPLEMENTATIONS, sizes=_sizes),
+    timed={"head_k_dim": (128,), "head_v_dim": (128,)},
 )
 _FORMS = {
     "recurrent_gated_delta_rule": op.recurrent_gated_delta_rule,

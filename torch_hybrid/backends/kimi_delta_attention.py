@@ -10,7 +10,6 @@ from torch_hybrid.backends.recurrent import (
     OpChoice,
     RecurrentPlan,
     chunked_rule,
-    or_parts,
     rule_of,
 )
 from torch_hybrid.ops.kimi_delta_attention import op
@@ -26,8 +25,7 @@ def _sizes(spec: KimiDeltaSpec) -> dict[str, int]:
     }
 
 
-STEP, VERIFY = "kimi_delta_step", "kimi_delta_verify"
-_TIMED = {"head_k_dim": (128,), "head_v_dim": (128,)}
+STEP = "kimi_delta_step"
 
 KIMI_DELTA_ATTENTION = chunked_rule(
     "kimi_delta_attention",
@@ -35,10 +33,8 @@ KIMI_DELTA_ATTENTION = chunked_rule(
     recurrent=op.RECURRENT_IMPLEMENTATIONS,
     chunk=op.CHUNK_IMPLEMENTATIONS,
     sizes=_sizes,
-    whole=OpChoice(
-        name=STEP, implementations=or_parts(step.IMPLEMENTATIONS, timed=_TIMED), sizes=_sizes
-    ),
-    verify=OpChoice(name=VERIFY, implementations=step.VERIFY_IMPLEMENTATIONS, sizes=_sizes),
+    whole=OpChoice(name=STEP, implementations=step.IMPLEMENTATIONS, sizes=_sizes),
+    timed={"head_k_dim": (128,), "head_v_dim": (128,)},
 )
 _FORMS = {
     "recurrent_kimi_delta_attention": op.recurrent_kimi_delta_attention,

@@ -4,7 +4,7 @@ calls of the ops."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -27,9 +27,10 @@ from torch_hybrid.ops.core.capability import (
     Need,
 )
 from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
-from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE
+from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, VERIFY
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry
+from torch_hybrid.specs.pools import RECORDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,15 +119,16 @@ class Recurrence:
 
     The ops of ``decode`` run one new token per sequence, those of ``extend`` any number. ``whole``
     fuses all between a layer's projections in decode. The fused op runs where it can serve, unless
-    the user named an implementation of one of its parts. ``verify`` is the fused op for a token and
-    drafts after it. None: the ops of ``decode``, which take tokens one by one, replay records too
-    (``backends.replay``).
+    the user named an implementation of one of its parts; its Triton form there alone where it was
+    measured, at the sizes ``timed``. An implementation of it with the feature "verify" runs a token
+    and drafts after it. Where there is none, the ops of ``decode``, which take tokens one by one,
+    replay records too (``backends.replay``).
     """
 
     decode: tuple[OpChoice, ...]  # the recurrence first
     extend: tuple[OpChoice, ...]
     whole: OpChoice | None = None
-    verify: OpChoice | None = None
+    timed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     chunk_size: int = 0
 
     def ops(self, mode: Mode) -> tuple[OpChoice, ...]:
@@ -141,8 +143,8 @@ class Recurrence:
         Raises:
             UnsupportedError: no implementation of an op can serve.
         """
-        if self._has_op_for(mode) and self.verify is not None:
-            return ((self.verify, self.verify.choose(specs, sizes, backends, mode)),)
+        if verifying := self._choose_verifying(specs, sizes, backends, mode):
+            return (verifying,)
         if backends.batch_invariant:
             return self._choose_invariant(specs, sizes, backends, mode)
         ops = self.decode if mode.num_drafts else self.ops(mode)
@@ -150,18 +152,28 @@ class Recurrence:
         if self.whole is None or mode.tokens_per_seq != 1:
             return parts
         are_asked_for = any(op.asked_for(backends, mode) != "auto" for op in ops)
-        whole = replace(self.whole, preferred=lambda _: PARTS if are_asked_for else "auto")
+        whole = replace(
+            self.whole,
+            implementations=or_parts(self.whole.implementations, timed=self.timed),
+            preferred=lambda _: PARTS if are_asked_for else "auto",
+        )
         chosen = whole, whole.choose(specs, sizes, backends, mode)
         return (*parts, chosen) if chosen[1].impl == PARTS else (chosen,)
 
-    def replays_by_calls(self, mode: Mode) -> bool:
-        """Tell whether steps of a mode verify drafts by two calls of each op."""
-        return mode.num_drafts > 0 and not self._has_op_for(mode)
-
-    def _has_op_for(self, mode: Mode) -> bool:
-        """Tell whether the op ``verify`` runs steps of a mode."""
-        is_verified = mode.num_drafts > 0 and mode.tokens_per_seq is not None
-        return is_verified and self.verify is not None
+    def _choose_verifying(
+        self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode
+    ) -> tuple[OpChoice, Choice] | None:
+        """Choose the fused op for steps that verify drafts; None where it cannot serve."""
+        if self.whole is None or not mode.num_drafts or mode.tokens_per_seq is None:
+            return None
+        known = {**self.whole.implementations, PARTS: _PARTS}  # which have no such feature
+        whole = replace(self.whole, implementations=known, features=VERIFY)
+        try:
+            return whole, whole.choose(specs, sizes, backends, mode)
+        except UnsupportedError:
+            if whole.asked_for(backends, mode) not in ("auto", PARTS):
+                raise
+            return None
 
     def _choose_invariant(
         self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode
@@ -177,10 +189,8 @@ class Recurrence:
 
         if self.whole is None:
             return parts()
-        known = self.whole.implementations
         whole = replace(
             self.whole,
-            implementations={name: each for name, each in known.items() if name != PARTS},
             features=EXTEND | NO_STORE if mode.num_drafts else EXTEND,
             preferred=self.decode[0].preferred,
         )
@@ -204,12 +214,12 @@ def chunked_rule(
     chunk: Mapping[str, Implementation],
     sizes: Callable[[Any], dict[str, int]],
     whole: OpChoice | None = None,
-    verify: OpChoice | None = None,
+    timed: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Recurrence:
     """Define a rule with two forms: ``recurrent_<name>`` in decode, ``chunk_<name>`` in extend.
 
-    ``also`` lists the other ops that its layers call. ``whole`` and ``verify`` fuse all of them;
-    see ``Recurrence``.
+    ``also`` lists the other ops that its layers call. ``whole`` fuses all of them; see
+    ``Recurrence``.
     """
     decode = OpChoice(name=f"recurrent_{name}", implementations=recurrent, sizes=sizes)
     extend = OpChoice(name=f"chunk_{name}", implementations=chunk, sizes=sizes)
@@ -217,7 +227,7 @@ def chunked_rule(
         decode=(decode, *also),
         extend=(extend, *also),
         whole=whole,
-        verify=verify,
+        timed=timed or {},
         chunk_size=DEFAULT_CHUNK_SIZE,
     )
 
@@ -233,7 +243,7 @@ def or_parts(
     ``timed``, "triton" serves these sizes alone, at which it was measured.
     """
     first = {name: each for name, each in implementations.items() if name != "torch"}
-    if timed is not None:
+    if timed:
         triton = first["triton"]
         first["triton"] = replace(triton, capability=replace(triton.capability, one_of=timed))
     last = {name: each for name, each in implementations.items() if name not in first}
@@ -257,7 +267,11 @@ class RecurrentBackend:
         chosen = {mode: recurrence.choose(specs, sizes, backends, mode) for mode in modes}
         self.choices = {mode: tuple(each for _, each in pairs) for mode, pairs in chosen.items()}
         self._statics = {mode: Statics(impls_of(each)) for mode, each in self.choices.items()}
-        self._replayed = {mode for mode in modes if recurrence.replays_by_calls(mode)}
+        self._replayed = {
+            mode
+            for mode, pairs in chosen.items()
+            if mode.num_drafts and not any(op.features >= VERIFY for op, _ in pairs)
+        }
         self._planners, self._layers = {}, {}
         for mode, ((op, choice), *_) in chosen.items():
             self._planners[mode] = op.implementations[choice.impl].load_planner()
@@ -292,6 +306,13 @@ def rule_of(
     """Find the op among ``forms`` that the plan runs, and its implementation."""
     name, impl = next(pair for pair in plan.statics.impls if pair[0] in forms)
     return forms[name], impl
+
+
+def drafts_of(plan: RecurrentPlan, cache: LayerCache) -> dict[str, Tensor]:
+    """Return what the fused op of a step takes beside, by name, where it verifies drafts."""
+    if plan.accepted is None:
+        return {}
+    return {"records": cache[RECORDS], "accepted": plan.accepted}
 
 
 def whole_impl(plan: RecurrentPlan, *ops: str) -> str | None:

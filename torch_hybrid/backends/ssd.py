@@ -14,7 +14,6 @@ from torch_hybrid.backends.recurrent import (
     OpChoice,
     RecurrentPlan,
     chunked_rule,
-    or_parts,
     rule_of,
 )
 from torch_hybrid.ops.lightning_step import op as lightning_step
@@ -37,8 +36,6 @@ def _mlstm_sizes(spec: MlstmSpec) -> dict[str, int]:
 
 STEP, VERIFY = "ssd_step", "ssd_verify"
 LIGHTNING_STEP, LIGHTNING_VERIFY = "lightning_step", "lightning_verify"
-_TIMED = {"head_k_dim": (128, 256), "head_v_dim": (64,)}
-_TIMED_LIGHTNING = {"head_k_dim": (128,)}
 
 _RULE = partial(
     chunked_rule,
@@ -49,24 +46,18 @@ MAMBA2 = _RULE(
     "ssd",
     CONVOLUTION,
     sizes=_sizes,
-    whole=OpChoice(
-        name=STEP, implementations=or_parts(step.IMPLEMENTATIONS, timed=_TIMED), sizes=_sizes
-    ),
-    verify=OpChoice(name=VERIFY, implementations=step.VERIFY_IMPLEMENTATIONS, sizes=_sizes),
+    whole=OpChoice(name=STEP, implementations=step.IMPLEMENTATIONS, sizes=_sizes),
+    timed={"head_k_dim": (128, 256), "head_v_dim": (64,)},
 )
 LIGHTNING_ATTENTION = _RULE(
     "ssd",
     sizes=_lightning_sizes,
     whole=OpChoice(
         name=LIGHTNING_STEP,
-        implementations=or_parts(lightning_step.IMPLEMENTATIONS, timed=_TIMED_LIGHTNING),
+        implementations=lightning_step.IMPLEMENTATIONS,
         sizes=_lightning_sizes,
     ),
-    verify=OpChoice(
-        name=LIGHTNING_VERIFY,
-        implementations=lightning_step.VERIFY_IMPLEMENTATIONS,
-        sizes=_lightning_sizes,
-    ),
+    timed={"head_k_dim": (128,)},
 )
 MLSTM = _RULE("ssd", sizes=_mlstm_sizes)
 _FORMS: Mapping[str, Callable[..., Tensor]] = {

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.gated_delta_rule import STEP, VERIFY, apply_delta_rule
-from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, walk_layer, whole_impl
+from torch_hybrid.backends.gated_delta_rule import STEP, apply_delta_rule
+from torch_hybrid.backends.recurrent import (
+    RecurrentPlan,
+    convolve,
+    drafts_of,
+    walk_layer,
+    whole_impl,
+)
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.gated_delta_step import gated_delta_step, gated_delta_verify
+from torch_hybrid.ops.gated_delta_step import gated_delta_step
 from torch_hybrid.ranks import Ranks
-from torch_hybrid.specs import RECORDS, DeltaRuleSpec
+from torch_hybrid.specs import DeltaRuleSpec
 
 
 class GatedDeltaNet(nn.Module):
@@ -79,7 +84,7 @@ class GatedDeltaNet(nn.Module):
             [T, dim].
         """
         qkv, z, b, a = columns(self.in_proj, x, self._widths)
-        impl = whole_impl(plan, STEP, VERIFY)
+        impl = whole_impl(plan, STEP)
 
         def mix(
             advancing: Sequence[Tensor], reading: Sequence[Tensor], plan: RecurrentPlan
@@ -104,7 +109,7 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """Run all between the projections as one op, with the step's drafts if it has some."""
         spec = self.spec
-        tensors = (
+        out: Tensor = gated_delta_step(
             qkv,
             z,
             b,
@@ -119,18 +124,15 @@ class GatedDeltaNet(nn.Module):
             plan.cu_seqlens,
             plan.initial_indices,
             plan.state_indices,
+            activation=spec.activation,
+            scale=spec.head_k_dim**-0.5,
+            beta_scale=spec.beta_scale,
+            norm_eps=spec.norm_eps,
+            gate=spec.gate,
+            impl=impl,
+            **drafts_of(plan, cache),
         )
-        options: dict[str, Any] = {
-            "activation": spec.activation,
-            "scale": spec.head_k_dim**-0.5,
-            "beta_scale": spec.beta_scale,
-            "norm_eps": spec.norm_eps,
-            "gate": spec.gate,
-            "impl": impl,
-        }
-        if plan.accepted is None:
-            return gated_delta_step(*tensors, **options)
-        return gated_delta_verify(*tensors, cache[RECORDS], plan.accepted, **options)
+        return out
 
     def _mix_by_parts(
         self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, plan: RecurrentPlan, cache: LayerCache

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.kimi_delta_attention import STEP, VERIFY, apply_kimi_delta
-from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, walk_layer, whole_impl
+from torch_hybrid.backends.kimi_delta_attention import STEP, apply_kimi_delta
+from torch_hybrid.backends.recurrent import (
+    RecurrentPlan,
+    convolve,
+    drafts_of,
+    walk_layer,
+    whole_impl,
+)
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.kimi_delta_step import kimi_delta_step, kimi_delta_verify
+from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
 from torch_hybrid.ranks import Ranks
-from torch_hybrid.specs import RECORDS, KimiDeltaSpec
+from torch_hybrid.specs import KimiDeltaSpec
 
 
 class KimiDeltaAttention(nn.Module):
@@ -90,7 +95,7 @@ class KimiDeltaAttention(nn.Module):
         """
         qkv, f, gate, b = columns(self.in_proj, x, self._widths)
         f, gate = self.f_b_proj(f), self.g_b_proj(gate)
-        impl = whole_impl(plan, STEP, VERIFY)
+        impl = whole_impl(plan, STEP)
 
         def mix(
             advancing: Sequence[Tensor], reading: Sequence[Tensor], plan: RecurrentPlan
@@ -115,7 +120,7 @@ class KimiDeltaAttention(nn.Module):
     ) -> Tensor:
         """Run all between the projections as one op, with the step's drafts if it has some."""
         spec = self.spec
-        tensors = (
+        out: Tensor = kimi_delta_step(
             qkv,
             gate,
             b,
@@ -130,17 +135,14 @@ class KimiDeltaAttention(nn.Module):
             plan.cu_seqlens,
             plan.initial_indices,
             plan.state_indices,
+            activation=spec.activation,
+            scale=spec.head_k_dim**-0.5,
+            gate_lower_bound=spec.gate_lower_bound,
+            norm_eps=spec.norm_eps,
+            impl=impl,
+            **drafts_of(plan, cache),
         )
-        options: dict[str, Any] = {
-            "activation": spec.activation,
-            "scale": spec.head_k_dim**-0.5,
-            "gate_lower_bound": spec.gate_lower_bound,
-            "norm_eps": spec.norm_eps,
-            "impl": impl,
-        }
-        if plan.accepted is None:
-            return kimi_delta_step(*tensors, **options)
-        return kimi_delta_verify(*tensors, cache[RECORDS], plan.accepted, **options)
+        return out
 
     def _mix_by_parts(
         self,

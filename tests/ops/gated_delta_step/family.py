@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,7 +13,7 @@ from tests.ops.delta_step_family import Family
 from tests.ops.gated_delta_step.cases import CASES, make_inputs
 from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_step import gated_delta_step
-from torch_hybrid.ops.gated_delta_step.op import IMPLEMENTATIONS
+from torch_hybrid.ops.gated_delta_step.op import IMPLEMENTATIONS, GatedDeltaStep
 from torch_hybrid.ops.gated_delta_step.reference import gated_delta_step_reference
 
 
@@ -26,12 +28,17 @@ def gated_norm(x: Inputs, o: Tensor) -> Tensor:
     return (x.norm_weight * normed * activate(x.z.float()).view_as(o)).to(o.dtype)
 
 
+def reference(*tensors: Tensor | None, **options: Any) -> Tensor:
+    return gated_delta_step_reference(GatedDeltaStep(*tensors, **options, impl="reference"))
+
+
 FAMILY = Family(
     op=gated_delta_step,
     implementations=IMPLEMENTATIONS,
-    reference=gated_delta_step_reference,
+    reference=reference,
     cases=CASES,
     make_inputs=make_inputs,
+    value=GatedDeltaStep,
     recurrence=recurrent_gated_delta_rule,
     gates=gates,
     gated_norm=gated_norm,

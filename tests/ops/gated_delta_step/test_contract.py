@@ -91,5 +91,7 @@ torch_hybrid::gated_delta_step(Tensor qkv
   float beta_scale
   float norm_eps
   str gate="silu"
-  str impl) -> Tensor""",
+  str impl
+  Tensor(c!)? records=None
+  Tensor? accepted=None) -> Tensor""",
         )

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from tests.ops.gated_delta_step.family import FAMILY
 from tests.ops.verify_contract import VerifyContract
 from torch_hybrid.ops.delta_step import verify_by_delta_steps
-from torch_hybrid.ops.gated_delta_step import gated_delta_verify
-from torch_hybrid.ops.gated_delta_step.op import VERIFY_IMPLEMENTATIONS
+from torch_hybrid.ops.gated_delta_step import gated_delta_step
+from torch_hybrid.ops.gated_delta_step.op import IMPLEMENTATIONS, GatedDeltaStep
 from torch_hybrid.ops.gated_delta_step.reference import gated_delta_step_reference
+
+
+def by_reference(*tensors: Tensor | None, **options: Any) -> Tensor:
+    *of_step, records, accepted = tensors
+    drafts = {"records": records, "accepted": accepted}
+    x = GatedDeltaStep(*of_step, **options, **drafts, impl="reference")
+    return verify_by_delta_steps(gated_delta_step_reference, x)
 
 
 class TestContract(VerifyContract):
     family = FAMILY
-    verify = gated_delta_verify
-    implementations = VERIFY_IMPLEMENTATIONS
+    verify = gated_delta_step
+    implementations = IMPLEMENTATIONS
     recorded = ("qkv", "b", "a")
-    by_reference = partial(verify_by_delta_steps, gated_delta_step_reference)
+    by_reference = by_reference

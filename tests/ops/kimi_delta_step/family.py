@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from tests.ops.delta_step_family import Family
 from tests.ops.kimi_delta_step.cases import CASES, make_inputs
 from torch_hybrid.ops.kimi_delta_attention import recurrent_kimi_delta_attention
 from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
-from torch_hybrid.ops.kimi_delta_step.op import IMPLEMENTATIONS
+from torch_hybrid.ops.kimi_delta_step.op import IMPLEMENTATIONS, KimiDeltaStep
 from torch_hybrid.ops.kimi_delta_step.reference import kimi_delta_step_reference
 
 
@@ -27,12 +29,17 @@ def gated_norm(x: Inputs, o: Tensor) -> Tensor:
     return (normed * x.z.float().sigmoid().view_as(o)).to(o.dtype)
 
 
+def reference(*tensors: Tensor | None, **options: Any) -> Tensor:
+    return kimi_delta_step_reference(KimiDeltaStep(*tensors, **options, impl="reference"))
+
+
 FAMILY = Family(
     op=kimi_delta_step,
     implementations=IMPLEMENTATIONS,
-    reference=kimi_delta_step_reference,
+    reference=reference,
     cases=CASES,
     make_inputs=make_inputs,
+    value=KimiDeltaStep,
     recurrence=recurrent_kimi_delta_attention,
     gates=gates,
     gated_norm=gated_norm,

@@ -83,5 +83,7 @@ torch_hybrid::kimi_delta_step(Tensor qkv
   float scale
   float? gate_lower_bound
   float norm_eps
-  str impl) -> Tensor""",
+  str impl
+  Tensor(c!)? records=None
+  Tensor? accepted=None) -> Tensor""",
         )

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from tests.ops.kimi_delta_step.family import FAMILY
 from tests.ops.verify_contract import VerifyContract
 from torch_hybrid.ops.delta_step import verify_by_delta_steps
-from torch_hybrid.ops.kimi_delta_step import kimi_delta_verify
-from torch_hybrid.ops.kimi_delta_step.op import VERIFY_IMPLEMENTATIONS
+from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
+from torch_hybrid.ops.kimi_delta_step.op import IMPLEMENTATIONS, KimiDeltaStep
 from torch_hybrid.ops.kimi_delta_step.reference import kimi_delta_step_reference
+
+
+def by_reference(*tensors: Tensor | None, **options: Any) -> Tensor:
+    *of_step, records, accepted = tensors
+    drafts = {"records": records, "accepted": accepted}
+    x = KimiDeltaStep(*of_step, **options, **drafts, impl="reference")
+    return verify_by_delta_steps(kimi_delta_step_reference, x)
 
 
 class TestContract(VerifyContract):
     family = FAMILY
-    verify = kimi_delta_verify
-    implementations = VERIFY_IMPLEMENTATIONS
+    verify = kimi_delta_step
+    implementations = IMPLEMENTATIONS
     recorded = ("qkv", "b", "a")
-    by_reference = partial(verify_by_delta_steps, kimi_delta_step_reference)
+    by_reference = by_reference
