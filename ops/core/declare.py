@@ -512,7 +512,9 @@ def cpp_launcher(
         if name in special:
             return special[name]
         if name.startswith("wide_"):
-            return f"x.{name.removeprefix('wide_')}.dtype is float32"
+            wide = name.removeprefix("wide_")
+            guard = f"x.{wide} is not None and " * (wide in declaration.optional)
+            return f"{guard}x.{wide}.dtype is float32"
         rows = name.removesuffix("_stride").removesuffix("_head")
         if rows == name:
             return f"x.{name}"

@@ -279,15 +279,15 @@ def test_the_call_of_a_cpp_kernel(monkeypatch: pytest.MonkeyPatch):
         Path(),
         sizes="T=num_tokens H=num_heads D//H=head_dim",
         integers="num_tokens num_heads head_dim heads_stride heads_head_stride gate_stride is_bf16 "
-        "wide_rates",
+        "wide_rates wide_gate",
         out="x",
     )
     wide = {"gate": torch.ones(3, 12)[:, :10], "rates": torch.ones(5)}
     out = [launch(DeclaredHeads(**given_heads(**given), impl="cpp")) for given in ({}, wide)]
     assert [call[4] is result for call, result in zip(calls, out, strict=True)] == [True, True]
     assert [call[5:] for call in calls] == [
-        (3, 2, 5, 5, 15, 0, True, False),
-        (3, 2, 5, 5, 15, 12, True, True),
+        (3, 2, 5, 5, 15, 0, True, False, False),
+        (3, 2, 5, 5, 15, 12, True, True, True),
     ]
 
 
