@@ -368,14 +368,19 @@ class Declaration:
             f"{each.name}={each.name}" if each.kw_only else each.name for each in self._fields
         )
         lines = [f"def {self.name}({parameters}):"]
-        if self.cls.check_form is not Op.check_form:
-            lines += [f"    cls({passed}, impl=impl).check_form()"]
+        has_form, has_check = (
+            getattr(self.cls, name) is not getattr(Op, name) for name in ("check_form", "check")
+        )
+        if has_form or has_check:
+            lines += [f"    given = cls({passed}, impl=impl)"]
+        if has_form:
+            lines += ["    given.check_form()"]
         if known["floats"]:
             fail = f"fail_floats('{self.floating}', {self.floating})"
             lines += [f"    if {self.floating}.dtype not in floats: {fail}"]
         lines += self._checks()
-        if self.cls.check is not Op.check:
-            lines += [f"    cls({passed}, impl=impl).check()"]
+        if has_check:
+            lines += ["    given.check()"]
         sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
         asked = f"impl, implementations, {self.first}.device, {{{sizes}}}"
         asked += f", dtype={self.floating}.dtype" * bool(self.floating)
