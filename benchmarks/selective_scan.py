@@ -22,7 +22,7 @@ CHANNELS = {"mamba 1536": 1536, "mamba 2048": 2048}  # of models half as wide
 
 
 def layer_inputs(channels: int, lengths: tuple[int, ...], dtype: torch.dtype) -> Inputs:
-    inputs = make_inputs(Case(lengths=lengths, channels=channels), dtype)
+    inputs = make_inputs(Case(lengths=lengths, channels=channels, bias="own"), dtype)
     inputs.initial_indices.copy_(inputs.state_indices)
     inputs.state.nan_to_num_()
     return inputs

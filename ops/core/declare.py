@@ -21,14 +21,15 @@ Letters are sizes. A field of rows, weights or a pool binds the letters that it 
 name; ``counts=True`` lets an index tensor bind its own. Other dimensions are expressions of them.
 ``chunk_size: Annotated[int, NO_DEFAULT] = field(default=32, kw_only=True)`` is an option whose
 default the public function alone has, and the schema has not. Letters that an optional field binds
-are of its own dimensions alone.
+are of its own dimensions alone. ``pools: Annotated[Sequence[Tensor], MUTATED]`` are tensors of any
+number, whose forms the op's ``check`` knows; without ``MUTATED`` the op only reads them.
 """
 
 from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import wraps
 from pathlib import Path
@@ -205,7 +206,7 @@ class Returns(Generic[R]):
     Attributes:
         like: fields whose shapes and dtypes the tensors have; empty where ``fake`` makes them.
         fake: makes empty tensors of the right shapes and dtypes from an instance of the op.
-        num_tensors: how many there are.
+        num_tensors: how many there are; 0 is None.
     """
 
     like: tuple[str, ...] = ()
@@ -235,6 +236,7 @@ def pair_made(fake: Callable[[Any], tuple[Tensor, Tensor]]) -> Returns[tuple[Ten
 
 NOTHING: Returns[None] = Returns(num_tensors=0)
 NO_DEFAULT = "no default in the schema"  # beside an option's type
+MUTATED = "mutated"  # beside the type of tensors of any number
 
 _SCHEMA_TYPES = {
     float: "float",
@@ -243,6 +245,7 @@ _SCHEMA_TYPES = {
     str: "str",
     float | None: "float?",
     torch.dtype: "ScalarType",
+    Sequence[Tensor]: "Tensor[]",
 }
 
 
@@ -271,7 +274,8 @@ def define(
 
     def pack(*args: Any, impl: str, **options: Any) -> Op:
         given = declaration.cls(*args, impl=impl, **options)
-        if args[0].device.type == "cpu" and not implementations[impl].checks_indices:
+        device = getattr(given, declaration.first).device
+        if device.type == "cpu" and not implementations[impl].checks_indices:
             given.check_indices()
         return given
 
@@ -298,8 +302,8 @@ class Declaration:
         name: of the op: the class's name in lower case.
         kinds: of the tensors, by field.
         optional: tensors that may be None.
-        first: field, whose device the op runs on.
-        floating: the first field without a dtype of its own, which others share.
+        first: tensor, whose device the op runs on.
+        floating: the first tensor without a dtype of its own, which others share; if any.
         bound: the field and axis that bind each letter.
     """
 
@@ -316,7 +320,7 @@ class Declaration:
             if isinstance(kind, _Kind)
         }
         self.first = next(iter(self.kinds))
-        self.floating = next(name for name, kind in self.kinds.items() if kind.dtype is None)
+        self.floating = next((name for name, kind in self.kinds.items() if kind.dtype is None), "")
         self.optional = {
             name for name in self.kinds if type(None) in get_args(_bare(self._hints[name]))
         }
@@ -335,13 +339,16 @@ class Declaration:
                 hint = self._hints[each.name]
                 is_bare = each.default is MISSING or NO_DEFAULT in _metadata(hint)
                 default = "" if is_bare else f"={each.default!r}".replace("'", '"')
-                return f"{_SCHEMA_TYPES[_bare(hint)]} {each.name}{default}"
+                written = _SCHEMA_TYPES[_bare(hint)]
+                if MUTATED in _metadata(hint):
+                    written = written.replace("Tensor", f"Tensor({next(letters)}!)")
+                return f"{written} {each.name}{default}"
             mark = f"({next(letters)}!)" if isinstance(kind, Pool) else ""
             default = "" if each.default is MISSING else "=None"
             return f"Tensor{mark}{'?' * (each.name in self.optional)} {each.name}{default}"
 
         positional, before, after = (map(declared, part) for part in self._ordered())
-        result = ["Tensor", "(Tensor, Tensor)"][returns.num_tensors - 1]
+        result = ["()", "Tensor", "(Tensor, Tensor)"][returns.num_tensors]
         arguments = ", ".join([*positional, "*", *before, "str impl", *after])
         return f"{self.name}({arguments}) -> {result}"
 
@@ -388,13 +395,10 @@ class Declaration:
         if "check" in own:
             lines += ["    _given.check()"]
         sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
-        wanted = f"dtype={self.floating}.dtype"
-        if "features" in own:
-            wanted += ", features=_given.features()"
-        lines += [
-            f"    check_impl(impl, implementations, {self.first}.device, {{{sizes}}}, {wanted})",
-            f"    return op({passed}, impl=impl)",
-        ]
+        asked = f"impl, implementations, {self.first}.device, {{{sizes}}}"
+        asked += f", dtype={self.floating}.dtype" * bool(self.floating)
+        asked += ", features=_given.features()" * ("features" in own)
+        lines += [f"    check_impl({asked})", f"    return op({passed}, impl=impl)"]
         function: Callable[..., Any] = compile_function("\n".join(lines), self.name, scope)
         function.__doc__, function.__module__ = self.cls.__doc__, self.cls.__module__
         hints = self._hints
@@ -529,7 +533,9 @@ def cpp_launcher(
         if name in special:
             return special[name]
         if name.startswith("wide_"):
-            return f"x.{name.removeprefix('wide_')}.dtype is float32"
+            wide = name.removeprefix("wide_")
+            guard = f"x.{wide} is not None and " * (wide in declaration.optional)
+            return f"{guard}x.{wide}.dtype is float32"
         rows = name.removesuffix("_stride").removesuffix("_head")
         if rows == name:
             return f"x.{name}"

@@ -21,42 +21,37 @@ from torch_hybrid.ops.draw_tokens.counts import (
     nucleus_mass,
     weights_of,
 )
+from torch_hybrid.ops.draw_tokens.op import DrawTokens
 
 # Weights are floats within 0 and 1: as integers they are in order, and have 30 bits.
 _WEIGHT_BITS = 30
 _FEWEST_BITS, _MOST_BITS = 5, 15  # that one histogram tells apart
 
 
-def draw_tokens(
-    logits: Tensor, settings: Tensor, *, draws: bool, num_ranked: int, has_wide_top_p: bool
-) -> Tensor:
-    """Launcher of ``torch_hybrid::draw_tokens``."""
-    likeliest, tokens = logits.max(dim=-1)  # NaN wins every comparison, so it surfaces here
-    if draws:
-        drawn = _drawn(
-            logits, likeliest.unsqueeze(-1), settings.unsqueeze(-1), num_ranked, has_wide_top_p
-        )
-        tokens = torch.where(settings[0] > 0, drawn, tokens)
+def draw_tokens(x: DrawTokens) -> Tensor:
+    """Draw, or take the likeliest token of rows without a temperature."""
+    likeliest, tokens = x.logits.max(dim=-1)  # NaN wins every comparison, so it surfaces here
+    if x.draws:
+        drawn = _drawn(x, likeliest.unsqueeze(-1))
+        tokens = torch.where(x.settings[0] > 0, drawn, tokens)
     return torch.where(likeliest.abs() < math.inf, tokens, NOT_FINITE)
 
 
-def _drawn(
-    logits: Tensor, likeliest: Tensor, settings: Tensor, num_ranked: int, has_wide_top_p: bool
-) -> Tensor:
-    temperature, number, top_k, top_p, min_p = settings.unbind()  # [N, 1] each
-    weights = weights_of(logits, likeliest, temperature.where(temperature > 0, 1.0))
+def _drawn(x: DrawTokens, likeliest: Tensor) -> Tensor:
+    temperature, number, top_k, top_p, min_p = x.settings.unsqueeze(-1).unbind()  # [N, 1] each
+    weights = weights_of(x.logits, likeliest, temperature.where(temperature > 0, 1.0))
     ranked = kth = weights[:, :0]
-    if num_ranked:
-        ranked, kth = _ranked(weights, logits, top_k, num_ranked)
+    if x.num_ranked:
+        ranked, kth = _ranked(weights, x.logits, top_k, x.num_ranked)
         weights.masked_fill_(weights < kth, 0)
     counts = as_counts(weights)
     least = min_p
-    if num_ranked or has_wide_top_p:
+    if x.num_ranked or x.has_wide_top_p:
         wanted = nucleus_mass(counts.sum(dim=-1, keepdim=True), top_p)
         end = torch.zeros_like(top_p)
-        if has_wide_top_p:
+        if x.has_wide_top_p:
             end = _nucleus_end(weights, counts, wanted)
-        if num_ranked:
+        if x.num_ranked:
             end = torch.where(top_k > 0, _nucleus_end_of_ranked(ranked, kth, wanted), end)
         least = torch.maximum(least, end.where(top_p < 1, 0.0))
     counts.masked_fill_(weights < least, 0)
@@ -66,8 +61,10 @@ def _drawn(
 def _ranked(
     weights: Tensor, logits: Tensor, top_k: Tensor, num_ranked: int
 ) -> tuple[Tensor, Tensor]:
-    """Weights of the likeliest tokens, descending, and [N, 1] that of the k-th; 0 where all tokens
-    are kept."""
+    """Return the weights of the likeliest tokens, descending, and [N, 1] that of the k-th.
+
+    The latter is 0 where all tokens are kept.
+    """
     _, ids = logits.topk(min(num_ranked, logits.shape[-1]))
     ranked = weights.gather(-1, ids)
     place = (top_k.long() - 1).clamp(min=0, max=ranked.shape[-1] - 1)
@@ -75,7 +72,7 @@ def _ranked(
 
 
 def _nucleus_end_of_ranked(ranked: Tensor, kth: Tensor, wanted: Tensor) -> Tensor:
-    """As ``_nucleus_end``, of rows with a top-k.
+    """Find what ``_nucleus_end`` does, of rows with a top-k.
 
     However many tokens tie with the k-th likeliest, those above it are ranked: the nucleus ends
     among them or at the k-th itself.
@@ -87,7 +84,7 @@ def _nucleus_end_of_ranked(ranked: Tensor, kth: Tensor, wanted: Tensor) -> Tenso
 
 
 def _nucleus_end(weights: Tensor, counts: Tensor, wanted: Tensor) -> Tensor:
-    """[N, 1] the largest weight such that all of at least it count ``wanted`` together.
+    """Find [N, 1] the largest weight such that all of at least it count ``wanted`` together.
 
     A histogram of the counts finds its uppermost bits; the next ones are found among the counts
     that have those. A histogram has about as many places as a row has tokens.
@@ -107,7 +104,7 @@ def _nucleus_end(weights: Tensor, counts: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _histogram_bits(vocab_size: int) -> int:
-    """Bits that one histogram tells apart: the fewest for which no more histograms are needed."""
+    """Choose the bits that one histogram tells apart: the fewest that need no more histograms."""
     most = min(max(vocab_size.bit_length(), _FEWEST_BITS), _MOST_BITS)
     return math.ceil(_WEIGHT_BITS / math.ceil(_WEIGHT_BITS / most))
 
@@ -115,7 +112,7 @@ def _histogram_bits(vocab_size: int) -> int:
 def _crossing(
     places: Tensor, counts: Tensor, wanted: Tensor, num_places: int
 ) -> tuple[Tensor, Tensor]:
-    """The last of the places from which on to the end there is ``wanted``, and what is behind it.
+    """Find the last place from which to the end there is ``wanted``, and what is behind it.
 
     Args:
         places: [N, M] of each count.

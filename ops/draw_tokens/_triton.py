@@ -1,13 +1,13 @@
 # mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": thresholds are searched, nothing is sorted; see the README.
 
-best       of each segment of a row, and of each of its blocks where there is a top-k
-narrow     a bracket of the weight at which a nucleus ends, where a top-p has no top-k
-bounds     of the weights between which a row's last kept token is
-collect    the weights within them
-threshold  the least weight that is kept, among those
-masses     of what is kept, by segments
-draw       the segment in which the running sum passes the number, and the token in it
+best       of each segment of a row; of each of its blocks where there is a top-k.
+narrow     a bracket of the weight at which a nucleus ends, where a top-p has no top-k.
+bounds     of the weights between which a row's last kept token is.
+collect    the weights within them.
+threshold  the least weight that is kept, among those.
+masses     of what is kept, by segments.
+draw       the segment in which the running sum passes the number, and the token in it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from torch_hybrid.ops.draw_tokens._triton_search import (
     wants_nucleus,
     weights_of,
 )
+from torch_hybrid.ops.draw_tokens.op import DrawTokens
 
 _BLOCKS = (128, 512)  # tokens whose largest logit bounds a top-k: shorter ones bound it better
 
 
-def draw_tokens(
-    logits: Tensor, settings: Tensor, *, draws: bool, num_ranked: int, has_wide_top_p: bool
-) -> Tensor:
-    """Launcher of ``torch_hybrid::draw_tokens``."""
-    num_rows, vocab = logits.shape
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+def draw_tokens(x: DrawTokens) -> Tensor:
+    """Launch a kernel for each of the steps above that the options ask for."""
+    num_rows, vocab = x.logits.shape
+    logits = x.logits if x.logits.stride(1) == 1 else x.logits.contiguous()
+    draws, num_ranked, has_wide_top_p = x.draws, x.num_ranked, x.has_wide_top_p
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
     if not num_rows:
         return tokens
-    settings = settings.contiguous()
+    settings = x.settings.contiguous()
     num_segments = triton.cdiv(vocab, SEGMENT.value)
     by_segment, by_row = (num_rows * num_segments,), (num_rows,)
     best = logits.new_empty(num_rows, num_segments, dtype=torch.int64)
@@ -179,8 +179,11 @@ def _best_kernel(
     BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
 ) -> None:
-    """One program: a segment. Its best token as one integer: its logit above, in an order of
-    integers, and below its id, counted from the end, so that the first of equal ones is larger."""
+    """Find the best token of a segment, as one integer: one program a segment.
+
+    Above is its logit, in an order of integers. Below is its id, counted from the end, so that the
+    first of equal ones is larger.
+    """
     NUM_BLOCKS: tl.constexpr = SEGMENT // BLOCK
     row = (tl.program_id(0) // S).to(tl.int64)
     segment = tl.program_id(0) % S
@@ -221,7 +224,7 @@ def _bounds_kernel(
     RANKS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """One program: a row."""
+    """Bound the weight of a row's last kept token: one program a row."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(settings + row)
     top_k = tl.load(settings + 2 * num_rows + row)
@@ -269,8 +272,10 @@ def _collect_kernel(
     S: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """One program: appends those of a segment's weights that are within the bounds, in any
-    order. Where there is a top-p without a top-k, it adds up all of them too, and those above."""
+    """Append those of a segment's weights that are within the bounds: one program a segment.
+
+    Their order is any. For a top-p without a top-k it adds up all of them too, and those above.
+    """
     row = (tl.program_id(0) // S).to(tl.int64)
     segment = tl.program_id(0) % S
     is_wide = False
@@ -322,7 +327,7 @@ def _threshold_kernel(
     BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """One program: a row. The bits of its least weight kept by top-k and top-p; 0 keeps all.
+    """Find the bits of a row's least weight kept, 0 for all: one program a row.
 
     Of a top-p without a top-k it completes the masses of the segments too, by what is collected.
     """
@@ -374,7 +379,7 @@ def _masses_kernel(
     FILTERS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """One program: what a segment's kept tokens count together, unless that is known already."""
+    """Count a segment's kept tokens together, unless that is known: one program a segment."""
     row = (tl.program_id(0) // S).to(tl.int64)
     segment = tl.program_id(0) % S
     temperature = tl.load(settings + row)
@@ -413,7 +418,7 @@ def _draw_kernel(
     DRAWS: tl.constexpr,
     FILTERS: tl.constexpr,
 ) -> None:
-    """One program: a row."""
+    """Draw a row's token: one program a row."""
     row = tl.program_id(0).to(tl.int64)
     likeliest, chosen = best_of(best, row, S, BLOCK_S)
     is_finite = tl.abs(likeliest) < float("inf")

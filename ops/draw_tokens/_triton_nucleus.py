@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Where a nucleus ends that no top-k bounds: a bracket of weights, narrowed in a few passes.
+"""End of a nucleus that no top-k bounds: a bracket of weights, narrowed in a few passes.
 
 A pass adds up, for each of a few thresholds between the bounds, what lies above it, in float32: so
 it takes little more than to read the logits. The nucleus ends between two thresholds beside each
@@ -40,7 +40,7 @@ _WANTED: tl.constexpr = tl.constexpr(4)  # the sum that its nucleus reaches
 def narrow(
     logits: Tensor, settings: Tensor, best: Tensor, sizes: dict[str, int]
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`end_of_nucleus` reads, of the rows that have a top-p and no top-k.
+    """Make what :func:`end_of_nucleus` reads, of the rows that have a top-p and no top-k.
 
     Args:
         logits: [N, vocab_size].
@@ -79,7 +79,7 @@ def end_of_nucleus(
     S: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Bits of two weights between which, or at which, a row's nucleus ends."""
+    """Find the bits of two weights between which, or at which, a row's nucleus ends."""
     wanted = tl.load(known + _WANTED * num_rows + row)
     low, high = _narrowed(known, sums, wanted, row, num_rows, S, BLOCK_S)
     lowest = tl.exp2(low - _SLACK).to(tl.int32, bitcast=True)
@@ -89,13 +89,13 @@ def end_of_nucleus(
 
 @triton.jit
 def _threshold(low: tl.tensor, high: tl.tensor, nth: tl.tensor) -> tl.tensor:
-    """The logarithm, to the base of 2, of a weight that a pass tries."""
+    """Return the logarithm, to the base of 2, of a weight that a pass tries."""
     return low + (high - low) * (nth / _TRIES)
 
 
 @triton.jit
 def _sums_of(sums: tl.tensor, row: tl.tensor, S: tl.constexpr, BLOCK_S: tl.constexpr) -> tl.tensor:
-    """[_TRIES] of a row."""
+    """Add up the sums [_TRIES] of a row."""
     segment = tl.arange(0, BLOCK_S)
     place = (row * S + segment[:, None]) * _TRIES + tl.arange(0, _TRIES)[None, :]
     return tl.sum(tl.load(sums + place, mask=(segment < S)[:, None], other=0.0), 0)
@@ -111,7 +111,7 @@ def _narrowed(
     S: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """A row's bracket after the pass that left these sums."""
+    """Narrow a row's bracket after the pass that left these sums."""
     low = tl.load(known + _LOW * num_rows + row)
     high = tl.load(known + _HIGH * num_rows + row)
     nth = tl.arange(0, _TRIES)
@@ -138,7 +138,7 @@ def _bracket_kernel(
     BLOCK_S: tl.constexpr,
     NTH: tl.constexpr,
 ) -> None:
-    """One program: a row, before a pass."""
+    """Find a bracket of the end of a row's nucleus before a pass: one program a row."""
     row = tl.program_id(0).to(tl.int64)
     top_p = tl.load(settings + 3 * num_rows + row)
     if NTH == 0:
@@ -175,7 +175,7 @@ def _above(
 def _pair_above(
     b_scaled: tl.tensor, b_w: tl.tensor, low: tl.tensor, high: tl.tensor, NTH: tl.constexpr
 ) -> tl.tensor:
-    """Of this threshold and the one four later, in the registers of one thread."""
+    """Add above this threshold and the one four later, in the registers of one thread."""
     return tl.join(
         _above(b_scaled, b_w, low, high, NTH), _above(b_scaled, b_w, low, high, NTH + 4.0)
     )
@@ -193,7 +193,7 @@ def _sums_kernel(
     S: tl.constexpr,
     IS_FIRST: tl.constexpr,
 ) -> None:
-    """One program: what of a segment is above each threshold of this pass."""
+    """Add what of a segment is above each threshold of this pass: one program a segment."""
     row = (tl.program_id(0) // S).to(tl.int64)
     segment = tl.program_id(0) % S
     token = segment * SEGMENT + tl.arange(0, SEGMENT)

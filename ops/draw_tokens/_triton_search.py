@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What the kernels of a draw look for: weights, their sums, and the least weight that is kept."""
+"""Search in the kernels of a draw: weights, their sums, and the least weight that is kept."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MANY: tl.constexpr = tl.constexpr(1024)
 
 @triton.jit
 def in_order(bits: tl.tensor) -> tl.tensor:
-    """Bits of floats to integers of their order, and back."""
+    """Turn bits of floats to integers of their order, or back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def logit_of(key: tl.tensor) -> tl.tensor:
-    """The logit in a best token's integer."""
+    """Return the logit in a best token's integer."""
     return in_order((key >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
 
 
@@ -32,7 +32,7 @@ def logit_of(key: tl.tensor) -> tl.tensor:
 def best_of(
     best: tl.tensor, row: tl.tensor, S: tl.constexpr, BLOCK_S: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The largest logit of a row, and the first token that has it."""
+    """Find the largest logit of a row, and the first token that has it."""
     index = tl.arange(0, BLOCK_S)
     b_key = tl.load(best + row * S + index, mask=index < S, other=-(2**63))
     key = tl.max(b_key, 0)
@@ -41,8 +41,10 @@ def best_of(
 
 @triton.jit
 def _weight(x: tl.tensor, likeliest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """exp((x - likeliest) / temperature), rounded as torch rounds it: the division is a double's,
-    and the exponential not the approximate one of ``tl.exp``."""
+    """Compute exp((x - likeliest) / temperature), rounded as torch rounds it.
+
+    The division is a double's, and the exponential not the approximate one of ``tl.exp``.
+    """
     difference = (x - likeliest).to(tl.float64)
     if _INTERPRETED:
         return tl.exp((difference / temperature).to(tl.float32))
@@ -63,26 +65,26 @@ def weights_of(
     temperature: tl.tensor,
     V: tl.constexpr,
 ) -> tl.tensor:
-    """Of tokens of one row; 0 beyond its end."""
+    """Weigh tokens of one row; 0 beyond its end."""
     b_x = tl.load(logits + token, mask=token < V, other=-float("inf")).to(tl.float32)
     return _weight(b_x, likeliest, temperature)
 
 
 @triton.jit
 def counts_of(b_w: tl.tensor) -> tl.tensor:
-    """As ``counts.as_counts``."""
+    """Count weights like ``counts.as_counts``."""
     return (b_w * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
 def nucleus_mass(total: tl.tensor, top_p: tl.tensor) -> tl.tensor:
-    """As ``counts.nucleus_mass``."""
+    """Return the least count like ``counts.nucleus_mass``."""
     return tl.minimum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), total)
 
 
 @triton.jit
 def wants_nucleus(settings: tl.tensor, row: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
-    """Whether a token is drawn of a row by a top-p without a top-k."""
+    """Tell whether a token is drawn of a row by a top-p without a top-k."""
     top_k = tl.load(settings + 2 * num_rows + row)
     top_p = tl.load(settings + 3 * num_rows + row)
     return (tl.load(settings + row) > 0) & (top_k == 0) & (top_p < 1)
@@ -90,7 +92,7 @@ def wants_nucleus(settings: tl.tensor, row: tl.tensor, num_rows: tl.tensor) -> t
 
 @triton.jit
 def bits_of_min_p(settings: tl.tensor, row: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
-    """Of the least weight that min-p keeps: it is a double, weights are floats."""
+    """Return the bits of the least weight that min-p keeps: it is a double, weights are floats."""
     min_p = tl.load(settings + 4 * num_rows + row)
     rounded = min_p.to(tl.float32)
     return rounded.to(tl.int32, bitcast=True) + (rounded.to(tl.float64) < min_p).to(tl.int32)
@@ -104,7 +106,7 @@ def kept_from(
     num_rows: tl.tensor,
     FILTERS: tl.constexpr,
 ) -> tl.tensor:
-    """Bits of the least weight kept, by min-p too."""
+    """Return the bits of the least weight kept, by min-p too."""
     threshold = bits_of_min_p(settings, row, num_rows)
     if FILTERS:
         threshold = tl.maximum(threshold, tl.load(least + row))
@@ -120,8 +122,10 @@ def least_of_ranked(
     B: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ) -> tl.tensor:
-    """Bits of a weight that the k-th largest of a row is at least: the k largest maxima of blocks
-    are k tokens. With more than there are blocks it is 0."""
+    """Return the bits of a weight that the k-th largest of a row is at least.
+
+    The k largest maxima of blocks are k tokens. With more than there are blocks it is 0.
+    """
     index = tl.arange(0, BLOCK_B)
     b_order = tl.load(blocks + index, mask=index < B, other=-(2**31))
     # Of 28 bits, so that none is a sign; what is cut off makes the bound a little lower.
@@ -134,7 +138,7 @@ def least_of_ranked(
 
 @triton.jit
 def _largest_of(b_key: tl.tensor, k: tl.tensor) -> tl.tensor:
-    """The k-th largest of integers of 28 bits, 4 of them at a time; 0 where there are fewer."""
+    """Find the k-th largest of integers of 28 bits, 4 at a time; 0 where there are fewer."""
     digit = tl.arange(0, 16)
     found = 0
     for i in tl.static_range(7):
@@ -146,7 +150,7 @@ def _largest_of(b_key: tl.tensor, k: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def floor_of(threshold: tl.tensor, likeliest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """A logit that all of at least this weight, by its bits, are above; a little too low."""
+    """Return a logit that all of at least this weight, by its bits, are above; a little too low."""
     scaled = tl.log(threshold.to(tl.float32, bitcast=True)) * temperature.to(tl.float32)
     slack = 1e-5 * (tl.abs(likeliest) + tl.abs(scaled) + temperature.to(tl.float32))
     logit = likeliest + scaled - slack
@@ -162,8 +166,10 @@ def search_least(
     highest: tl.tensor,
     MASS: tl.constexpr,
 ) -> tl.tensor:
-    """The largest bits of which there are ``wanted`` of at least them: weights, or with MASS
-    counts; as small as can be where there are fewer. They are within the bounds."""
+    """Find the largest bits of which there are ``wanted`` of at least them, within the bounds.
+
+    Wanted are weights, or with MASS counts; bits are as small as can be where there are fewer.
+    """
     if size <= _FEW:
         found = _search_few(weights, size, wanted, MASS)
     else:
@@ -175,7 +181,7 @@ def search_least(
 def _search_few(
     weights: tl.tensor, size: tl.tensor, wanted: tl.tensor, MASS: tl.constexpr
 ) -> tl.tensor:
-    """The same among few: each is compared with each, at once."""
+    """Search among few: each is compared with each, at once."""
     index = tl.arange(0, _FEW)
     b_bits = tl.load(weights + index, mask=index < size, other=-1)
     b_value = tl.where(b_bits >= 0, 1, 0)
@@ -195,7 +201,7 @@ def _search_digits(
     highest: tl.tensor,
     MASS: tl.constexpr,
 ) -> tl.tensor:
-    """The same among many, three bits at a time."""
+    """Search among many, three bits at a time."""
     digit = tl.arange(0, 8)
     found = lowest
     shift = tl.zeros((), tl.int32)
@@ -219,7 +225,7 @@ def _search_digits(
 
 @triton.jit
 def sum_from(weights: tl.tensor, size: tl.tensor, threshold: tl.tensor) -> tl.tensor:
-    """What all weights of at least these bits count together."""
+    """Add up what all weights of at least these bits count."""
     total = tl.zeros((), tl.int64)
     for start in range(0, size, _MANY):
         index = start + tl.arange(0, _MANY)

@@ -15,22 +15,22 @@ _ONE = 2.0**40  # of the likeliest token; four million of them still fit into 63
 
 
 def weights_of(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
-    """exp(logits / temperature) in single precision, with the best token at 1."""
+    """Compute exp(logits / temperature) in single precision, with the best token at 1."""
     return (logits.float() - best.float()).div_(temperature).exp_()
 
 
 def as_counts(weights: Tensor) -> Tensor:
-    """Float32 weights, the likeliest token's 1, as int64."""
+    """Count float32 weights, of which the likeliest token's is 1, in int64."""
     return (weights * _ONE).long()
 
 
 def nucleus_mass(total: Tensor, top_p: Tensor) -> Tensor:
-    """The least count that reaches a fraction ``top_p`` (float64) of ``total``."""
+    """Return the least count that reaches a fraction ``top_p`` (float64) of ``total``."""
     return torch.minimum((top_p * total).ceil().long(), total)  # doubles have fewer bits
 
 
 def draw_from(counts: Tensor, numbers: Tensor) -> Tensor:
-    """The place at which each row's running sum passes its number.
+    """Find the place at which each row's running sum passes its number.
 
     Args:
         counts: [N, M].

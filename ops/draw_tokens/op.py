@@ -1,58 +1,40 @@
-"""draw_tokens: public function, validation, schema and the list of implementations."""
+"""Draw of a token for each row of logits, by sums that no order of adding changes."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS, Capability, Implementation
-from torch_hybrid.ops.core.registration import check_dtypes, check_impl, check_shapes, define_op
-from torch_hybrid.ops.flashinfer.library import flashinfer_missing, with_flashinfer
+from torch_hybrid.ops.core.declare import Op, Strided, define, made
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 NUM_SETTINGS = 5
 
 _LARGEST_VOCAB = 1 << 18  # that the kernels which draw are made for
-IMPLEMENTATIONS = with_flashinfer(
-    "draw_tokens",
-    {
-        "triton": Implementation(
-            capability=Capability(
-                devices=triton_devices(),
-                limits={"vocab_size": _LARGEST_VOCAB},
-                cuda_graph=True,
-                available=triton_missing,
-            ),
-            launcher="torch_hybrid.ops.draw_tokens._triton:draw_tokens",
-        ),
-        "torch": Implementation(
-            capability=Capability(devices=frozenset({"cpu", "cuda"}), cuda_graph=True),
-            launcher="torch_hybrid.ops.draw_tokens._torch:draw_tokens",
-        ),
-    },
-    Implementation(
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "triton": Implementation(
         capability=Capability(
-            devices=frozenset({"cuda"}),
+            devices=triton_devices(),
             limits={"vocab_size": _LARGEST_VOCAB},
             cuda_graph=True,
-            available=flashinfer_missing(),
+            available=triton_missing,
         ),
-        launcher="torch_hybrid.ops.draw_tokens._flashinfer:draw_tokens",
-        by_name="it is for steps with a top-k alone",
+        launcher="torch_hybrid.ops.draw_tokens._triton:draw_tokens",
     ),
-)
+    "torch": Implementation(
+        capability=Capability(devices=frozenset({"cpu", "cuda"}), cuda_graph=True),
+        launcher="torch_hybrid.ops.draw_tokens._torch:draw_tokens",
+    ),
+}
 
 
-def draw_tokens(
-    logits: Tensor,
-    settings: Tensor,
-    *,
-    draws: bool,
-    num_ranked: int,
-    has_wide_top_p: bool,
-    impl: str,
-) -> Tensor:
-    """Choose a token for each row of logits; nothing is read on the host.
+@dataclass(slots=True)
+class DrawTokens(Op):
+    """Choice of a token for each row of logits; nothing is read on the host.
 
     The filters keep what transformers' logits processors keep, in their order: temperature, top-k,
     top-p, min-p. Tokens that tie with the last one kept are kept too. The token is the one at which
@@ -76,33 +58,32 @@ def draw_tokens(
     Raises:
         ValueError: a shape, dtype or option is wrong.
     """
-    if logits.dim() != 2 or not logits.shape[1]:
-        raise ValueError(f"logits must be [N, vocab_size], got {list(logits.shape)}")
-    if logits.dtype not in FLOATS:
-        raise ValueError(f"logits must be a floating point tensor, got {logits.dtype}")
-    check_shapes({"settings": (settings, (NUM_SETTINGS, logits.shape[0]))})
-    check_dtypes({"settings": (settings, torch.float64)})
-    if num_ranked < 0:
-        raise ValueError(f"num_ranked must be at least 0, got {num_ranked}")
-    check_impl(impl, IMPLEMENTATIONS, logits.device, {"vocab_size": logits.shape[1]})
-    tokens: Tensor = DRAW_TOKENS(
-        logits,
-        settings,
-        draws=draws,
-        num_ranked=num_ranked,
-        has_wide_top_p=has_wide_top_p,
-        impl=impl,
-    )
-    return tokens
+
+    logits: Annotated[Tensor, Strided("N", "V")]
+    settings: Annotated[Tensor, Strided(f"{NUM_SETTINGS}", "N", dtype=torch.float64)]
+    draws: bool = field(kw_only=True)
+    num_ranked: int = field(kw_only=True)
+    has_wide_top_p: bool = field(kw_only=True)
+
+    def check_form(self) -> None:
+        """Raise ValueError unless there are tokens to choose from."""
+        if self.logits.dim() != 2 or not self.logits.shape[1]:
+            raise ValueError(f"logits must be [N, vocab_size], got {list(self.logits.shape)}")
+
+    def check(self) -> None:
+        """Raise ValueError for a number of ranked tokens below 0."""
+        if self.num_ranked < 0:
+            raise ValueError(f"num_ranked must be at least 0, got {self.num_ranked}")
 
 
-def _fake(logits: Tensor, settings: Tensor, **_: object) -> Tensor:
-    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
+def _empty_tokens(x: DrawTokens) -> Tensor:
+    return x.logits.new_empty(x.logits.shape[:1], dtype=torch.int64)
 
 
-DRAW_TOKENS = define_op(
-    "draw_tokens(Tensor logits, Tensor settings, *, bool draws, int num_ranked, "
-    "bool has_wide_top_p, str impl) -> Tensor",
-    fake=_fake,
-    implementations=IMPLEMENTATIONS,
+draw_tokens = define(
+    DrawTokens,
+    IMPLEMENTATIONS,
+    returns=made(_empty_tokens),
+    limited={"vocab_size": "V"},
+    floats=FLOATS,
 )

@@ -11,7 +11,7 @@ from torch_hybrid.ops.draw_tokens.counts import NOT_FINITE, as_counts, weights_o
 
 
 def draw_tokens(logits: Tensor, settings: Tensor) -> list[int]:
-    """The token that each row draws; see the op."""
+    """Draw a token for each row; see the op."""
     return [_drawn(row, *own) for row, own in zip(logits, settings.t().tolist(), strict=True)]
 
 

@@ -10,8 +10,8 @@ namespace {
 
 // Strides in elements.
 TH_CALL(Call,
-  const void *x, *weight;  // [T, H, K], [H, N, K] in the op's dtype
-  void* out;               // [T, H, N], contiguous
+  const void *x, *weight, *bias;  // [T, H, K], [H, N, K], [H, N] or null, in the op's dtype
+  void* out;                      // [T, H, N], contiguous
   int64_t T, H, N, K, x_token, x_head, weight_head, weight_row, weight_column, is_bf16;
   int64_t num_threads;
 );
@@ -34,10 +34,13 @@ void run(const Call& call) {
       detail::gemm(count, int(call.N), int(call.K), detail::Strided<T>{x, call.x_token, 1},
                    detail::Strided<T>{weight, call.weight_row, call.weight_column}, sums.data(),
                    call.N, 0.0f);
+      const T* bias = call.bias ? static_cast<const T*>(call.bias) + h * call.N : nullptr;
       for (int64_t t = 0; t < count; ++t) {
         T* out = static_cast<T*>(call.out) + ((first + t) * call.H + h) * call.N;
         for_lanes(call.N, [&](int64_t i, int n) TH_LAMBDA {
-          store(out + i, load(sums.data() + t * call.N + i, n), n);
+          auto sum = load(sums.data() + t * call.N + i, n);
+          if (bias) sum += load(bias + i, n);
+          store(out + i, sum, n);
         });
       }
     }

@@ -27,6 +27,7 @@ def head_linear(call: HeadLinear) -> Tensor:
     _head_linear_kernel[grid](
         x,
         weight,
+        call.bias,
         out,
         num_tokens,
         x.stride(0),
@@ -49,6 +50,7 @@ def head_linear(call: HeadLinear) -> Tensor:
 def _head_linear_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor | None,
     out: tl.tensor,
     T: tl.tensor,
     stride_x_token: tl.tensor,
@@ -84,5 +86,7 @@ def _head_linear_kernel(
         b_w = tl.load(p_w, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
         b_x = tl.load(p_x + column[None, :], mask=mask_m[:, None] & mask_k[None, :], other=0.0)
         acc = dot(b_w, tl.trans(b_x), acc)
+    if bias is not None:
+        acc += tl.load(bias + head * N + row, mask=mask_n, other=0.0).to(tl.float32)[:, None]
     p_out = out + (token.to(tl.int64) * H + head)[None, :] * N + row[:, None]
     tl.store(p_out, acc.to(out.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
@@ -14,7 +14,7 @@ from torch_hybrid.ops.core.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.declare import Op, Strided, define, made
+from torch_hybrid.ops.core.declare import Dense, Op, Strided, define, made
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -50,12 +50,13 @@ IMPLEMENTATIONS = {
 class HeadLinear(Op):
     """Product of each head of each token and the head's own weight matrix.
 
-    ``out[t, h] = weight[h] @ x[t, h]``. Sums are float32, of float64 tensors float64.
+    ``out[t, h] = weight[h] @ x[t, h] + bias[h]``. Sums are float32, of float64 tensors float64.
 
     Args:
         x: [T, H, K] float; tokens and heads may lie any distance apart, one head is contiguous.
         weight: [H, N, K] in x's dtype, or a transposed view of [H, K, N]: one of its last two dims
             is contiguous.
+        bias: [H, N] contiguous, in x's dtype, added before a sum is rounded; None: nothing.
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
@@ -69,6 +70,7 @@ class HeadLinear(Op):
 
     x: Annotated[Tensor, Strided("T", "H", "K")]
     weight: Annotated[Tensor, Strided("H", "N", "K")]
+    bias: Annotated[Tensor | None, Dense("H", "N")] = field(default=None, kw_only=True)
 
     def check(self) -> None:
         """Raise ValueError unless heads, and rows or columns of weights, are contiguous."""

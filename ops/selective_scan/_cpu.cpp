@@ -25,10 +25,11 @@ TH_CALL(Call,
   const void *A_log, *D;           // [C, N], [C]; wide: in float32
   float* state;                    // [S, C, N]
   const int32_t *cu_seqlens, *initial_indices, *state_indices;
+  const void* dt_bias;  // [C] or null; wide: in float32
   void* out;  // [T, C], contiguous
   int64_t num_tokens, num_seqs, num_slots, channels, num_groups, state_dim;  // C, G, N
   int64_t x_stride, dt_stride, B_stride, C_stride, z_stride;  // from token to token
-  int64_t is_bf16, wide_A_log, wide_D, num_threads;
+  int64_t is_bf16, wide_A_log, wide_D, wide_dt_bias, num_threads;
 );
 
 // Channels that a thread takes at once: of 16 states each, they and their rates are 8 KiB.
@@ -167,7 +168,10 @@ void prepare(const Block<T>& block, int64_t first, Stretch& s) {
     if (z) prefetch(block.row(call.z, call.z_stride, next) + block.channel, block.size);
     prefetch(block.out(next), block.size);
     th::for_lanes(block.size, [&](int64_t c, int n) TH_LAMBDA {
-      const f32x16 step = th::softplus(th::load(dt + c, n));
+      f32x16 before = th::load(dt + c, n);
+      if (call.dt_bias)
+        before += parameter<T>(call.dt_bias, call.wide_dt_bias, block.channel + c, n);
+      const f32x16 step = th::softplus(before);
       th::store(s.steps[row] + c, step);
       th::store(s.added[row] + c, step * th::load(x + c, n));
       if (z) th::store(s.gates[row] + c, th::silu(th::load(z + c, n)));

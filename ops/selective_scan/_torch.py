@@ -29,7 +29,7 @@ def recurrent_selective_scan(given: RecurrentSelectiveScan) -> Tensor:
     for i in range(seqs.max_length):
         num_left = int((seqs.lengths > i).sum())
         token = seqs.starts[:num_left] + i
-        x_t, step = x[token].float(), softplus(given.dt[token].float())
+        x_t, step = x[token].float(), _steps(given, token)
         _advance(S[:num_left], x_t, step, _of_channels(B, token, x), A)
         y = _read(S[:num_left], _of_channels(C, token, x)) + D * x_t
         out[token] = (y if z is None else y * silu(z[token].float())).to(out.dtype)
@@ -46,7 +46,7 @@ def chunk_selective_scan(given: ChunkSelectiveScan) -> Tensor:
     chunk_size = given.chunk_size
     chunks = chunk_table(seqs, chunk_size)
     # Rows past the end of a sequence have steps of 0: they change no state.
-    steps = softplus(given.dt[chunks.token].float()) * chunks.is_real[..., None]
+    steps = _steps(given, chunks.token) * chunks.is_real[..., None]
 
     def read(states: Tensor, i: int) -> Tensor:
         return _read(states, _of_channels(C, chunks.token[:, i], x))
@@ -84,6 +84,12 @@ def _live(given: SelectiveScan) -> Sequences:
         num_tokens=given.x.shape[0],
         num_slots=given.state.shape[0],
     )
+
+
+def _steps(given: SelectiveScan, token: Tensor) -> Tensor:
+    """Compute the step sizes of some tokens."""
+    dt = given.dt[token].float()
+    return softplus(dt if given.dt_bias is None else dt + given.dt_bias.float())
 
 
 def _of_channels(rows: Tensor, token: Tensor, x: Tensor) -> Tensor:

@@ -105,6 +105,7 @@ def selective_scan(given: SelectiveScan, *, is_chunked: bool = False) -> Tensor:
         z,
         given.A_log,
         given.D,
+        given.dt_bias,
         given.state,
         given.cu_seqlens,
         given.initial_indices,
@@ -141,6 +142,7 @@ def _walk_segments(walks: Walks) -> tuple[Tensor, Tensor]:
         given.dt,
         given.B,
         given.A_log,
+        given.dt_bias,
         given.cu_seqlens,
         ends,
         steps,
@@ -174,6 +176,7 @@ def _scan_kernel(
     z: tl.tensor | None,
     A_log: tl.tensor,
     D: tl.tensor,
+    dt_bias: tl.tensor | None,
     state: tl.tensor,
     cu_seqlens: tl.tensor,
     initial_indices: tl.tensor,
@@ -223,7 +226,8 @@ def _scan_kernel(
         last = tl.minimum(first + SEGMENT, end)
     if first < end:
         rate = tl.exp(tl.load(A_log + tile_s, mask=mask_s, other=0.0).to(tl.float32)) * -LOG2_E
-        skip = tl.load(D + channel, mask=mask_c, other=0.0).to(tl.float32)
+        if dt_bias is not None:
+            bias = tl.load(dt_bias + channel, mask=mask_c, other=0.0).to(tl.float32)
         initial = tl.load(initial_indices + seq).to(tl.int64)
         slot = tl.load(state_indices + seq).to(tl.int64)
         p_start = state + initial * (G * CHANNELS * N)
@@ -246,10 +250,15 @@ def _scan_kernel(
             rows_c = fetch_rows(p_c, start, last, stride_c, mask_n, ROWS)
             if z is not None:
                 rows_z = fetch_rows(z + channel, start, last, stride_z, mask_c, ROWS)
+            # Read again, since one that is kept all the way takes registers that are spilled then.
+            skip = tl.load(D + channel, mask=mask_c, other=0.0).to(tl.float32)
             for place in tl.static_range(ROWS):
                 is_there = start + place < last
                 b_x = rows_x[place].to(tl.float32)
-                step = tl.where(is_there, softplus(rows_dt[place].to(tl.float32)), 0.0)
+                before = rows_dt[place].to(tl.float32)
+                if dt_bias is not None:
+                    before += bias
+                step = tl.where(is_there, softplus(before), 0.0)
                 b_s = _after(b_s, rate, step, b_x, rows_b[place].to(tl.float32))
                 b_y = tl.sum(b_s * rows_c[place].to(tl.float32)[None, :], 1) + skip * b_x
                 if z is not None:
@@ -272,6 +281,7 @@ def _segment_kernel(
     dt: tl.tensor,
     B: tl.tensor,
     A_log: tl.tensor,
+    dt_bias: tl.tensor | None,
     cu_seqlens: tl.tensor,
     ends: tl.tensor,
     steps: tl.tensor,
@@ -309,6 +319,8 @@ def _segment_kernel(
     channel = group * CHANNELS + index_c
     tile_s = channel[:, None] * N + index_n[None, :]
     rate = tl.exp(tl.load(A_log + tile_s, mask=mask_s, other=0.0).to(tl.float32)) * -LOG2_E
+    if dt_bias is not None:
+        bias = tl.load(dt_bias + channel, mask=mask_c, other=0.0).to(tl.float32)
     b_s = tl.zeros([BLOCK_C, BLOCK_N], dtype=tl.float32)
     total = tl.zeros([BLOCK_C], dtype=tl.float32)
     for start in range(first, last, ROWS):
@@ -316,7 +328,10 @@ def _segment_kernel(
         rows_dt = fetch_rows(dt + channel, start, last, stride_dt, mask_c, ROWS)
         rows_b = fetch_rows(B + group * N + index_n, start, last, stride_b, mask_n, ROWS)
         for place in tl.static_range(ROWS):
-            step = softplus(rows_dt[place].to(tl.float32))
+            before = rows_dt[place].to(tl.float32)
+            if dt_bias is not None:
+                before += bias
+            step = softplus(before)
             b_x = rows_x[place].to(tl.float32)
             b_s = _after(b_s, rate, step, b_x, rows_b[place].to(tl.float32))
             total += step

@@ -2,8 +2,8 @@
 
 Two execution forms of one operation: ``recurrent_selective_scan`` walks token by token and is meant
 for decode; ``chunk_selective_scan`` may walk parts of a sequence side by side. Both take the step
-sizes before their softplus, and gate what they read: between the projections that make its inputs
-and the one that takes its outputs, the op is all that a mixer does.
+sizes before their bias and softplus, and gate what they read: between the projections that make its
+inputs and the one that takes its outputs, the op is all that a mixer does.
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ class SelectiveScan(StatefulOp):
     cu_seqlens: Annotated[Tensor, Index("N + 1")]
     initial_indices: Annotated[Tensor, Index("N")]
     state_indices: Annotated[Tensor, Index("N", counts=True)]
+    dt_bias: Annotated[Tensor | None, Dense("E", or_float32=True)] = field(
+        default=None, kw_only=True
+    )
 
     def check(self) -> None:
         """Raise ValueError unless groups divide the channels."""
@@ -105,7 +108,7 @@ class RecurrentSelectiveScan(SelectiveScan):
 
     Per channel and state, with a step size of each channel:
 
-        step = softplus(dt)
+        step = softplus(dt + dt_bias)
         S = exp(-exp(A_log) step) S + step x B
         out = (sum of S C over the states + D x) silu(z)
 
@@ -116,7 +119,7 @@ class RecurrentSelectiveScan(SelectiveScan):
         x: [T, channels] inputs, the sequences packed one after the other. Float dtype; rows may lie
             any distance apart (a slice of a projection), one row is contiguous; so for dt, B, C
             and z, which have its dtype.
-        dt: [T, channels] step sizes before their softplus, their bias added.
+        dt: [T, channels] step sizes before their bias and their softplus.
         B: [T, G, N] by what inputs enter each of the N states of a channel; G divides the channels.
         C: [T, G, N] by what the states are read.
         z: [T, channels] gate of the output; None: it is not gated.
@@ -131,6 +134,8 @@ class RecurrentSelectiveScan(SelectiveScan):
             zero state. Several may start from one slot, which no other one may then write.
         state_indices: [N] int32 slot that receives the state of each sequence, distinct except
             for 0: that state is not stored.
+        dt_bias: [channels] what is added to each channel's step sizes, in x's dtype or in float32;
+            None: nothing.
         impl: a name in RECURRENT_IMPLEMENTATIONS.
 
     Returns:

@@ -14,6 +14,7 @@ def selective_scan_reference(given: SelectiveScan) -> Tensor:
     x, dt, B, C, z, state = given.x, given.dt, given.B, given.C, given.z, given.state
     work = torch.promote_types(x.dtype, torch.float32)
     A, D = -given.A_log.to(work).exp(), given.D.to(work)
+    bias = torch.zeros_like(D) if given.dt_bias is None else given.dt_bias.to(work)
     of_group = x.shape[1] // B.shape[1]
 
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -24,7 +25,7 @@ def selective_scan_reference(given: SelectiveScan) -> Tensor:
             continue
         S = state[initial].to(work) if initial else torch.zeros_like(A)
         for t in range(offsets[n], offsets[n + 1]):
-            x_t, step = x[t].to(work), F.softplus(dt[t].to(work))
+            x_t, step = x[t].to(work), F.softplus(dt[t].to(work) + bias)
             B_t, C_t = (rows[t].to(work).repeat_interleave(of_group, 0) for rows in (B, C))
             S = (step[:, None] * A).exp() * S + (step * x_t)[:, None] * B_t
             y = (S * C_t).sum(1) + D * x_t

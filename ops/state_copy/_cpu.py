@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.state_copy.pairs import check_pairs
+from torch_hybrid.ops.state_copy.op import StateCopy
 
 _RUN = kernel(
     "state_copy",
@@ -22,24 +21,20 @@ _RUN = kernel(
 
 
 def _shape(pool: Tensor, dim: int) -> tuple[int, int, int, int]:
-    """``Pool`` of _cpu.cpp: address, outer size, size along ``dim``, bytes of one index."""
+    """Describe a pool as _cpu.cpp does: address, outer size, size along ``dim``, bytes an index."""
     outer = pool.shape[0] if dim else 1
     return pool.data_ptr(), outer, pool.shape[dim], pool.stride(dim) * pool.element_size()
 
 
-def state_copy(pools: Sequence[Tensor], src: Tensor, dst: Tensor, *, dim: int) -> None:
-    """Launcher of ``torch_hybrid::state_copy``."""
-    if not pools:
-        return
-    targets = dst.tolist()
-    check_pairs(src.tolist(), targets, pools[0].shape[dim])
-    if not any(targets):
+def state_copy(x: StateCopy) -> None:
+    """Copy in C++, unless there is nothing to copy."""
+    if not x.pools or not any(x.dst.tolist()):
         return
     _RUN(
-        src,
-        dst,
-        len(pools),
-        src.numel(),
+        x.src,
+        x.dst,
+        len(x.pools),
+        x.src.numel(),
         torch.get_num_threads(),
-        *(field for pool in pools for field in _shape(pool, dim)),
+        *(field for pool in x.pools for field in _shape(pool, x.dim)),
     )

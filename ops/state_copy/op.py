@@ -1,21 +1,23 @@
-"""state_copy: public function, validation, schema and the list of implementations."""
+"""Copies and clears of slots and pages in several pools at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import Capability, Implementation
-from torch_hybrid.ops.core.registration import check_impl, check_shapes, define_op
+from torch_hybrid.ops.core.declare import MUTATED, NOTHING, Index, Op, define
 from torch_hybrid.ops.native import compiler_missing
 
 _ANY_DTYPE = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.uint8}
 )
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
         capability=Capability(
             devices=frozenset({"cpu"}), dtypes=_ANY_DTYPE, available=compiler_missing
@@ -31,8 +33,9 @@ IMPLEMENTATIONS = {
 }
 
 
-def state_copy(pools: Sequence[Tensor], src: Tensor, dst: Tensor, *, dim: int, impl: str) -> None:
-    """Copy index ``src[i]`` of every pool to index ``dst[i]``, or clear it.
+@dataclass(slots=True)
+class StateCopy(Op):
+    """Copy of index ``src[i]`` of every pool to index ``dst[i]``, or a clear of that.
 
     One call forks, restores or clears sequences in all layers: slots of recurrent states along
     dim 0, pages of ``kv[2, P, ...]`` along dim 1. It acts as if every source were read before
@@ -47,32 +50,51 @@ def state_copy(pools: Sequence[Tensor], src: Tensor, dst: Tensor, *, dim: int, i
         impl: name in IMPLEMENTATIONS.
 
     Raises:
-        ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
-            an index is out of range, a dst appears twice, or src and dst are not disjoint.
+        ValueError: a shape, dtype or option is wrong. On a CPU also: an index is out of range, a
+            dst appears twice, or src and dst are not disjoint.
     """
-    check_shapes({"dst": (dst, src.shape)})
-    if src.dim() != 1:
-        raise ValueError(f"src must have 1 dimension, got {src.dim()}")
-    for name, indices in (("src", src), ("dst", dst)):
-        if indices.dtype != torch.int32:
-            raise ValueError(f"{name} must have dtype torch.int32, got {indices.dtype}")
-        if not indices.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {indices.stride()}")
-    if dim not in (0, 1):
-        raise ValueError(f"dim must be 0 or 1, got {dim}")
-    for i, pool in enumerate(pools):
-        if pool.dim() <= dim or pool.shape[dim] != pools[0].shape[dim]:
-            raise ValueError(
-                f"pools[{i}] must have size {pools[0].shape[dim]} along dim {dim}, "
-                f"got shape {list(pool.shape)}"
-            )
-        if not pool.is_contiguous():
-            raise ValueError(f"pools[{i}] must be contiguous, got strides {pool.stride()}")
-    check_impl(impl, IMPLEMENTATIONS, src.device)
-    _STATE_COPY(pools, src, dst, dim=dim, impl=impl)
+
+    pools: Annotated[Sequence[Tensor], MUTATED]
+    src: Annotated[Tensor, Index("n", counts=True)]
+    dst: Annotated[Tensor, Index("n")]
+    dim: int = field(kw_only=True)
+
+    def check_form(self) -> None:
+        """Raise ValueError unless sources are a vector."""
+        if self.src.dim() != 1:
+            raise ValueError(f"src must have 1 dimension, got {self.src.dim()}")
+
+    def check(self) -> None:
+        """Raise ValueError for a dimension or a pool that cannot be indexed so."""
+        dim = self.dim
+        if dim not in (0, 1):
+            raise ValueError(f"dim must be 0 or 1, got {dim}")
+        for i, pool in enumerate(self.pools):
+            if pool.dim() <= dim or pool.shape[dim] != self.pools[0].shape[dim]:
+                raise ValueError(
+                    f"pools[{i}] must have size {self.pools[0].shape[dim]} along dim {dim}, "
+                    f"got shape {list(pool.shape)}"
+                )
+            if not pool.is_contiguous():
+                raise ValueError(f"pools[{i}] must be contiguous, got strides {pool.stride()}")
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless pairs are in range, dst unique, and src and dst disjoint."""
+        if not self.pools:
+            return
+        src, dst, size = self.src.tolist(), self.dst.tolist(), self.pools[0].shape[self.dim]
+        for name, indices in (("src", src), ("dst", dst)):
+            if indices and not 0 <= min(indices) <= max(indices) < size:
+                outside = next(index for index in indices if not 0 <= index < size)
+                raise ValueError(f"{name} must be in [0, {size}), got {outside}")
+        targets = [index for index in dst if index]
+        if len(set(targets)) != len(targets):
+            twice = next(index for index in targets if targets.count(index) > 1)
+            raise ValueError(f"dst must not repeat, got {twice} twice")
+        sources = {s for s, d in zip(src, dst, strict=True) if s and d}
+        if not sources.isdisjoint(targets):
+            shared = sorted(sources.intersection(targets))
+            raise ValueError(f"src and dst must be disjoint, got {shared} in both")
 
 
-_STATE_COPY = define_op(
-    "state_copy(Tensor(a!)[] pools, Tensor src, Tensor dst, *, int dim, str impl) -> ()",
-    implementations=IMPLEMENTATIONS,
-)
+state_copy = define(StateCopy, IMPLEMENTATIONS, returns=NOTHING, floats=frozenset())

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
+
+from torch_hybrid.ops.state_copy.op import StateCopy
 
 
-def state_copy(pools: Sequence[Tensor], src: Tensor, dst: Tensor, *, dim: int) -> None:
-    """For each pool: ``pool[dst[i]] = pool[src[i]]``, zeros for src 0, nothing for dst 0."""
-    pairs = [(s, d) for s, d in zip(src.tolist(), dst.tolist(), strict=True) if d]
-    for pool in pools:
-        rows = {d: pool.select(dim, s).clone() for s, d in pairs}
+def state_copy(x: StateCopy) -> None:
+    """Set ``pool[dst[i]] = pool[src[i]]`` in each pool: zeros for src 0, nothing for dst 0."""
+    pairs = [(s, d) for s, d in zip(x.src.tolist(), x.dst.tolist(), strict=True) if d]
+    for pool in x.pools:
+        rows = {d: pool.select(x.dim, s).clone() for s, d in pairs}
         for s, d in pairs:
-            pool.select(dim, d).copy_(rows[d] if s else torch.zeros_like(rows[d]))
+            pool.select(x.dim, d).copy_(rows[d] if s else torch.zeros_like(rows[d]))

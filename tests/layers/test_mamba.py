@@ -26,7 +26,7 @@ SPECS = {
 def make(spec: th.MambaSpec, *, bias: bool = True, conv_bias: bool = True) -> Mamba:
     torch.manual_seed(0)
     layer = Mamba(DIM, spec, bias=bias, conv_bias=conv_bias).requires_grad_(False)
-    layer.dt_proj.bias += 4.0  # a fresh layer forgets too slowly for a test
+    layer.dt_bias += 4.0  # a fresh layer forgets too slowly for a test
     return layer
 
 
@@ -47,11 +47,9 @@ def by_definition(layer: Mamba, x: Tensor) -> Tensor:
         rms = [(part.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() for part in parts]
         parts = [part / by for part, by in zip(parts, rms, strict=True)]
     dt, B, C = parts
-    if heads == 1:
-        dt = layer.dt_proj(dt)
-    else:
-        dt = torch.einsum("thk,hkn->thn", dt, layer.dt_proj.weight) + layer.dt_proj.bias
-    step = F.softplus(dt.flatten(1))
+    weight = layer.dt_proj.weight.T[None] if heads == 1 else layer.dt_proj.weight
+    dt = torch.einsum("thk,hkn->thn", dt, weight)
+    step = F.softplus(dt.flatten(1) + layer.dt_bias)
     B, C = (part.repeat_interleave(spec.channels // heads, dim=1) for part in (B, C))
     state, out = torch.zeros(spec.channels, spec.state_dim, dtype=torch.float64), []
     for t in range(len(x)):

@@ -46,15 +46,13 @@ class RecurrentInputs(DeclaredInputs):
         return self.fresh()
 
     def args(self) -> tuple[Tensor, ...]:
-        """Return the tensors in the op's order, none of them a copy."""
-        return tuple(getattr(self, name) for name in Declaration(type(self)).kinds)
+        """Return what is given by position in the op's order, none of it a copy."""
+        return tuple(getattr(self, each.name) for each in fields(self) if not each.kw_only)
 
     def options(self) -> dict[str, Any]:
-        """Return the options by name, the implementation's not among them."""
-        others = {"impl", *Declaration(type(self)).kinds}
-        return {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name not in others
-        }
+        """Return what is given by name, tensors too, but the implementation's."""
+        named = (each.name for each in fields(self) if each.kw_only and each.name != "impl")
+        return {name: value for name in named if (value := getattr(self, name)) is not None}
 
     def tokens(self, index: Any) -> dict[str, Tensor]:
         """Return what is given for each token, of some of them."""

@@ -171,9 +171,9 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     inputs = ssd.make_inputs(ssd.Case(num_groups=1, num_heads=1, **lengths), dtype)
     options = inputs.options() | {"chunk_size": 16}
     yield "chunk_ssd in segments", partial(run, ssd_ops.chunk_ssd, inputs.args(), options)
-    inputs = scans.make_inputs(scans.Case(**lengths), dtype)
+    inputs = scans.make_inputs(scans.Case(bias="own", **lengths), dtype)
     op = selective_scan.chunk_selective_scan
-    yield f"{op.__name__} in segments", partial(run, op, inputs.args(), {})
+    yield f"{op.__name__} in segments", partial(run, op, inputs.args(), inputs.options())
 
 
 def attentions(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -148,7 +148,7 @@ def _ssd(**options: Any) -> _Made:
 
 
 def _scan(**options: Any) -> _Made:
-    return _recurrent(scans.make_inputs(scans.Case(**_LENGTHS)), **options)
+    return _recurrent(scans.make_inputs(scans.Case(bias="float32", **_LENGTHS)), **options)
 
 
 def _verify(inputs: step_family.Inputs, width: int) -> _Made:

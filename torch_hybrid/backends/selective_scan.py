@@ -39,12 +39,14 @@ def apply_selective_scan(
     z: Tensor,
     A_log: Tensor,
     D: Tensor,
+    dt_bias: Tensor | None,
     plan: RecurrentPlan,
     cache: LayerCache,
 ) -> Tensor:
     """Scan x [T, channels] -> [T, channels], and advance the state in ``cache``.
 
-    B and C [T, G, N] belong to G equal parts of the channels.
+    B and C [T, G, N] belong to G equal parts of the channels. Records of drafts hold dt before its
+    bias.
     """
     rule, impl = rule_of(plan, _FORMS)
 
@@ -63,6 +65,7 @@ def apply_selective_scan(
             at.initial_indices,
             at.state_indices,
             impl=impl,
+            dt_bias=dt_bias,
         )
 
     return walk(run, [x, dt, B], [C, z], plan, cache, STATE_RECORDS)

@@ -46,11 +46,14 @@ class HeadLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x [T, H, inputs] -> [T, H, outputs], head by head."""
-        if self.choice.impl == "torch":
-            y = torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
-        else:
-            y = head_linear(x, self.weight.transpose(1, 2), impl=self.choice.impl)
-        return y if self.bias is None else y + self.bias
+        if self.choice.impl != "torch":
+            weight = self.weight.transpose(1, 2)
+            return head_linear(x, weight, impl=self.choice.impl, bias=self.bias)
+        heads = x.transpose(0, 1)
+        if self.bias is None:
+            return torch.bmm(heads, self.weight).transpose(0, 1)
+        # One rounding, as torch's linear layers and the models that this serves have it.
+        return torch.baddbmm(self.bias[:, None], heads, self.weight).transpose(0, 1)
 
     def shard(self, ranks: Ranks, blocks: list[Block]) -> HeadLinear:
         """Make a layer of this rank's heads, cut out of each block."""

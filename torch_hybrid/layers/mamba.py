@@ -20,8 +20,9 @@ class Mamba(nn.Module):
     """Projection, causal convolution, projections to dt, B and C, scan and gate, projection.
 
     One input projection gives ``[x | z]``. A second gives ``[dt | B | C]`` from x after its
-    convolution, a third the step sizes of all channels from dt. With several heads, each has a
-    second and a third projection of its own, for its channels.
+    convolution, a third the step sizes of all channels from dt. The scan adds their bias, so that
+    the sum is not rounded to the model's dtype. With several heads, each has a second and a third
+    projection of its own, for its channels.
 
     Args:
         dim: width of the model.
@@ -63,17 +64,16 @@ class Mamba(nn.Module):
         self.in_proj = linear(dim, 2 * spec.channels, bias=bias)
         if spec.num_heads == 1:
             self.x_proj = linear(spec.channels, sum(self._widths), bias=False)
-            self.dt_proj = linear(spec.dt_rank, spec.channels, bias=True)
+            self.dt_proj = linear(spec.dt_rank, spec.channels, bias=False)
         else:
             heads, width = spec.num_heads, spec.channels // spec.num_heads
             self.x_proj = HeadLinear(parameter(heads, width, sum(self._widths)), None)
-            self.dt_proj = HeadLinear(
-                parameter(heads, spec.dt_rank, width), parameter(heads, width)
-            )
+            self.dt_proj = HeadLinear(parameter(heads, spec.dt_rank, width), None)
         self.out_proj = linear(spec.channels, dim, bias=bias)
         self.dt_norm, self.B_norm, self.C_norm = map(norm, self._widths)
         self.conv_weight = parameter(spec.channels, spec.conv_width)
         self.conv_bias = parameter(spec.channels) if conv_bias else None
+        self.dt_bias = parameter(spec.channels)
         self.A_log = parameter(spec.channels, spec.state_dim)
         self.D = parameter(spec.channels)
         self.reset_parameters()
@@ -86,8 +86,7 @@ class Mamba(nn.Module):
             nn.init.uniform_(self.conv_bias, -bound, bound)
         for projection in (self.x_proj, self.dt_proj):
             projection.reset_parameters()
-        assert self.dt_proj.bias is not None
-        nn.init.uniform_(self.dt_proj.bias, -7.0, -2.0)
+        nn.init.uniform_(self.dt_bias, -7.0, -2.0)
         with torch.no_grad():
             places = range(1, self.spec.state_dim + 1)
             rates = torch.tensor(places, dtype=torch.float32, device=self.A_log.device)
@@ -120,6 +119,7 @@ class Mamba(nn.Module):
             z,
             self.A_log,
             self.D,
+            self.dt_bias,
             plan,
             cache,
         )
@@ -127,7 +127,7 @@ class Mamba(nn.Module):
         return out
 
     def _selected(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project convolved x to step sizes [T, channels], and B and C [T, heads, N]."""
+        """Project convolved x to steps [T, channels] without bias, and B and C [T, heads, N]."""
         if not isinstance(self.x_proj, HeadLinear):
             dt, B, C = columns(self.x_proj, mixed, self._widths)
             return self.dt_proj(self.dt_norm(dt)), self.B_norm(B)[:, None], self.C_norm(C)[:, None]
@@ -161,6 +161,7 @@ class Mamba(nn.Module):
         part.conv_weight = ranks.parameter(self.conv_weight, [channels])
         if self.conv_bias is not None:
             part.conv_bias = ranks.parameter(self.conv_bias, [channels])
+        part.dt_bias = ranks.parameter(self.dt_bias, [channels])
         part.A_log = ranks.parameter(self.A_log, [channels])
         part.D = ranks.parameter(self.D, [channels])
         return part

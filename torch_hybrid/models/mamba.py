@@ -20,7 +20,8 @@ def mamba_from(module: Any, spec: MambaSpec) -> Mamba:
     with on_meta():
         mixer = Mamba(module.in_proj.in_features, spec, conv_bias=False)
     mixer.in_proj, mixer.out_proj = module.in_proj, module.out_proj
-    mixer.x_proj, mixer.dt_proj = module.x_proj, module.dt_proj
+    mixer.x_proj, mixer.dt_proj, mixer.dt_bias = module.x_proj, module.dt_proj, module.dt_proj.bias
+    mixer.dt_proj.bias = None  # the scan adds it
     conv = module.conv1d
     mixer.conv_weight = nn.Parameter(conv.weight.squeeze(1), requires_grad=False)
     mixer.conv_bias = conv.bias

@@ -38,8 +38,7 @@ def _mixer(module: Any, spec: MambaSpec) -> Mamba:
     mixer.out_proj = module.out_proj
     mixer.x_proj.weight = by_head(module.x_proj_weight)
     mixer.dt_proj.weight = by_head(module.dt_proj_weight)
-    bias = module.dt_proj_bias.detach()
-    mixer.dt_proj.bias = parameter(bias.squeeze(0) if spec.num_heads == 1 else bias)
+    mixer.dt_bias = parameter(module.dt_proj_bias.detach().flatten())
     mixer.conv_weight = parameter(module.conv1d.weight.squeeze(1))
     mixer.conv_bias = module.conv1d.bias
     mixer.A_log = parameter(module.A_log.detach().flatten(0, 1))

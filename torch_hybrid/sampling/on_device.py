@@ -118,11 +118,9 @@ def draw_tokens(logits: Tensor, settings: Tensor, kind: DrawKind) -> Tensor:
 
 
 def _impl_for(logits: Tensor) -> str:
-    """Choose the first implementation for these logits that takes any settings."""
+    """Choose the first implementation for these logits."""
     sizes = {"vocab_size": logits.shape[-1]}
     need = Need(device=logits.device, dtype=logits.dtype, sizes=sizes)
     return next(
-        name
-        for name, each in op.IMPLEMENTATIONS.items()
-        if not each.by_name and not each.capability.why_not(need)
+        name for name, each in op.IMPLEMENTATIONS.items() if not each.capability.why_not(need)
     )

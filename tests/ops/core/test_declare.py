@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch_hybrid.ops.core import declare
 from torch_hybrid.ops.core.capability import NO_FEATURES, Capability, Implementation
 from torch_hybrid.ops.core.declare import (
+    MUTATED,
     NO_DEFAULT,
+    NOTHING,
     Declaration,
     Dense,
     Index,
@@ -276,15 +279,15 @@ def test_the_call_of_a_cpp_kernel(monkeypatch: pytest.MonkeyPatch):
         Path(),
         sizes="T=num_tokens H=num_heads D//H=head_dim",
         integers="num_tokens num_heads head_dim heads_stride heads_head_stride gate_stride is_bf16 "
-        "wide_rates",
+        "wide_rates wide_gate",
         out="x",
     )
     wide = {"gate": torch.ones(3, 12)[:, :10], "rates": torch.ones(5)}
     out = [launch(DeclaredHeads(**given_heads(**given), impl="cpp")) for given in ({}, wide)]
     assert [call[4] is result for call, result in zip(calls, out, strict=True)] == [True, True]
     assert [call[5:] for call in calls] == [
-        (3, 2, 5, 5, 15, 0, True, False),
-        (3, 2, 5, 5, 15, 12, True, True),
+        (3, 2, 5, 5, 15, 0, True, False, False),
+        (3, 2, 5, 5, 15, 12, True, True, True),
     ]
 
 
@@ -535,4 +538,50 @@ weights must have dtype torch.float64, got torch.float32
 taps must have 3 dimensions, got 2
 taps must have shape [3, 4, 8], got [3, 4, 4]
 pages must have at most 2 dimensions, got 3""",
+    )
+
+
+@dataclass(slots=True)
+class DeclaredFill(Op):
+    """Set the places of tensors of any number to their number in the sequence."""
+
+    tensors: Annotated[Sequence[Tensor], MUTATED]
+    others: Sequence[Tensor]
+    places: Annotated[Tensor, Index("n", counts=True)]
+
+    def check_indices(self) -> None:
+        """Raise ValueError for a place that some tensor has not."""
+        if any(max(self.places.tolist()) >= len(x) for x in self.tensors):
+            raise ValueError("a place is out of range")
+
+
+def fill(x: DeclaredFill) -> None:
+    """Compute the op in torch."""
+    for number, tensor in enumerate(x.tensors):
+        tensor[x.places.long()] = number
+
+
+declared_fill = define(
+    DeclaredFill,
+    {"torch": Implementation(capability=ON_A_CPU, launcher=fill)},
+    returns=NOTHING,
+    floats=frozenset(),
+)
+REGISTERED.pop("declared_fill")
+
+
+def test_tensors_of_any_number_and_a_result_of_nothing():
+    tensors = [torch.full((3,), 9.0), torch.full((4, 1), 9)]
+    places = torch.tensor([2, 0], dtype=torch.int32)
+    declared_fill(tensors, [], places, impl="torch")
+    assert [x.flatten().tolist() for x in tensors] == [[0, 9, 0], [1, 9, 1, 9]]
+    with pytest.raises(ValueError, match="a place is out of range"):
+        declared_fill(tensors, [], places + 1, impl="torch")
+    with pytest.raises(ValueError, match=r"places must have dtype torch\.int32"):
+        declared_fill(tensors, [], places.long(), impl="torch")
+    op = torch.ops.torch_hybrid.declared_fill.default
+    torch.library.opcheck(op, (tensors, [], places), {"impl": "torch"})
+    assert_expected_inline(
+        str(op._schema),
+        """torch_hybrid::declared_fill(Tensor(a!)[] tensors, Tensor[] others, Tensor places, *, str impl) -> ()""",  # noqa: E501
     )

@@ -19,7 +19,7 @@ from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_com
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.draw_tokens import draw_tokens, reference
-from torch_hybrid.ops.draw_tokens.op import DRAW_TOKENS, IMPLEMENTATIONS
+from torch_hybrid.ops.draw_tokens.op import IMPLEMENTATIONS, DrawTokens
 
 ALL: dict[str, Any] = {"draws": True, "num_ranked": 4096, "has_wide_top_p": True}
 GREEDY: dict[str, Any] = {"draws": False, "num_ranked": 0, "has_wide_top_p": False}
@@ -162,7 +162,7 @@ def test_compiles_without_spills() -> None:
         with launches_on(target) as launches:
             logits = torch.empty(32, 151_936, dtype=torch.bfloat16, device="meta")
             settings = torch.empty(5, 32, dtype=torch.float64, device="meta")
-            _triton.draw_tokens(logits, settings, **ALL)
+            _triton.draw_tokens(DrawTokens(logits, settings, **ALL, impl="triton"))
         rows += [resources_of(each, target, "151936") for each in launches.values()]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
@@ -172,7 +172,7 @@ def test_compiles_without_spills() -> None:
 
 def test_schema() -> None:
     assert_expected_inline(
-        str(DRAW_TOKENS._schema),
+        str(torch.ops.torch_hybrid.draw_tokens.default._schema),
         """torch_hybrid::draw_tokens(Tensor logits, Tensor settings, *, bool draws, int num_ranked, bool has_wide_top_p, str impl) -> Tensor""",  # noqa: E501
     )
 
@@ -180,7 +180,8 @@ def test_schema() -> None:
 def test_opcheck(impl: str) -> None:
     rows, options = KINDS["plain"]
     args = (logits_of(len(rows), 300, 0, torch.float32), settings_of(rows, 0))
-    torch.library.opcheck(DRAW_TOKENS, args, options | {"impl": impl})
+    op = torch.ops.torch_hybrid.draw_tokens.default
+    torch.library.opcheck(op, args, options | {"impl": impl})
 
 
 def test_compiles_once(impl: str) -> None:
@@ -221,5 +222,5 @@ logits must be a floating point tensor, got torch.int32
 settings must have shape [5, 4], got [4, 4]
 settings must have dtype torch.float64, got torch.float32
 num_ranked must be at least 0, got -1
-impl must be one of ['triton', 'flashinfer', 'torch'], got 'tpu'""",
+impl must be one of ['triton', 'torch'], got 'tpu'""",
     )

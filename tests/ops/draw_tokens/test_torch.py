@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from tests.ops.draw_tokens.test_contract import ALL, KINDS, logits_of, settings_of
 from torch_hybrid.ops.draw_tokens import draw_tokens, reference
 from torch_hybrid.ops.draw_tokens._torch import draw_tokens as launch
+from torch_hybrid.ops.draw_tokens.op import DrawTokens
 
 
 class Largest(TorchDispatchMode):
@@ -36,7 +37,7 @@ def test_memory_follows_the_vocabulary(vocab: int) -> None:
     logits = torch.empty(num_rows, vocab, device="meta")
     settings = torch.empty(5, num_rows, dtype=torch.float64, device="meta")
     with Largest() as largest:
-        launch(logits, settings, **ALL)
+        launch(DrawTokens(logits, settings, **ALL, impl="torch"))
     assert logits.numel() <= largest.numel <= 2 * logits.numel()
 
 

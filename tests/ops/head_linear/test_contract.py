@@ -46,10 +46,26 @@ def test_matches_float64(impl: str, num_tokens: int, is_transposed: bool, dtype:
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=4 * rounding)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_and_its_bias_are_rounded_once(impl: str, dtype: str) -> None:
+    """Rounded before the bias too, a quarter of the numbers would be others."""
+    x, weight = inputs(9, is_transposed=False, dtype=DTYPES[dtype])
+    bias = 30 * torch.randn(3, 37, generator=torch.Generator().manual_seed(0)).to(x.dtype)
+    call = HeadLinear(x.double(), weight.double(), bias=bias.double(), impl="")
+    exact = reference.head_linear(call)
+    out = head_linear(x, weight, bias=bias, impl=impl)
+    if dtype == "bf16":
+        assert (out != exact.to(x.dtype)).float().mean() < 0.01
+    else:
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_opcheck(impl: str, is_transposed: bool) -> None:
+def test_opcheck(impl: str, is_transposed: bool, has_bias: bool) -> None:
     given = inputs(9, is_transposed=is_transposed, dtype=torch.float32)
-    torch.library.opcheck(torch.ops.torch_hybrid.head_linear.default, given, {"impl": impl})
+    options = {"impl": impl, "bias": torch.randn(3, 37) if has_bias else None}
+    torch.library.opcheck(torch.ops.torch_hybrid.head_linear.default, given, options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,9 +77,11 @@ def test_a_token_has_the_bits_that_it_has_alone(impl: str, is_transposed: bool, 
 
 
 def assert_same_bits_in_any_batch(x: Tensor, weight: Tensor, impl: str) -> None:
-    whole = head_linear(x, weight, impl=impl)
-    for tokens in (slice(1), slice(1, 2), slice(5, 22), slice(63, 65), slice(69, None)):
-        assert torch.equal(head_linear(x[tokens], weight, impl=impl), whole[tokens])
+    for bias in (None, weight[..., 0].contiguous()):
+        whole = head_linear(x, weight, bias=bias, impl=impl)
+        for tokens in (slice(1), slice(1, 2), slice(5, 22), slice(63, 65), slice(69, None)):
+            alone = head_linear(x[tokens], weight, bias=bias, impl=impl)
+            assert torch.equal(alone, whole[tokens])
 
 
 def test_traces_once(impl: str) -> None:
@@ -80,7 +98,7 @@ def test_schema_is_pinned() -> None:
     schema = torch.ops.torch_hybrid.head_linear.default._schema
     assert_expected_inline(
         str(schema),
-        """torch_hybrid::head_linear(Tensor x, Tensor weight, *, str impl) -> Tensor""",
+        """torch_hybrid::head_linear(Tensor x, Tensor weight, *, str impl, Tensor? bias=None) -> Tensor""",  # noqa: E501
     )
 
 

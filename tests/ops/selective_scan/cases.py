@@ -24,6 +24,7 @@ class Case:
     num_groups: int = 1
     state_dim: int = 16
     is_gated: bool = True
+    bias: str = "none"  # of the steps: in the inputs' "own" dtype or in "float32"
     num_padding_tokens: int = 0
 
 
@@ -49,6 +50,8 @@ CASES = {
     "decode": Case(lengths=(1,) * 5, channels=80),
     "mixed": Case(lengths=(5, 0, 1, 70, 33, 2, 64), num_padding_tokens=3),
     "not_gated": Case(lengths=(3, 17), is_gated=False),
+    "bias": Case(lengths=(3, 40), channels=38, bias="own"),
+    "wide_bias": Case(lengths=(1, 33), bias="float32", num_padding_tokens=2),
     "groups": Case(lengths=(3, 37), channels=96, num_groups=3),
     "odd_sizes": Case(lengths=(3, 37, 16), channels=38, num_groups=2, state_dim=7),
     "many_states": Case(lengths=(1, 35), channels=20, state_dim=40),
@@ -78,6 +81,11 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     state[0] = torch.nan
     A_log = torch.arange(1, case.state_dim + 1).log().expand(case.channels, -1)
     A_log = A_log + 0.3 * torch.randn(A_log.shape, generator=rng)
+    biases = {"none": None, "own": dtype, "float32": torch.float32}
+    bias_dtype = biases[case.bias]
+    bias = None if bias_dtype is None else dt[0].to(bias_dtype)
+    if bias is not None:
+        dt = torch.randn(dt.shape, generator=rng)
     return Inputs(
         x=x,
         dt=dt.to(dtype),
@@ -90,4 +98,5 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
         cu_seqlens=offsets(case.lengths),
         initial_indices=torch.where(is_new, 0, state_indices).int(),
         state_indices=state_indices.int(),
+        dt_bias=bias,
     )

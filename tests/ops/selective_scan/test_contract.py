@@ -52,6 +52,17 @@ class TestContract(RecurrentContract):
         assert torch.equal(form(shared), form(dense))
         assert_same_bits(shared.state, dense.state)
 
+    @pytest.mark.parametrize("bias", ["own", "float32"])
+    def test_a_bias_is_added_in_float32(self, form: Form, bias: str):
+        """A sum that is rounded to the inputs' dtype is beyond the budget."""
+        inputs = make_inputs(replace(CASES["mixed"], bias=bias), torch.bfloat16)
+        expected = Expected.of(selective_scan_reference, inputs)
+        expected.check_form(form)
+        assert inputs.dt_bias is not None
+        rounded = replace(inputs.copy(), dt=inputs.dt + inputs.dt_bias.bfloat16(), dt_bias=None)
+        with pytest.raises(AssertionError):
+            expected.check(form(rounded), rounded.state)
+
     @pytest.mark.parametrize("wide", [("A_log",), ("D",), ("A_log", "D")], ids="+".join)
     def test_parameters_may_be_float32(self, form: Form, wide: tuple[str, ...]):
         """Whatever the dtype is; here of values that it cannot hold."""
@@ -102,6 +113,12 @@ def _expect_small_steps_for_long() -> Expected:
         ({"z": torch.zeros(7, 48)}, "z must have shape [8, 48], got [7, 48]"),
         ({"D": torch.zeros(16)}, "D must have shape [48], got [16]"),
         ({"D": torch.zeros(48).half()}, "D must have dtype torch.float32, got torch.float16"),
+        ({"dt_bias": torch.zeros(1)}, "dt_bias must have shape [48], got [1]"),
+        (
+            {"dt_bias": torch.zeros(48).half()},
+            "dt_bias must have dtype torch.float32, got torch.float16",
+        ),
+        ({"dt_bias": torch.zeros(96)[::2]}, "dt_bias must be contiguous, got strides [2]"),
         ({"A_log": torch.zeros(16, 48).T}, "A_log must be contiguous, got strides [1, 48]"),
         (
             {"state": torch.zeros(5, 48, 8)},
@@ -123,7 +140,7 @@ def test_errors_name_the_argument(changes: dict[str, Tensor], message: str):
     inputs = replace(make_inputs(Case(lengths=(5, 3))), **changes)
     for op in (recurrent_selective_scan, chunk_selective_scan):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            op(*inputs.args(), impl="torch")
+            op(*inputs.args(), **inputs.options(), impl="torch")
 
 
 def test_options_are_checked():
@@ -134,10 +151,11 @@ def test_options_are_checked():
         chunk_selective_scan(*inputs.args(), chunk_size=20, impl="torch")
 
 
+@pytest.mark.parametrize("bias", ["none", "float32"])
 @pytest.mark.parametrize("is_gated", [True, False])
-def test_reference_agrees_with_the_scan_of_transformers(is_gated: bool):
+def test_reference_agrees_with_the_scan_of_transformers(is_gated: bool, bias: str):
     """Theirs has a batch dimension, tokens last, and always starts from zeros."""
-    inputs = make_inputs(Case(lengths=(40,), is_gated=is_gated))
+    inputs = make_inputs(Case(lengths=(40,), is_gated=is_gated, bias=bias))
     inputs = replace(inputs, initial_indices=torch.zeros_like(inputs.initial_indices))
     out = selective_scan_reference(inputs)
     theirs, final = mamba.mamba_selective_scan(
@@ -148,6 +166,7 @@ def test_reference_agrees_with_the_scan_of_transformers(is_gated: bool):
         inputs.C[:, 0].T[None],
         D=inputs.D,
         z=None if inputs.z is None else inputs.z.T[None],
+        delta_bias=inputs.dt_bias,
         delta_softplus=True,
         return_last_state=True,
     )
@@ -157,8 +176,9 @@ def test_reference_agrees_with_the_scan_of_transformers(is_gated: bool):
     )
 
 
-def test_reference_agrees_with_the_step_of_transformers():
-    inputs = make_inputs(Case(lengths=(12,)))
+@pytest.mark.parametrize("bias", ["none", "float32"])
+def test_reference_agrees_with_the_step_of_transformers(bias: str):
+    inputs = make_inputs(Case(lengths=(12,), bias=bias))
     slot = int(inputs.state_indices[0])
     state = inputs.state[slot][None].clone()
     out = selective_scan_reference(inputs)
@@ -172,6 +192,7 @@ def test_reference_agrees_with_the_step_of_transformers():
             inputs.C[t],
             D=inputs.D,
             z=inputs.z[t : t + 1],
+            dt_bias=inputs.dt_bias,
             dt_softplus=True,
         )
         torch.testing.assert_close(out[t : t + 1], theirs, rtol=1e-5, atol=1e-5)
@@ -195,7 +216,8 @@ torch_hybrid::recurrent_selective_scan(Tensor x
   Tensor initial_indices
   Tensor state_indices
   *
-  str impl) -> Tensor
+  str impl
+  Tensor? dt_bias=None) -> Tensor
 torch_hybrid::chunk_selective_scan(Tensor x
   Tensor dt
   Tensor B
@@ -209,5 +231,6 @@ torch_hybrid::chunk_selective_scan(Tensor x
   Tensor state_indices
   *
   int chunk_size
-  str impl) -> Tensor""",
+  str impl
+  Tensor? dt_bias=None) -> Tensor""",
         )

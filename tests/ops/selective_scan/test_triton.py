@@ -29,12 +29,14 @@ from torch_hybrid.ops.selective_scan.reference import selective_scan_reference
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/selective_scan -k triton
 CONTRACT = """
     recurrent-triton and (
-        exact and (one_token or decode or odd_sizes or many_states or not_gated)
+        exact and (one_token or decode or odd_sizes or many_states or not_gated or bias)
         or padding_changes or no_other_slot or nothing_to_do
     ) or chunk32-triton and nothing_to_do or in_interpreter
 """
 # Of several segments of 8 tokens, of one, of none; the second begins within one of the first's.
-SEGMENTS = Case(lengths=(21, 8, 0, 9, 1), channels=38, num_groups=2, num_padding_tokens=3)
+SEGMENTS = Case(
+    lengths=(21, 8, 0, 9, 1), channels=38, num_groups=2, bias="float32", num_padding_tokens=3
+)
 FORMS = {"recurrent": recurrent_selective_scan, "chunk": chunk_selective_scan}
 Op = Callable[..., Tensor]
 
@@ -104,7 +106,7 @@ def check(device: str, op: Op, inputs: Inputs) -> None:
 
 
 def call(op: Op, inputs: Inputs) -> Tensor:
-    return op(*inputs.args(), impl="triton")
+    return op(*inputs.args(), **inputs.options(), impl="triton")
 
 
 def assert_as_exact(inputs: Inputs, out: Tensor, state: Tensor) -> None:
@@ -177,6 +179,7 @@ def record_launches(
                 cu_seqlens=indices,
                 initial_indices=indices[1:],
                 state_indices=indices[1:],
+                dt_bias=x.new_empty(channels),
             ),
             is_chunked=form == "chunk",
         )

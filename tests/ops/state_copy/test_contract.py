@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.ops.contract import assert_traces_once, impls_on, pool_clones, skip_reason
 from tests.ops.state_copy.cases import CASES, indices, make_inputs
 from torch_hybrid.ops.state_copy import reference, state_copy
-from torch_hybrid.ops.state_copy.op import IMPLEMENTATIONS
+from torch_hybrid.ops.state_copy.op import IMPLEMENTATIONS, StateCopy
 
 
 @pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
@@ -31,7 +31,7 @@ def test_matches_the_reference_bit_for_bit(impl: str, name: str) -> None:
     """Indices that are no dst keep their bits: the null one, which holds NaN, and the last."""
     pools, src, dst = make_inputs(CASES[name])
     expected = [pool.clone() for pool in pools]
-    reference.state_copy(expected, src, dst, dim=CASES[name].dim)
+    reference.state_copy(StateCopy(expected, src, dst, dim=CASES[name].dim, impl=""))
     state_copy(pools, src, dst, dim=CASES[name].dim, impl=impl)
     assert [bits(pool) for pool in pools] == [bits(pool) for pool in expected]
 
@@ -52,7 +52,7 @@ def test_not_a_number_does_not_survive_a_clear(impl: str) -> None:
 def test_a_slot_larger_than_a_piece(impl: str) -> None:
     pools = [torch.randn(4, 1_000_003), torch.randn(4, 3)]
     expected = [pool.clone() for pool in pools]
-    reference.state_copy(expected, indices([3, 0]), indices([1, 2]), dim=0)
+    reference.state_copy(StateCopy(expected, indices([3, 0]), indices([1, 2]), dim=0, impl=""))
     state_copy(pools, indices([3, 0]), indices([1, 2]), dim=0, impl=impl)
     assert [bits(pool) for pool in pools] == [bits(pool) for pool in expected]
 
@@ -141,6 +141,7 @@ def test_error_texts() -> None:
     errors = [
         failing("torch", [1, 2], [3]),
         failing("torch", [], [2], src=torch.tensor([1])),
+        failing("torch", [], [], src=indices([1, 2]).view(1, 2), dst=indices([3, 4]).view(1, 2)),
         failing("torch", [1], [2], dim=2),
         failing("torch", [1], [2], dim=1),
         failing("torch", [1], [2], pools=[torch.zeros(4, 3), torch.zeros(5, 3)]),
@@ -152,6 +153,7 @@ def test_error_texts() -> None:
         """\
 dst must have shape [2], got [1]
 src must have dtype torch.int32, got torch.int64
+src must have 1 dimension, got 2
 dim must be 0 or 1, got 2
 pools[1] must have size 3 along dim 1, got shape [4, 2]
 pools[1] must have size 4 along dim 0, got shape [5, 3]
