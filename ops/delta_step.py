@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_hybrid.ops.conv_step import check_activation, check_lengths, check_width, convolve
 from torch_hybrid.ops.core.recurrence import check_slots, check_tokens
 from torch_hybrid.ops.core.registration import check_contiguous, check_dtypes, check_shapes
-from torch_hybrid.ops.delta_rule import l2_normalize
+from torch_hybrid.ops.delta_rule._torch import l2_normalize
 from torch_hybrid.ops.pointwise import sigmoid
 from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
 from torch_hybrid.ops.verify import check_records, verify_by_steps

@@ -23,12 +23,11 @@ from benchmarks.gpu.case import (
     randn,
 )
 from tests.ops.step_lengths import step_lengths
-from torch_hybrid.ops import gated_delta_rule as gdn
-from torch_hybrid.ops import kimi_delta_attention as kda
+from torch_hybrid.ops import delta_rule
 from torch_hybrid.ops.core.planning import Planned, Planner
 from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
-from torch_hybrid.ops.gated_delta_rule import op as gdn_op
-from torch_hybrid.ops.kimi_delta_attention import op as kda_op
+from torch_hybrid.ops.delta_rule import kimi_op as kda_op
+from torch_hybrid.ops.delta_rule import op as gdn_op
 
 CHUNK = 64  # of the usual form, whose FLOPs are counted
 QWEN3_NEXT = (16, 32, 128, 128)  # key heads, value heads, K, V
@@ -266,9 +265,9 @@ def _case(
     what: str, model: str, heads: tuple[int, int, int, int], num_seqs: int, num_new: int
 ) -> Case:
     prefill, channels = what.endswith("prefill"), what.startswith("KDA")
-    family, op = (kda, kda_op) if channels else (gdn, gdn_op)
+    op = kda_op if channels else gdn_op
     name = "kimi_delta_attention" if channels else "gated_delta_rule"
-    ours = partial(call, getattr(family, f"{'chunk' if prefill else 'recurrent'}_{name}"))
+    ours = partial(call, getattr(delta_rule, f"{'chunk' if prefill else 'recurrent'}_{name}"))
     if prefill:
         ours = partial(ours, chunk_size=DEFAULT_CHUNK_SIZE)
     return Case(

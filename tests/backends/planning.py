@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.core.planning import Lengths, Planned
+from torch_hybrid.ops.delta_rule import _torch_gated as _gated
+from torch_hybrid.ops.delta_rule import _torch_kimi as _kimi
 from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
-from torch_hybrid.ops.gated_delta_rule import _torch as _gated
-from torch_hybrid.ops.kimi_delta_attention import _torch as _kimi
 from torch_hybrid.ops.paged_attention import _torch
 from torch_hybrid.ops.paged_attention.op import FEATURES
 from torch_hybrid.ops.ragged_attention import _torch as _ragged

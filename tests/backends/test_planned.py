@@ -11,9 +11,9 @@ from tests.graphs.as_traced import run_as_traced
 from tests.tiny_models import make_model
 from torch_hybrid.models.adapt import adapt
 from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.delta_rule import kimi_op
+from torch_hybrid.ops.delta_rule import op as gated_op
 from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
-from torch_hybrid.ops.gated_delta_rule import op as gated_op
-from torch_hybrid.ops.kimi_delta_attention import op as kimi_op
 from torch_hybrid.ops.paged_attention import op
 from torch_hybrid.ops.ragged_attention import op as ragged_op
 from torch_hybrid.ops.ssd import op as ssd_op

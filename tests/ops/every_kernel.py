@@ -28,12 +28,12 @@ from torch.utils._pytree import tree_map_only
 from tests.ops import kernels
 from tests.ops.block_attention import cases as blocks
 from tests.ops.causal_conv1d import cases as conv
-from tests.ops.delta_rule_cases import Case as DeltaCase
+from tests.ops.delta_rule import gated as gdn
+from tests.ops.delta_rule import kimi as kda
+from tests.ops.delta_rule.cases import Case as DeltaCase
 from tests.ops.fused_experts import cases as experts
-from tests.ops.gated_delta_rule import cases as gdn
 from tests.ops.gated_delta_step import cases as gdn_step
 from tests.ops.gated_pooling import cases as pooling
-from tests.ops.kimi_delta_attention import cases as kda
 from tests.ops.kimi_delta_step import cases as kda_step
 from tests.ops.latent_attention import cases as latents
 from tests.ops.lightning_step import cases as lightning_step_cases
@@ -51,13 +51,12 @@ from tests.ops.wkv import cases as wkv_cases
 from torch_hybrid.ops import (
     block_attention,
     causal_conv1d,
+    delta_rule,
     draw_tokens,
     fused_experts,
-    gated_delta_rule,
     gated_delta_step,
     gated_pooling,
     head_linear,
-    kimi_delta_attention,
     kimi_delta_step,
     latent_attention,
     lightning_step,
@@ -77,8 +76,8 @@ from torch_hybrid.ops import (
 )
 from torch_hybrid.ops import ssd as ssd_ops
 from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.delta_rule import op as gdn_op
 from torch_hybrid.ops.flashinfer.one_token import APART
-from torch_hybrid.ops.gated_delta_rule import op as gdn_op
 from torch_hybrid.ops.ssd import op as ssd_op
 from torch_hybrid.ops.triton.devices import runs_gluon
 from torch_hybrid.ops.triton.padding import set_padding
@@ -116,8 +115,8 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     """Both forms of each rule, and the segments of long sequences."""
     delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, **ODD)
     for name, module, inputs in (
-        ("gated_delta_rule", gated_delta_rule, gdn.make_inputs(delta, dtype)),
-        ("kimi_delta_attention", kimi_delta_attention,
+        ("gated_delta_rule", delta_rule, gdn.make_inputs(delta, dtype)),
+        ("kimi_delta_attention", delta_rule,
          kda.make_inputs(kda.case(5, 0, 1, 19, num_padding_tokens=3, **ODD), dtype)),
         ("selective_scan", selective_scan, scans.make_inputs(scans.Case(**LENGTHS), dtype)),
         ("ssd", ssd_ops, ssd.make_inputs(ssd.Case(num_groups=1, num_heads=2, **LENGTHS), dtype)),
@@ -412,9 +411,9 @@ def forced(*, dry: bool) -> ExitStack:
     What is not launched may be of a Hopper.
     """
     from torch_hybrid.ops.block_attention import _triton_hopper as blocks_hopper
+    from torch_hybrid.ops.delta_rule import _hopper as rule_hopper
+    from torch_hybrid.ops.delta_rule import _triton_gated as rule_chunk
     from torch_hybrid.ops.fused_experts import _hopper
-    from torch_hybrid.ops.gated_delta_rule import _hopper as rule_hopper
-    from torch_hybrid.ops.gated_delta_rule import _triton_chunk as rule_chunk
     from torch_hybrid.ops.latent_attention import _triton_hopper, _triton_tiles
     from torch_hybrid.ops.paged_attention import _triton_long
     from torch_hybrid.ops.selective_scan import _triton as _triton_scan

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, written_slots
-from tests.ops.delta_rule_cases import Case, Inputs
-from tests.ops.delta_rule_triton import on_device
-from tests.ops.gated_delta_rule import cases as gdn_cases
-from tests.ops.kimi_delta_attention import cases as kda_cases
+from tests.ops.delta_rule import gated as gdn_cases
+from tests.ops.delta_rule import kimi as kda_cases
+from tests.ops.delta_rule.cases import Case, Inputs
+from tests.ops.delta_rule.kernels import on_device
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.gated_delta_rule import op as gdn
-from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
-from torch_hybrid.ops.kimi_delta_attention import op as kda
-from torch_hybrid.ops.kimi_delta_attention.reference import kimi_delta_attention_reference
+from torch_hybrid.ops.delta_rule import kimi_op as kda
+from torch_hybrid.ops.delta_rule import op as gdn
+from torch_hybrid.ops.delta_rule.kimi_reference import kimi_delta_attention_reference
+from torch_hybrid.ops.delta_rule.reference import gated_delta_rule_reference
 
 NAME = "triton_rounded"
 # Of a state's largest number. On an H200 it was 4e-4 to 7e-4, and 5e-3 to 8e-3 with

@@ -13,7 +13,7 @@ from torch_hybrid.backends.recurrent import (
     or_parts,
     rule_of,
 )
-from torch_hybrid.ops.kimi_delta_attention import op
+from torch_hybrid.ops.delta_rule import kimi_op as op
 from torch_hybrid.ops.kimi_delta_step import op as step
 from torch_hybrid.specs import KimiDeltaSpec
 
