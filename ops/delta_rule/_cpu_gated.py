@@ -1,25 +1,15 @@
-"""Both execution forms as C++ kernels: see _cpu_gated.cpp, and delta_rule.h in ops/native."""
+"""Implementation "cpp": both execution forms in C++, see _cpu_gated.cpp and native/delta_rule.h.
 
-from __future__ import annotations
+The recurrent form reads and writes each head's state once a token. The chunk form walks by products
+of small matrices; a few tokens go the recurrent way.
+"""
 
 from pathlib import Path
 
-from torch import Tensor
-
-from torch_hybrid.ops.native.delta_rule import delta_rule_kernel, run_delta_rule
+from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule, RecurrentGatedDeltaRule
+from torch_hybrid.ops.native.delta_rule import delta_rule_launcher
 
 _SOURCE = Path(__file__).with_name("_cpu_gated.cpp")
-_RECURRENT = delta_rule_kernel("recurrent_gated_delta_rule", _SOURCE)
-_CHUNK = delta_rule_kernel("chunk_gated_delta_rule", _SOURCE)
 
-
-def recurrent_gated_delta_rule(*tensors: Tensor, scale: float, qk_l2norm: bool) -> Tensor:
-    """Walk token by token: each head's state is read once and written once per token."""
-    return run_delta_rule(_RECURRENT, *tensors, scale=scale, qk_l2norm=qk_l2norm)
-
-
-def chunk_gated_delta_rule(
-    *tensors: Tensor, scale: float, qk_l2norm: bool, chunk_size: int
-) -> Tensor:
-    """Walk chunk by chunk with products of small matrices; a few tokens go the recurrent way."""
-    return run_delta_rule(_CHUNK, *tensors, scale=scale, qk_l2norm=qk_l2norm, chunk_size=chunk_size)
+recurrent_gated_delta_rule = delta_rule_launcher(RecurrentGatedDeltaRule, _SOURCE, is_chunked=False)
+chunk_gated_delta_rule = delta_rule_launcher(ChunkGatedDeltaRule, _SOURCE, is_chunked=True)

@@ -18,7 +18,6 @@ shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.core.planning import Lengths, Planned
+from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule
 from torch_hybrid.ops.flashinfer.states import aligned, packed_states, store_states
 from torch_hybrid.ops.triton.products import inverse_root
 
@@ -37,32 +37,17 @@ _ROWS = 32  # tokens of one head that a program brings into order
 _APART, _BEGUN, _CARRIED_ON = 0, 1, 2
 
 
-def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    scale: float,
-    qk_l2norm: bool,
-    chunk_size: int,
-    planned: Sequence[Tensor],
-) -> Tensor:
-    """Launcher of ``torch_hybrid::chunk_gated_delta_rule``; its chunks are of 64 tokens."""
+def chunk_gated_delta_rule(x: ChunkGatedDeltaRule) -> Tensor:
+    """Launch FlashInfer's prompts, in chunks of 64 tokens, and what translates for them."""
     from flashinfer.gdn_prefill import chunk_gated_delta_rule as prefill
 
-    num_tokens, num_seqs = q.shape[0], state_indices.shape[0]
-    out = v.new_empty(v.shape)
-    if num_seqs == 0 or num_tokens == 0:
+    assert x.planned is not None
+    out = x.v.new_empty(x.v.shape)
+    if x.state_indices.shape[0] == 0 or x.q.shape[0] == 0:
         return out.zero_()
-    rows = _Rows.empty(q, v)
-    rows.fill(q, k, v, g, beta, cu_seqlens, out, qk_l2norm=qk_l2norm)
-    is_cut, place = planned[0].tolist()  # a tensor on the host
+    rows = _Rows.empty(x.q, x.v)
+    rows.fill(x, out)
+    is_cut, place = x.planned[0].tolist()  # a tensor on the host
     run = partial(
         prefill,
         rows.q,
@@ -70,22 +55,22 @@ def chunk_gated_delta_rule(
         rows.v,
         g=rows.decay,
         beta=rows.beta,
-        scale=scale,
+        scale=x.scale,
         output_final_state=True,
-        cu_seqlens=aligned(cu_seqlens, 8),
+        cu_seqlens=aligned(x.cu_seqlens, 8),
         use_qk_l2norm_in_kernel=False,
         output=out,
         use_cp=bool(is_cut),
         backend="flashinfer",
     )
     if place == _APART:
-        packed = packed_states(state, cu_seqlens, initial_indices)
+        packed = packed_states(x.state, x.cu_seqlens, x.initial_indices)
         final = torch.empty_like(packed)  # a cut sequence's first state is read until its end
         run(initial_state=packed, output_state=final)
-        store_states(final, state, cu_seqlens, state_indices)
+        store_states(final, x.state, x.cu_seqlens, x.state_indices)
     else:
-        initial = state if place == _CARRIED_ON else None
-        run(initial_state=initial, output_state=state, state_indices=state_indices)
+        initial = x.state if place == _CARRIED_ON else None
+        run(initial_state=initial, output_state=x.state, state_indices=x.state_indices)
     return out
 
 
@@ -128,49 +113,38 @@ class _Rows:
         v_rows = v if v.is_contiguous() and v.data_ptr() % 16 == 0 else v.new_empty(v.shape)
         return cls(q=q_rows, k=k_rows, v=v_rows, decay=per_head[0], beta=per_head[1])
 
-    def fill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        cu_seqlens: Tensor,
-        out: Tensor,
-        *,
-        qk_l2norm: bool,
-    ) -> None:
+    def fill(self, x: ChunkGatedDeltaRule, out: Tensor) -> None:
         """Fill the rows of tokens; those of padding are 0, in ``out`` too."""
-        num_tokens, num_k_heads, head_dim = q.shape
-        num_v_heads = v.shape[1]
-        num_copied = num_v_heads if self.v is not v else 0
+        num_tokens, num_k_heads, head_dim = x.q.shape
+        num_v_heads = x.v.shape[1]
+        num_copied = num_v_heads if self.v is not x.v else 0
         _rows_kernel[(triton.cdiv(num_tokens, _ROWS), 2 * num_k_heads + num_copied + 1)](
-            q,
-            k,
-            v,
-            g,
-            beta,
-            cu_seqlens,
+            x.q,
+            x.k,
+            x.v,
+            x.g,
+            x.beta,
+            x.cu_seqlens,
             self.q,
             self.k,
             self.v,
             self.decay,
             self.beta,
             out,
-            cu_seqlens.shape[0] - 1,
+            x.cu_seqlens.shape[0] - 1,
             num_tokens,
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            g.stride(0),
-            beta.stride(0),
+            x.q.stride(0),
+            x.k.stride(0),
+            x.v.stride(0),
+            x.g.stride(0),
+            x.beta.stride(0),
             H=num_k_heads,
             HV=num_v_heads,
             HV_COPIED=num_copied,
             D=head_dim,
             BLOCK_HV=triton.next_power_of_2(num_v_heads),
             ROWS=_ROWS,
-            QK_L2NORM=qk_l2norm,
+            QK_L2NORM=x.qk_l2norm,
         )
 
 

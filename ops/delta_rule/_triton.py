@@ -11,59 +11,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.delta_rule.op import DeltaRule
 from torch_hybrid.ops.triton.state import Tile, zero_rows
 
 
-def recurrent_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    scale: float,
-    qk_l2norm: bool,
-) -> Tensor:
-    """Launch the kernel; arguments are those of the ops."""
-    num_tokens, num_k_heads, head_dim_k = q.shape
-    _, num_v_heads, head_dim_v = v.shape
-    num_seqs = state_indices.shape[0]
+def recurrent_delta_rule(x: DeltaRule) -> Tensor:
+    """Launch the kernel, one program a tile of a head's state."""
+    num_tokens, num_k_heads, head_dim_k = x.q.shape
+    _, num_v_heads, head_dim_v = x.v.shape
+    num_seqs = x.state_indices.shape[0]
     if num_seqs == 0:
-        return torch.zeros_like(v, memory_format=torch.contiguous_format)
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    tile = Tile.of(head_dim_v, head_dim_k, by_channel=g.ndim == 3)
+        return torch.zeros_like(x.v, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+    tile = Tile.of(head_dim_v, head_dim_k, by_channel=x.by_channel)
     num_blocks = triton.cdiv(head_dim_v, tile.block_v)
     _recurrent_kernel[(num_blocks * num_v_heads * num_seqs,)](
-        q,
-        k,
-        v,
-        g,
-        beta,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
+        x.q,
+        x.k,
+        x.v,
+        x.g,
+        x.beta,
+        x.state,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
         out,
-        scale,
+        x.scale,
         num_tokens,
         num_seqs,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        g.stride(0),
-        beta.stride(0),
+        x.q.stride(0),
+        x.k.stride(0),
+        x.v.stride(0),
+        x.g.stride(0),
+        x.beta.stride(0),
         H=num_k_heads,
         HV=num_v_heads,
         K=head_dim_k,
         V=head_dim_v,
         BLOCK_K=tile.block_k,
         BLOCK_V=tile.block_v,
-        BY_CHANNEL=g.ndim == 3,
-        QK_L2NORM=qk_l2norm,
+        BY_CHANNEL=x.by_channel,
+        QK_L2NORM=x.qk_l2norm,
         num_warps=1,
         enable_fp_fusion=True,
     )

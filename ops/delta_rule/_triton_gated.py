@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.delta_rule._hopper import hopper_prepare, serves
-from torch_hybrid.ops.delta_rule._triton_gated_scan import Prepared, scan
-from torch_hybrid.ops.delta_rule._triton_scan import ScanSegments
+from torch_hybrid.ops.delta_rule._triton_gated_scan import PreparedKeys, scan
+from torch_hybrid.ops.delta_rule._triton_scan import launch_chunks
 from torch_hybrid.ops.delta_rule._triton_system import inverse, rounded_inverse
+from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule
 from torch_hybrid.ops.triton.decays import (
     cumulate,
     decay_between,
@@ -27,61 +26,24 @@ from torch_hybrid.ops.triton.products import (
     dot,
     in_pieces,
     inverse_root,
-    state_pieces,
     store_pieces,
 )
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
-from torch_hybrid.ops.triton.segments import Launch, side_by_side
+from torch_hybrid.ops.triton.segments import Launch
 
 
-def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    scale: float,
-    qk_l2norm: bool,
-    chunk_size: int,
-    planned: Sequence[Tensor] = (),
-    is_exact: bool = True,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::chunk_gated_delta_rule``; its chunks are its own.
-
-    Without ``is_exact`` what reaches a state is rounded to float16.
-    """
-    if state_indices.shape[0] == 0:
-        return torch.zeros_like(v, memory_format=torch.contiguous_format)
-    pieces = state_pieces(q.dtype, qk_l2norm, is_exact=is_exact)
-    prepared, prepare = _prepare(
-        q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm, pieces=pieces
-    )
-    walks = ScanSegments.of(v, state_indices.shape[0], planned)
-    slots = initial_indices, state_indices
-    out, walk = scan(prepared, q, v, state, cu_seqlens, *slots, walks=walks)
-    side_by_side(prepare, walk, prepared.solve.shape[0], walks.num_segments, q.device)
-    return out
+def chunk_gated_delta_rule(x: ChunkGatedDeltaRule, *, is_exact: bool = True) -> Tensor:
+    """Launch the chunk form; without ``is_exact`` what reaches a state is rounded to float16."""
+    return launch_chunks(x, _prepare, scan, is_exact=is_exact)
 
 
 def _prepare(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    scale: float,
-    qk_l2norm: bool,
-    pieces: tuple[int, torch.dtype],
-) -> tuple[Prepared, Launch]:
-    """All that does not depend on a state."""
+    x: ChunkGatedDeltaRule, pieces: tuple[int, torch.dtype]
+) -> tuple[PreparedKeys, Launch]:
+    """Allocate all that does not depend on a state; the launch fills it."""
+    q, k = x.q, x.k
     num_tokens, num_k_heads, head_dim_k = k.shape
-    num_v_heads, num_seqs = beta.shape[1], cu_seqlens.shape[0] - 1
+    num_v_heads, num_seqs = x.beta.shape[1], x.cu_seqlens.shape[0] - 1
     num_pieces, dtype = pieces
     hopper = is_hopper(q.device) and head_dim_k <= 128
     in_half = dtype == torch.float16
@@ -93,7 +55,7 @@ def _prepare(
         keys = k.new_empty(num_tokens, 1, num_k_heads, head_dim_k, dtype=dtype)
     elif num_pieces == 3 and k.dtype == torch.float16:
         keys, attend = in_pieces(k), q.new_empty(*shape, 3, chunk, chunk, dtype=dtype)
-    prepared = Prepared(
+    prepared = PreparedKeys(
         num_pieces=num_pieces,
         keys=keys,
         solve=q.new_empty(*shape, max(num_pieces, 1), chunk, chunk, dtype=dtype),
@@ -101,28 +63,28 @@ def _prepare(
         factors=q.new_empty(*shape, 4, chunk, dtype=torch.float32),
     )
     if serves(prepared, q, k):
-        return prepared, hopper_prepare(prepared, q, k, g, beta, cu_seqlens, scale=scale)
+        return prepared, hopper_prepare(prepared, x)
     scratch = q.new_empty(*shape, chunk, 16, dtype=torch.float32)
 
     def launch(first_block: int, last_block: int) -> None:
         _prepare_kernel[((last_block - first_block) * num_v_heads,)](
             q,
             k,
-            g,
-            beta,
-            cu_seqlens,
+            x.g,
+            x.beta,
+            x.cu_seqlens,
             prepared.keys if writes_keys else None,
             prepared.solve,
             prepared.attend,
             prepared.factors,
             scratch,
-            scale,
+            x.scale,
             num_seqs,
             first_block,
             q.stride(0),
             k.stride(0),
-            g.stride(0),
-            beta.stride(0),
+            x.g.stride(0),
+            x.beta.stride(0),
             H=num_k_heads,
             HV=num_v_heads,
             K=head_dim_k,
@@ -130,7 +92,7 @@ def _prepare(
             PA=prepared.attend.shape[2],
             PS=num_pieces,
             SLICE=min(64, max(16, triton.next_power_of_2(head_dim_k))),
-            QK_L2NORM=qk_l2norm,
+            QK_L2NORM=x.qk_l2norm,
             num_warps=2 if num_pieces == 1 else 4,
             # Prefetched operands of Q K^T were overwritten before they were read (Triton 3.6,
             # sm_90).

@@ -14,6 +14,7 @@ from torch_hybrid.ops.delta_rule._hopper import hopper_walk, serves
 from torch_hybrid.ops.delta_rule._triton_scan import (
     EVERY,
     UNEVEN,
+    Prepared,
     ScanSegments,
     advance,
     is_uneven,
@@ -22,6 +23,7 @@ from torch_hybrid.ops.delta_rule._triton_scan import (
     stages_of_factors,
     write_state,
 )
+from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     ROUNDED,
@@ -38,52 +40,34 @@ from torch_hybrid.ops.triton.state import zero_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """What the scan takes of X chunks of C tokens, by head.
+class PreparedKeys(Prepared):
+    """Inputs of the scan, by head.
 
-    P counts pieces of numbers: 1 where they are ROUNDED.
-
-    ``num_pieces``: in which what reaches a state is kept;
     ``keys [T, P, H, K]``: rows of k, those of float16 brought near 1 by powers of 2;
-    ``solve [X, HV, P, C, C]``: inverse of a chunk's system, times beta of each column;
-    ``attend [X, HV, P, C, C]``: decayed products of q and k, with the scale;
-    ``factors [X, HV, 4, C]`` float32: of rows of q and of keys that read the state before the
-    chunk, of rows of keys that write the state after it, and what the state decays by.
+    ``attend [X, HV, P, C, C]``: with the scale;
+    ``factors [X, HV, 4, C]``: of rows of q and of keys that read the state before the chunk, of
+    rows of keys that write the state after it, and what the state decays by.
     """
 
-    num_pieces: int
     keys: Tensor
-    solve: Tensor
-    attend: Tensor
-    factors: Tensor
 
 
 def scan(
-    prepared: Prepared,
-    q: Tensor,
-    v: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    walks: ScanSegments,
+    x: ChunkGatedDeltaRule, prepared: PreparedKeys, walks: ScanSegments
 ) -> tuple[Tensor, Launch]:
-    """The outputs, and what walks a segment of the chunks of all sequences.
+    """Allocate the outputs; the launch walks a segment of the chunks of all sequences.
 
-    It fills in the outputs and advances ``state``.
+    It fills in the outputs and advances the states.
     """
+    q, v = x.q, x.v
     keys, solve, attend = prepared.keys, prepared.solve, prepared.attend
     _, num_key_pieces, num_k_heads, head_dim_k = keys.shape
     num_tokens, num_v_heads, head_dim_v = v.shape
-    num_seqs = state_indices.shape[0]
+    num_seqs = x.state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    # What a segment leaves to the next; where there is one alone, nothing.
-    carry = state if walks.num_segments == 1 else state.new_empty(num_seqs, *state.shape[1:])
+    carry = walks.carry(x)
     if serves(prepared, q, v):
-        slots = cu_seqlens, initial_indices, state_indices
-        is_even = walks.is_even
-        return out, hopper_walk(prepared, q, v, state, carry, *slots, out, is_even=is_even)
+        return out, hopper_walk(x, prepared, carry, out, is_even=walks.is_even)
     hopper = is_hopper(v.device) and head_dim_k <= 128
     forms = scan_configs(
         v,
@@ -102,10 +86,10 @@ def scan(
                 solve,
                 attend,
                 prepared.factors,
-                state,
-                cu_seqlens,
-                initial_indices,
-                state_indices,
+                x.state,
+                x.cu_seqlens,
+                x.initial_indices,
+                x.state_indices,
                 out,
                 num_tokens,
                 num_seqs,

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.delta_rule._triton_kimi_scan import Prepared, scan
-from torch_hybrid.ops.delta_rule._triton_scan import ScanSegments
+from torch_hybrid.ops.delta_rule._triton_kimi_scan import PreparedRows, scan
+from torch_hybrid.ops.delta_rule._triton_scan import launch_chunks
 from torch_hybrid.ops.delta_rule._triton_system import inverse, rounded_inverse
+from torch_hybrid.ops.delta_rule.op import ChunkKimiDeltaAttention
 from torch_hybrid.ops.ragged_chunks import FULL_DECAY
 from torch_hybrid.ops.triton.decays import MOST_FIXED, exp, fixed_decay, fixed_exp
 from torch_hybrid.ops.triton.devices import is_hopper
@@ -21,70 +20,39 @@ from torch_hybrid.ops.triton.products import (
     dot,
     exact_dot,
     inverse_root,
-    state_pieces,
     store_pieces,
     sum_rows,
 )
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
-from torch_hybrid.ops.triton.segments import Launch, side_by_side
+from torch_hybrid.ops.triton.segments import Launch
 
 _FULL_DECAY: tl.constexpr = tl.constexpr(FULL_DECAY)
 # Powers of 2 by which factors may grow, of which bfloat16 then has all three pieces.
 _MOST_GROWTH: tl.constexpr = tl.constexpr(96 << 23)
 
 
-def chunk_kimi_delta_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    scale: float,
-    qk_l2norm: bool,
-    chunk_size: int,
-    planned: Sequence[Tensor] = (),
-    is_exact: bool = True,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::chunk_kimi_delta_attention``; its chunks are its own.
-
-    Without ``is_exact`` what reaches a state is rounded to float16.
-    """
-    if state_indices.shape[0] == 0:
-        return torch.zeros_like(v, memory_format=torch.contiguous_format)
-    pieces = state_pieces(q.dtype, qk_l2norm, is_exact=is_exact)
-    prepared, prepare = _prepare(q, k, g, beta, cu_seqlens, qk_l2norm=qk_l2norm, pieces=pieces)
-    walks = ScanSegments.of(v, state_indices.shape[0], planned)
-    slots = initial_indices, state_indices
-    out, walk = scan(prepared, v, state, cu_seqlens, *slots, scale=scale, walks=walks)
-    side_by_side(prepare, walk, prepared.solve.shape[0], walks.num_segments, q.device)
-    return out
+def chunk_kimi_delta_attention(x: ChunkKimiDeltaAttention, *, is_exact: bool = True) -> Tensor:
+    """Launch the chunk form; without ``is_exact`` what reaches a state is rounded to float16."""
+    return launch_chunks(x, _prepare, scan, is_exact=is_exact)
 
 
 def _prepare(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    qk_l2norm: bool,
-    pieces: tuple[int, torch.dtype],
-) -> tuple[Prepared, Launch]:
-    """All that does not depend on a state. Rows of outputs need their dtype's precision alone."""
+    x: ChunkKimiDeltaAttention, pieces: tuple[int, torch.dtype]
+) -> tuple[PreparedRows, Launch]:
+    """Allocate all that does not depend on a state; the launch fills it.
+
+    Rows of outputs need their dtype's precision alone.
+    """
+    q, k = x.q, x.k
     num_tokens, num_heads, head_dim_k = q.shape
-    num_seqs = cu_seqlens.shape[0] - 1
+    num_seqs = x.cu_seqlens.shape[0] - 1
     num_pieces, dtype = pieces
     num_tensors = max(num_pieces, 1)
     # As many rows as a scan's registers and shared memory hold, in pieces. A warp takes 16.
     chunk = 32 if num_pieces != 1 and is_hopper(q.device) else 16
     shape = (num_blocks(num_tokens, num_seqs, chunk), num_heads)
     outputs = q.dtype if dtype == torch.bfloat16 else dtype
-    prepared = Prepared(
+    prepared = PreparedRows(
         num_pieces=num_pieces,
         queries=q.new_empty(q.shape, dtype=outputs),
         reads=q.new_empty(num_tokens, num_tensors, *q.shape[1:], dtype=dtype),
@@ -100,9 +68,9 @@ def _prepare(
         _prepare_kernel[((last_block - first_block) * num_heads,)](
             q,
             k,
-            g,
-            beta,
-            cu_seqlens,
+            x.g,
+            x.beta,
+            x.cu_seqlens,
             prepared.queries,
             prepared.reads,
             prepared.writes,
@@ -114,15 +82,15 @@ def _prepare(
             first_block,
             q.stride(0),
             k.stride(0),
-            g.stride(0),
-            beta.stride(0),
+            x.g.stride(0),
+            x.beta.stride(0),
             H=num_heads,
             K=head_dim_k,
             C=chunk,
             PS=num_pieces,
             BLOCK_K=block_k,
             SLICE=min(block_k, 32 if num_pieces != 1 else 16),
-            QK_L2NORM=qk_l2norm,
+            QK_L2NORM=x.qk_l2norm,
             num_warps=2,
             num_stages=1,
             enable_fp_fusion=True,

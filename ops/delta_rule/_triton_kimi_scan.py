@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_hybrid.ops.delta_rule._triton_scan import (
     EVERY,
     UNEVEN,
+    Prepared,
     ScanSegments,
     advance,
     is_uneven,
@@ -21,6 +22,7 @@ from torch_hybrid.ops.delta_rule._triton_scan import (
     stages_of_factors,
     write_state,
 )
+from torch_hybrid.ops.delta_rule.op import ChunkKimiDeltaAttention
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     ROUNDED,
@@ -35,46 +37,31 @@ from torch_hybrid.ops.triton.state import zero_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """What the scan takes of T tokens in X chunks of C, by head.
+class PreparedRows(Prepared):
+    """Inputs of the scan, by head.
 
-    P counts pieces of numbers: 1 where they are ROUNDED.
-
-    ``num_pieces``: in which what reaches a state is kept;
     ``queries [T, H, K]``: rows of q, decayed from the chunk's start;
     ``reads [T, P, H, K]``, ``writes [T, P, H, K]``: rows of k, decayed from the start and until
     the end of the chunk;
-    ``solve [X, H, P, C, C]``: inverse of a chunk's system, times beta of each column;
-    ``attend [X, H, C, C]``: decayed products of q and k;
-    ``factors [X, H, K]`` float32: what the state decays by.
+    ``attend [X, H, C, C]``;
+    ``factors [X, H, K]``: what the state decays by.
     """
 
-    num_pieces: int
     queries: Tensor
     reads: Tensor
     writes: Tensor
-    solve: Tensor
-    attend: Tensor
-    factors: Tensor
 
 
 def scan(
-    prepared: Prepared,
-    v: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    scale: float,
-    walks: ScanSegments,
+    x: ChunkKimiDeltaAttention, prepared: PreparedRows, walks: ScanSegments
 ) -> tuple[Tensor, Launch]:
-    """The outputs, and what walks a segment of the chunks of all sequences.
+    """Allocate the outputs; the launch walks a segment of the chunks of all sequences.
 
-    It fills in the outputs and advances ``state``.
+    It fills in the outputs and advances the states.
     """
+    v = x.v
     num_tokens, _, num_heads, head_dim_k = prepared.reads.shape
-    head_dim_v, num_seqs = v.shape[-1], state_indices.shape[0]
+    head_dim_v, num_seqs = v.shape[-1], x.state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     hopper = is_hopper(v.device)
     forms = scan_configs(
@@ -84,8 +71,7 @@ def scan(
         num_pieces=prepared.num_pieces,
         is_even=walks.is_even,
     )
-    # What a segment leaves to the next; where there is one alone, nothing.
-    carry = state if walks.num_segments == 1 else state.new_empty(num_seqs, *state.shape[1:])
+    carry = walks.carry(x)
 
     def walk(first_block: int, last_block: int) -> None:
         for form in forms:
@@ -97,12 +83,12 @@ def scan(
                 prepared.solve,
                 prepared.attend,
                 prepared.factors,
-                state,
-                cu_seqlens,
-                initial_indices,
-                state_indices,
+                x.state,
+                x.cu_seqlens,
+                x.initial_indices,
+                x.state_indices,
                 out,
-                scale,
+                x.scale,
                 num_tokens,
                 num_seqs,
                 carry,

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import triton
@@ -12,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.core.planning import Lengths, Planned
+from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule, ChunkKimiDeltaAttention
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
-from torch_hybrid.ops.triton.products import ROUNDED, dot, rows_dot
+from torch_hybrid.ops.triton.products import ROUNDED, dot, rows_dot, state_pieces
+from torch_hybrid.ops.triton.segments import Launch, side_by_side
 
 # Tokens of a segment at least, and segments at most: each is two launches.
 _SEGMENT = 1024
@@ -50,14 +53,69 @@ class ScanSegments:
     is_even: bool | None = None
 
     @classmethod
-    def of(cls, v: Tensor, num_seqs: int, planned: Sequence[Tensor] = ()) -> ScanSegments:
-        """What was ``planned``, or what shapes say of sequences of one length."""
+    def of(cls, v: Tensor, num_seqs: int, planned: Sequence[Tensor] | None = ()) -> ScanSegments:
+        """Take what was ``planned``, or what shapes say of sequences of one length."""
         if planned:
             num_segments, is_even = planned[0].tolist()  # a tensor on the host
             return cls(num_segments=num_segments, is_even={0: False, 1: True}.get(is_even))
         num_tokens, num_heads, head_dim = v.shape
         num_states = num_heads * num_seqs
         return cls(num_segments=_num_segments(num_tokens, num_states, head_dim, v.dtype, v.device))
+
+    def carry(self, x: ChunkRule) -> Tensor:
+        """Allocate what a segment leaves to the next; where there is one alone, nothing."""
+        num_seqs = x.state_indices.shape[0]
+        return (
+            x.state if self.num_segments == 1 else x.state.new_empty(num_seqs, *x.state.shape[1:])
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Inputs of the scan that both rules have; C tokens a chunk, X chunks, P pieces of numbers.
+
+    Attributes:
+        num_pieces: in which what reaches a state is kept; P is 1 where they are ROUNDED.
+        solve: [X, HV, P, C, C] inverse of a chunk's system, times beta of each column.
+        attend: [X, HV, ..., C, C] decayed products of q and k.
+        factors: [X, HV, ...] float32, what rows and states decay by.
+    """
+
+    num_pieces: int
+    solve: Tensor
+    attend: Tensor
+    factors: Tensor
+
+
+ChunkRule = ChunkGatedDeltaRule | ChunkKimiDeltaAttention
+R = TypeVar("R", bound=ChunkRule)
+P = TypeVar("P", bound=Prepared)
+
+
+def launch_chunks(
+    x: R,
+    prepare: Callable[[R, tuple[int, torch.dtype]], tuple[P, Launch]],
+    scan: Callable[[R, P, ScanSegments], tuple[Tensor, Launch]],
+    *,
+    is_exact: bool,
+) -> Tensor:
+    """Prepare chunks side by side with the scan of those before them; chunks are the kernels' own.
+
+    Args:
+        x: arguments of the op.
+        prepare: allocates what the scan takes, in so many pieces of a dtype; its launch fills it.
+        scan: allocates the outputs; its launch walks a segment.
+        is_exact: False rounds what reaches a state to float16.
+    """
+    num_seqs = x.state_indices.shape[0]
+    if num_seqs == 0:
+        return torch.zeros_like(x.v, memory_format=torch.contiguous_format)
+    pieces = state_pieces(x.q.dtype, x.qk_l2norm, is_exact=is_exact)
+    prepared, launch = prepare(x, pieces)
+    walks = ScanSegments.of(x.v, num_seqs, x.planned)
+    out, walk = scan(x, prepared, walks)
+    side_by_side(launch, walk, prepared.solve.shape[0], walks.num_segments, x.q.device)
+    return out
 
 
 def plan(

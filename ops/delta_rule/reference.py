@@ -1,4 +1,4 @@
-"""The gated delta rule as its definition: one token after the other, in plain torch."""
+"""Delta rules as their definition: one token after the other, in plain torch."""
 
 from __future__ import annotations
 
@@ -6,47 +6,36 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.delta_rule._torch import l2_normalize
+from torch_hybrid.ops.delta_rule.op import DeltaRule
 
 
-def gated_delta_rule_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    scale: float,
-    qk_l2norm: bool,
-) -> Tensor:
-    """The oracle of both ops: same arguments, any float dtype, ``state`` updated in place.
+def delta_rule_reference(x: DeltaRule) -> Tensor:
+    """Compute any of the ops in float32 or, where ``v`` is float64, in float64.
 
-    It computes in float32, or in float64 when ``v`` is float64.
+    ``state`` is updated in place.
     """
-    compute = torch.promote_types(v.dtype, torch.float32)
-    group = v.shape[1] // k.shape[1]
-    q, k = (x.to(compute).repeat_interleave(group, dim=1) for x in (q, k))
-    if qk_l2norm:
+    compute = torch.promote_types(x.v.dtype, torch.float32)
+    group = x.v.shape[1] // x.k.shape[1]
+    q, k = (rows.to(compute).repeat_interleave(group, dim=1) for rows in (x.q, x.k))
+    if x.qk_l2norm:
         q, k = l2_normalize(q), l2_normalize(k)
-    q = q * scale
+    q = q * x.scale
+    v, g, beta = (rows.to(compute) for rows in (x.v, x.g, x.beta))
 
-    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    offsets = cu_seqlens.tolist()
-    slots = zip(initial_indices.tolist(), state_indices.tolist(), strict=True)
+    out = torch.zeros_like(x.v, memory_format=torch.contiguous_format)
+    offsets = x.cu_seqlens.tolist()
+    slots = zip(x.initial_indices.tolist(), x.state_indices.tolist(), strict=True)
     for n, (initial, slot) in enumerate(slots):
         if offsets[n] == offsets[n + 1]:
             continue
-        S = state[initial].to(compute) if initial else _zero_state(k, v, compute)
+        S = x.state[initial].to(compute)
+        if initial == 0:
+            S = torch.zeros_like(S)
         for t in range(offsets[n], offsets[n + 1]):
-            S, o = delta_rule_step(
-                S, q[t], k[t], v[t].to(compute), g[t].to(compute), beta[t].to(compute)
-            )
+            S, o = delta_rule_step(S, q[t], k[t], v[t], g[t], beta[t])
             out[t] = o
         if slot:
-            state[slot] = S
+            x.state[slot] = S
     return out
 
 
@@ -54,11 +43,7 @@ def delta_rule_step(
     S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Advance the states ``S [H, V, K]`` by one token: decay, correct towards ``v``, read."""
-    S = g.exp()[:, None, None] * S
+    S = S * g.exp().view(len(S), 1, -1)  # a decay of each head, or of each of its channels
     u = beta[:, None] * (v - torch.einsum("hvk,hk->hv", S, k))
     S = S + torch.einsum("hv,hk->hvk", u, k)
     return S, torch.einsum("hvk,hk->hv", S, q)
-
-
-def _zero_state(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(v.shape[1], v.shape[2], k.shape[2], dtype=dtype, device=v.device)

@@ -31,6 +31,8 @@ from tests.ops.causal_conv1d import cases as conv
 from tests.ops.delta_rule import gated as gdn
 from tests.ops.delta_rule import kimi as kda
 from tests.ops.delta_rule.cases import Case as DeltaCase
+from tests.ops.delta_rule.cases import chunked
+from tests.ops.delta_rule.kernels import on_device
 from tests.ops.fused_experts import cases as experts
 from tests.ops.gated_delta_step import cases as gdn_step
 from tests.ops.gated_pooling import cases as pooling
@@ -75,8 +77,7 @@ from torch_hybrid.ops import (
     wkv,
 )
 from torch_hybrid.ops import ssd as ssd_ops
-from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.delta_rule import op as gdn_op
+from torch_hybrid.ops.delta_rule import op as delta_op
 from torch_hybrid.ops.flashinfer.one_token import APART
 from torch_hybrid.ops.ssd import op as ssd_op
 from torch_hybrid.ops.triton.devices import runs_gluon
@@ -272,12 +273,11 @@ def on_hopper() -> Iterator[tuple[str, Call]]:
     options = {"scale": 0.2, "block_size": 4}
     yield f"{op.__name__}, tiles of queries", partial(run, op, args, options)
     heads = {"num_k_heads": 1, "num_v_heads": 2, "k_dim": 128, "v_dim": 128}
-    rounded = gdn_op.CHUNK_IMPLEMENTATIONS["triton_rounded"].load()
+    rounded = delta_op.GATED_CHUNK_IMPLEMENTATIONS["triton_rounded"].load()
     rule = gdn.make_inputs(DeltaCase(**heads, **LENGTHS), torch.bfloat16)
-    options = rule.options() | {"chunk_size": 64}
     yield (
         "chunk_gated_delta_rule, rounded",
-        lambda device: rounded(*moved(rule.args(), device), **options),
+        lambda device: rounded(chunked(on_device(rule, device))),
     )
 
 
@@ -357,7 +357,6 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
     """The kernels that translate for FlashInfer; in its place stands what fills outputs with 0."""
     delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, k_dim=128, v_dim=128)
     inputs = gdn.make_inputs(delta, torch.bfloat16)
-    step = gdn.make_inputs(replace(delta, lengths=(1, 1, 0), num_padding_tokens=1), torch.bfloat16)
     mamba2 = ssd.Case(lengths=(1, 1, 0), num_padding_tokens=1, k_dim=128, v_dim=64)
     ssd_step = ssd.make_inputs(mamba2, torch.bfloat16)
 
@@ -365,43 +364,38 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
         output.zero_()
         output_state.zero_()
 
-    def decode(*_: Any, output: Tensor, **__: Any) -> None:
-        output.zero_()
-
     def state_update(*_: Any, out: Tensor, **__: Any) -> None:
         out.zero_()
 
-    def launch(
-        implementation: Implementation, inputs: Any, theirs: Callable[..., None], place: str,
-        planned: list[Tensor], device: str, **options: Any,
-    ) -> Tensor:  # fmt: skip
+    def beside(theirs: Callable[..., None], place: str, launch: Callable[[], Tensor]) -> Tensor:
         module, _, function = place.partition(":")
         packages = {"flashinfer": ModuleType(""), module: ModuleType("")}
         setattr(packages[module], function, theirs)
-        args, options = moved(inputs.args(), device), {**inputs.options(), **options}
         with mock.patch.dict(sys.modules, packages):
-            out: Tensor = implementation.load()(*args, planned=planned, **options)
-        return out
+            return launch()
+
+    def chunk_rule(device: str) -> Tensor:
+        launcher = delta_op.GATED_CHUNK_IMPLEMENTATIONS["flashinfer"].load()
+        x = chunked(on_device(inputs, device), planned=[torch.tensor([0, 0])])
+        return beside(
+            prefill, "flashinfer.gdn_prefill:chunk_gated_delta_rule", partial(launcher, x)
+        )
+
+    def one_token(device: str) -> Tensor:
+        launcher = ssd_op.RECURRENT_IMPLEMENTATIONS["flashinfer"].load()
+        planned = [torch.tensor([0, 1, -1]).int(), torch.tensor([APART])]
+        launch = partial(
+            launcher, *moved(ssd_step.args(), device), planned=planned, **ssd_step.options()
+        )
+        return beside(state_update, "flashinfer.mamba:selective_state_update", launch)
 
     def padding(device: str) -> Tensor:
         out, lse = torch.randn(7, 3, 19, device=device), torch.randn(7, 3, device=device)
         set_padding(out, lse, torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
         return out
 
-    yield "chunk_gated_delta_rule around FlashInfer", lambda device: launch(
-        gdn_op.CHUNK_IMPLEMENTATIONS["flashinfer"], inputs, prefill,
-        "flashinfer.gdn_prefill:chunk_gated_delta_rule", [torch.tensor([0, 0])], device,
-        chunk_size=32,
-    )  # fmt: skip
-    for op, one_token, theirs, place in (
-        (gdn_op, step, decode,
-         "flashinfer.gdn_decode:gated_delta_rule_decode_pretranspose"),
-        (ssd_op, ssd_step, state_update, "flashinfer.mamba:selective_state_update"),
-    ):  # fmt: skip
-        implementation = op.RECURRENT_IMPLEMENTATIONS["flashinfer"]
-        planned = [torch.tensor([0, 1, -1]).int(), torch.tensor([APART])]
-        call = partial(launch, implementation, one_token, theirs, place, planned)
-        yield f"one token around FlashInfer's {place}", call
+    yield "chunk_gated_delta_rule around FlashInfer", chunk_rule
+    yield "one token around FlashInfer's flashinfer.mamba:selective_state_update", one_token
     yield "rows of padding", padding
 
 

@@ -13,7 +13,7 @@ from torch_hybrid.backends.recurrent import (
     or_parts,
     rule_of,
 )
-from torch_hybrid.ops.delta_rule import kimi_op as op
+from torch_hybrid.ops.delta_rule import op
 from torch_hybrid.ops.kimi_delta_step import op as step
 from torch_hybrid.specs import KimiDeltaSpec
 
@@ -32,8 +32,8 @@ _TIMED = {"head_k_dim": (128,), "head_v_dim": (128,)}
 KIMI_DELTA_ATTENTION = chunked_rule(
     "kimi_delta_attention",
     CONVOLUTION,
-    recurrent=op.RECURRENT_IMPLEMENTATIONS,
-    chunk=op.CHUNK_IMPLEMENTATIONS,
+    recurrent=op.KIMI_RECURRENT_IMPLEMENTATIONS,
+    chunk=op.KIMI_CHUNK_IMPLEMENTATIONS,
     sizes=_sizes,
     whole=OpChoice(
         name=STEP, implementations=or_parts(step.IMPLEMENTATIONS, timed=_TIMED), sizes=_sizes

@@ -5,12 +5,20 @@ Legend: N sequences, T tokens, H key heads, HV value heads, K and V head dims, S
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tests.ops.declared import RecurrentInputs
 from tests.ops.pages import offsets
+from torch_hybrid.ops.delta_rule.op import (
+    ChunkGatedDeltaRule,
+    ChunkKimiDeltaAttention,
+    GatedDeltaRule,
+    KimiDeltaAttention,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,50 +33,33 @@ class Case:
     num_padding_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """The tensors of a call, in the op's order, and its options."""
+@dataclass(slots=True, kw_only=True)
+class GatedInputs(RecurrentInputs, GatedDeltaRule):
+    """Arguments of a call of the gated delta rule."""
 
-    q: Tensor  # [T, H, K]
-    k: Tensor  # [T, H, K]
-    v: Tensor  # [T, HV, V]
-    g: Tensor  # [T, HV], or [T, HV, K] where channels decay on their own
-    beta: Tensor  # [T, HV]
-    state: Tensor  # [S, HV, V, K]
-    cu_seqlens: Tensor  # [N + 1]
-    initial_indices: Tensor  # [N]
-    state_indices: Tensor  # [N]
-    scale: float
     qk_l2norm: bool = True
+    impl: str = ""
 
-    def args(self) -> tuple[Tensor, ...]:
-        return (
-            self.q,
-            self.k,
-            self.v,
-            self.g,
-            self.beta,
-            self.state,
-            self.cu_seqlens,
-            self.initial_indices,
-            self.state_indices,
-        )
 
-    def options(self) -> dict[str, float | bool]:
-        return {"scale": self.scale, "qk_l2norm": self.qk_l2norm}
+@dataclass(slots=True, kw_only=True)
+class KimiInputs(RecurrentInputs, KimiDeltaAttention):
+    """Arguments of a call of Kimi delta attention."""
 
-    def copy(self) -> Inputs:
-        """The same inputs with a state of their own."""
-        return replace(self, state=self.state.clone())
+    qk_l2norm: bool = True
+    impl: str = ""
 
-    def exact(self) -> Inputs:
-        """The same values in float64."""
-        floats = {name: getattr(self, name).double() for name in ("q", "k", "v", "g", "beta")}
-        return replace(self, state=self.state.double(), **floats)
 
-    def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
-        """The per-token tensors at ``index``."""
-        return {name: getattr(self, name)[index] for name in ("q", "k", "v", "g", "beta")}
+Inputs = GatedInputs | KimiInputs
+
+
+def chunked(
+    inputs: Inputs, *, chunk_size: int = 32, planned: Sequence[Tensor] = ()
+) -> ChunkGatedDeltaRule | ChunkKimiDeltaAttention:
+    """Return what a launcher of the chunk form takes, on the same tensors."""
+    options = {**inputs.options(), "chunk_size": chunk_size, "planned": planned, "impl": ""}
+    if isinstance(inputs, KimiInputs):
+        return ChunkKimiDeltaAttention(*inputs.args(), **options)
+    return ChunkGatedDeltaRule(*inputs.args(), **options)
 
 
 def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, channels: bool) -> Inputs:
@@ -93,7 +84,7 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, channels: bool) 
     is_new = torch.arange(num_seqs) % 3 == 1
     state[state_indices[is_new]] = torch.nan
     state[0] = torch.nan
-    return Inputs(
+    return (KimiInputs if channels else GatedInputs)(
         q=q.unflatten(1, (case.num_k_heads, case.k_dim)),
         k=k.unflatten(1, (case.num_k_heads, case.k_dim)),
         v=v.unflatten(1, (case.num_v_heads, case.v_dim)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from unittest import mock
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.ops.contract import assert_within_budget
-from tests.ops.delta_rule.cases import Inputs
+from tests.ops.delta_rule.cases import GatedInputs, Inputs, KimiInputs
 from tests.ops.triton_compile import Launch, launches_on
+from torch_hybrid.ops.core.declare import Declaration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +76,8 @@ def assert_as_exact(
 ) -> None:
     """Outputs and written slots are as exact as the reference's; all else is as it was."""
     exact, own = inputs.exact(), inputs.copy()
-    out_exact = reference(*exact.args(), **exact.options())
-    out_reference = reference(*own.args(), **own.options())
+    out_exact = reference(exact)
+    out_reference = reference(own)
     assert_within_budget(out, out_exact, out_reference)
     num_tokens = int(inputs.cu_seqlens[-1])
     assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
@@ -114,7 +115,7 @@ def scanned_in_one_form(module: ModuleType, index: int) -> Iterator[None]:
 
 
 def tensor_fields(inputs: Inputs) -> list[str]:
-    return [f.name for f in fields(inputs) if f.name not in ("scale", "qk_l2norm")]
+    return list(Declaration(type(inputs)).kinds)
 
 
 def on_device(inputs: Inputs, device: str) -> Inputs:
@@ -131,25 +132,30 @@ def record_recurrent(target: str, shape: Shape) -> dict[str, Launch]:
     """What the launcher launches for q, k and v that are slices of one projection."""
     from torch_hybrid.ops.delta_rule import _triton
 
+    inputs = on_meta(shape)
+    with launches_on(target) as launches:
+        _triton.recurrent_delta_rule(inputs)
+    return launches
+
+
+def on_meta(shape: Shape) -> Inputs:
+    """Inputs without memory, whose q, k and v are slices of one projection."""
     k_size, v_size = shape.num_k_heads * shape.k_dim, shape.num_v_heads * shape.v_dim
     qkv = torch.empty(shape.num_tokens, 2 * k_size + v_size, dtype=shape.dtype, device="meta")
     q, k, v = qkv.split([k_size, k_size, v_size], 1)
     per_head = torch.empty(shape.num_tokens, shape.num_v_heads, device="meta")
     indices = torch.empty(shape.num_seqs + 1, dtype=torch.int32, device="meta")
-    with launches_on(target) as launches:
-        _triton.recurrent_delta_rule(
-            q.unflatten(1, (shape.num_k_heads, shape.k_dim)),
-            k.unflatten(1, (shape.num_k_heads, shape.k_dim)),
-            v.unflatten(1, (shape.num_v_heads, shape.v_dim)),
-            per_head[..., None].repeat(1, 1, shape.k_dim) if shape.channels else per_head,
-            per_head,
-            torch.empty(
-                shape.num_seqs + 1, shape.num_v_heads, shape.v_dim, shape.k_dim, device="meta"
-            ),
-            indices,
-            indices[1:],
-            indices[1:],
-            scale=shape.k_dim**-0.5,
-            qk_l2norm=True,
-        )
-    return launches
+    return (KimiInputs if shape.channels else GatedInputs)(
+        q=q.unflatten(1, (shape.num_k_heads, shape.k_dim)),
+        k=k.unflatten(1, (shape.num_k_heads, shape.k_dim)),
+        v=v.unflatten(1, (shape.num_v_heads, shape.v_dim)),
+        g=per_head[..., None].repeat(1, 1, shape.k_dim) if shape.channels else per_head,
+        beta=per_head,
+        state=torch.empty(
+            shape.num_seqs + 1, shape.num_v_heads, shape.v_dim, shape.k_dim, device="meta"
+        ),
+        cu_seqlens=indices,
+        initial_indices=indices[1:],
+        state_indices=indices[1:],
+        scale=shape.k_dim**-0.5,
+    )

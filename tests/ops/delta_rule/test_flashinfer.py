@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.contract import written_slots
-from tests.ops.delta_rule.cases import Case, Inputs
+from tests.ops.delta_rule.cases import Case, Inputs, chunked
 from tests.ops.delta_rule.gated import make_inputs
 from tests.ops.delta_rule.kernels import on_device, tensor_fields
 from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
@@ -25,8 +25,12 @@ from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.core.planning import Planned
 from torch_hybrid.ops.delta_rule import chunk_gated_delta_rule
-from torch_hybrid.ops.delta_rule.op import CHUNK_IMPLEMENTATIONS
-from torch_hybrid.ops.delta_rule.reference import gated_delta_rule_reference
+from torch_hybrid.ops.delta_rule.op import (
+    GATED_CHUNK_IMPLEMENTATIONS,
+    ChunkGatedDeltaRule,
+    GatedDeltaRule,
+)
+from torch_hybrid.ops.delta_rule.reference import delta_rule_reference
 
 SHAPE = {"k_dim": 128, "v_dim": 128}
 CASES = {
@@ -78,9 +82,8 @@ def prefill(
     if initial_state is not None:
         assert initial_state.shape == output_state.shape
         pool[1:] = initial_state[slots]
-    out = gated_delta_rule_reference(
-        q, k, v, g.log(), beta, pool, cu_seqlens, packed, packed, scale=scale, qk_l2norm=False
-    )
+    tensors = (q, k, v, g.log(), beta, pool, cu_seqlens, packed, packed)
+    out = delta_rule_reference(GatedDeltaRule(*tensors, scale=scale, qk_l2norm=False, impl=""))
     # Neither rows of padding nor states of empty sequences are written.
     output[: cu_seqlens[-1]] = out[: cu_seqlens[-1]]
     some = cu_seqlens.diff() > 0
@@ -100,9 +103,9 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launch(inputs: Inputs) -> Tensor:
     """The launcher itself: the op takes CUDA tensors alone."""
-    launcher = CHUNK_IMPLEMENTATIONS["flashinfer"].load()
+    launcher = GATED_CHUNK_IMPLEMENTATIONS["flashinfer"].load()
     planned = [torch.tensor(plan_for(inputs).values)]
-    return launcher(*inputs.args(), **inputs.options(), chunk_size=32, planned=planned)
+    return launcher(chunked(inputs, planned=planned))
 
 
 def as_given(inputs: Inputs) -> Inputs:
@@ -150,7 +153,7 @@ def test_states_in_place_by_documentation(begun: bool):
 def assert_right(inputs: Inputs) -> None:
     """Outputs, written slots, padding rows and all else are those of the reference."""
     ours, given = inputs.copy(), as_given(inputs)
-    expected = gated_delta_rule_reference(*given.args(), **given.options())
+    expected = delta_rule_reference(given)
     assert_close(launch(ours), expected, 2**-10)
     written = written_slots(inputs).long()
     assert_close(ours.state[written], given.state[written], 2**-10)
@@ -167,7 +170,7 @@ def test_dense_values_as_they_lie_by_documentation():
 
 
 def plan_for(inputs: Inputs) -> Planned:
-    planner = CHUNK_IMPLEMENTATIONS["flashinfer"].load_planner()
+    planner = GATED_CHUNK_IMPLEMENTATIONS["flashinfer"].load_planner()
     assert planner is not None
     slots = {"initial_indices": inputs.initial_indices, "state_indices": inputs.state_indices}
     lengths = step_lengths(inputs.cu_seqlens, len(inputs.q), **slots)
@@ -235,7 +238,7 @@ def test_its_function_takes_what_the_documentation_says():
     ],
 )
 def test_other_shapes_are_refused(dtype: torch.dtype, k_dim: int, v_dim: int, message: str):
-    capability = CHUNK_IMPLEMENTATIONS["flashinfer"].capability
+    capability = GATED_CHUNK_IMPLEMENTATIONS["flashinfer"].capability
     sizes = {"head_k_dim": k_dim, "head_v_dim": v_dim}
     reasons = capability.why_not(Need(device=torch.device("cuda"), dtype=dtype, sizes=sizes))
     assert any(message in reason for reason in reasons), reasons
@@ -258,7 +261,7 @@ def call(inputs: Inputs) -> Tensor:
 def assert_good_to_bfloat16(inputs: Inputs, out: Tensor, state: Tensor) -> None:
     """Outputs and written slots within a few roundings of operands; all else as it was."""
     exact, written = inputs.exact(), written_slots(inputs).long()
-    expected = gated_delta_rule_reference(*exact.args(), **exact.options())
+    expected = delta_rule_reference(exact)
     assert_close(out, expected, 2**-6)
     assert_close(state[written], exact.state[written], 2**-6)
     assert not out[int(inputs.cu_seqlens[-1]) :].any()
@@ -277,13 +280,15 @@ def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
         g, beta = torch.empty(2, 8192, 32)
         state = torch.empty(65, 32, 128, 128)
         cu_seqlens, slots = torch.empty(9, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
-        CHUNK_IMPLEMENTATIONS["flashinfer"].load()(
+        x = ChunkGatedDeltaRule(
             *(q, k, v, g, beta, state, cu_seqlens, slots, slots),
             scale=1.0,
             qk_l2norm=True,
             chunk_size=64,
             planned=[torch.zeros(2, dtype=torch.int64, device="cpu")],
+            impl="flashinfer",
         )
+        GATED_CHUNK_IMPLEMENTATIONS["flashinfer"].load()(x)
     rows = [resources_of(launch, "sm_90", "Qwen3-Next") for launch in launches.values()]
     assert_all_fit(rows, Path(__file__).with_name("resources_flashinfer.txt"))
 

@@ -16,17 +16,20 @@ from tests.ops.delta_rule.contract import DeltaRuleContract
 from tests.ops.delta_rule.gated import CASES, make_inputs
 from tests.ops.recurrent_contract import Family, schemas
 from torch_hybrid.ops.delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from torch_hybrid.ops.delta_rule.op import CHUNK_IMPLEMENTATIONS, RECURRENT_IMPLEMENTATIONS
-from torch_hybrid.ops.delta_rule.reference import gated_delta_rule_reference
+from torch_hybrid.ops.delta_rule.op import (
+    GATED_CHUNK_IMPLEMENTATIONS,
+    GATED_RECURRENT_IMPLEMENTATIONS,
+)
+from torch_hybrid.ops.delta_rule.reference import delta_rule_reference
 
 
 class TestContract(DeltaRuleContract):
     family = Family(
         recurrent=recurrent_gated_delta_rule,
-        recurrent_implementations=RECURRENT_IMPLEMENTATIONS,
+        recurrent_implementations=GATED_RECURRENT_IMPLEMENTATIONS,
         chunk=chunk_gated_delta_rule,
-        chunk_implementations=CHUNK_IMPLEMENTATIONS,
-        reference=gated_delta_rule_reference,
+        chunk_implementations=GATED_CHUNK_IMPLEMENTATIONS,
+        reference=delta_rule_reference,
         cases=CASES,
         make_inputs=make_inputs,
     )
@@ -86,7 +89,7 @@ def test_options_are_checked():
 def test_reference_agrees_with_transformers(oracle: str):
     """Their state is [K, V], their layout [batch, T, H, K], and their scale is K ** -0.5."""
     inputs = make_inputs(Case(lengths=(70,), num_k_heads=2, num_v_heads=6, k_dim=24, v_dim=16))
-    out = gated_delta_rule_reference(*inputs.args(), **inputs.options())
+    out = delta_rule_reference(inputs)
     slot = int(inputs.state_indices[0])
     initial = make_inputs(Case(lengths=(70,), num_k_heads=2, num_v_heads=6, k_dim=24, v_dim=16))
     theirs, final = getattr(qwen3_next, oracle)(

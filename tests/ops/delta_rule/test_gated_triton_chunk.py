@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.delta_rule.cases import Case, Inputs
+from tests.ops.delta_rule.cases import Case, Inputs, chunked
 from tests.ops.delta_rule.gated import CASES, make_inputs
 from tests.ops.delta_rule.kernels import (
+    Shape,
     assert_as_exact,
     check_many_chunks,
     check_walks,
     on_device,
+    on_meta,
     scanned_in_one_form,
     tensor_fields,
 )
@@ -29,7 +31,7 @@ from tests.ops.triton_compile import (
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from torch_hybrid.ops.delta_rule.reference import gated_delta_rule_reference
+from torch_hybrid.ops.delta_rule.reference import delta_rule_reference
 
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/delta_rule -k triton
@@ -65,7 +67,7 @@ def test_segments_in_interpreter(lengths: tuple[int, ...], monkeypatch: pytest.M
     inputs = make_inputs(Case(lengths=lengths, num_padding_tokens=2, **shape), torch.bfloat16)
     moved = on_device(inputs, "cpu")
     out = call(moved, 32, num_segments=3)
-    assert_as_exact(gated_delta_rule_reference, inputs, out, moved.state)
+    assert_as_exact(delta_rule_reference, inputs, out, moved.state)
 
 
 @needs_cuda
@@ -85,7 +87,7 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype, chunk_size: int):
     inputs = make_inputs(case, dtype)
     moved = on_device(inputs, "cuda")
     out = call(moved, chunk_size)
-    assert_as_exact(gated_delta_rule_reference, inputs, out.cpu(), moved.state.cpu())
+    assert_as_exact(delta_rule_reference, inputs, out.cpu(), moved.state.cpu())
 
 
 @needs_cuda
@@ -95,7 +97,7 @@ def test_decays_on_a_gpu(decay: float):
     inputs.g.fill_(decay)
     moved = on_device(inputs, "cuda")
     out = call(moved, 64)
-    assert_as_exact(gated_delta_rule_reference, inputs, out.cpu(), moved.state.cpu())
+    assert_as_exact(delta_rule_reference, inputs, out.cpu(), moved.state.cpu())
 
 
 @needs_cuda
@@ -114,7 +116,7 @@ def test_a_captured_graph_serves_other_lengths():
         for field in tensor_fields(captured):
             getattr(captured, field).copy_(getattr(other, field))
         graph.replay()
-        assert_as_exact(gated_delta_rule_reference, other, out.cpu(), captured.state.cpu())
+        assert_as_exact(delta_rule_reference, other, out.cpu(), captured.state.cpu())
 
 
 @needs_cuda
@@ -190,27 +192,17 @@ def record_launches(
     """What the launcher launches for q, k and v that are slices of one projection."""
     from torch_hybrid.ops.delta_rule import _triton_gated, _triton_gated_scan
 
-    num_tokens, num_seqs = 8192, 16
-    k_size, v_size = num_k_heads * k_dim, num_v_heads * v_dim
-    qkv = torch.empty(num_tokens, 2 * k_size + v_size, dtype=dtype, device="meta")
-    q, k, v = qkv.split([k_size, k_size, v_size], 1)
-    per_head = torch.empty(num_tokens, num_v_heads, device="meta")
-    indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
+    shape = Shape(
+        num_seqs=16,
+        num_tokens=8192,
+        num_k_heads=num_k_heads,
+        num_v_heads=num_v_heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        dtype=dtype,
+    )
+    plan = [torch.tensor(planned)] if planned else []
+    x = chunked(on_meta(shape), chunk_size=chunk_size, planned=plan)
     with launches_on(target) as launches, scanned_in_one_form(_triton_gated_scan, form):
-        _triton_gated.chunk_gated_delta_rule(
-            q.unflatten(1, (num_k_heads, k_dim)),
-            k.unflatten(1, (num_k_heads, k_dim)),
-            v.unflatten(1, (num_v_heads, v_dim)),
-            per_head,
-            per_head,
-            torch.empty(num_seqs + 1, num_v_heads, v_dim, k_dim, device="meta"),
-            indices,
-            indices[1:],
-            indices[1:],
-            scale=k_dim**-0.5,
-            qk_l2norm=True,
-            chunk_size=chunk_size,
-            is_exact=is_exact,
-            planned=[torch.tensor(planned)] if planned else [],
-        )
+        _triton_gated.chunk_gated_delta_rule(x, is_exact=is_exact)
     return launches

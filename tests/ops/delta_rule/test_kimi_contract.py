@@ -18,20 +18,20 @@ from torch_hybrid.ops.delta_rule import (
     chunk_kimi_delta_attention,
     recurrent_kimi_delta_attention,
 )
-from torch_hybrid.ops.delta_rule.kimi_op import (
-    CHUNK_IMPLEMENTATIONS,
-    RECURRENT_IMPLEMENTATIONS,
+from torch_hybrid.ops.delta_rule.op import (
+    KIMI_CHUNK_IMPLEMENTATIONS,
+    KIMI_RECURRENT_IMPLEMENTATIONS,
 )
-from torch_hybrid.ops.delta_rule.kimi_reference import kimi_delta_attention_reference
+from torch_hybrid.ops.delta_rule.reference import delta_rule_reference
 
 
 class TestContract(DeltaRuleContract):
     family = Family(
         recurrent=recurrent_kimi_delta_attention,
-        recurrent_implementations=RECURRENT_IMPLEMENTATIONS,
+        recurrent_implementations=KIMI_RECURRENT_IMPLEMENTATIONS,
         chunk=chunk_kimi_delta_attention,
-        chunk_implementations=CHUNK_IMPLEMENTATIONS,
-        reference=kimi_delta_attention_reference,
+        chunk_implementations=KIMI_CHUNK_IMPLEMENTATIONS,
+        reference=delta_rule_reference,
         cases=CASES,
         make_inputs=make_inputs,
     )
@@ -92,7 +92,7 @@ def test_reference_agrees_with_transformers(oracle: str, strongest: float):
     inputs = replace(inputs, g=strongest * torch.rand(inputs.g.shape))
     slot = int(inputs.state_indices[0])
     initial = inputs.state[slot].mT[None].contiguous()
-    out = kimi_delta_attention_reference(*inputs.args(), **inputs.options())
+    out = delta_rule_reference(inputs)
     theirs, final = getattr(kimi_linear, f"{oracle}_kimi_delta_attention")(
         *(x[None] for x in inputs.args()[:3]),
         g=inputs.g[None],

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.delta_rule.cases import Case, Inputs
+from tests.ops.delta_rule.cases import Case, Inputs, chunked
 from tests.ops.delta_rule.kernels import (
+    Shape,
     assert_as_exact,
     check_many_chunks,
     check_walks,
     on_device,
+    on_meta,
     scanned_in_one_form,
     tensor_fields,
 )
@@ -34,7 +36,7 @@ from torch_hybrid.ops.delta_rule import (
     chunk_kimi_delta_attention,
     recurrent_kimi_delta_attention,
 )
-from torch_hybrid.ops.delta_rule.kimi_reference import kimi_delta_attention_reference
+from torch_hybrid.ops.delta_rule.reference import delta_rule_reference
 
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/delta_rule -k triton
@@ -60,7 +62,7 @@ def test_gentle_decays_beside_strong_ones_in_interpreter(dtype: torch.dtype):
     inputs = replace(inputs, g=torch.cat([gentle, inputs.g[:, :, 16:] * 20], -1))
     moved = on_device(inputs, "cpu")
     out = call(moved, 32)
-    assert_as_exact(kimi_delta_attention_reference, inputs, out, moved.state)
+    assert_as_exact(delta_rule_reference, inputs, out, moved.state)
 
 
 @needs_interpreter
@@ -81,7 +83,7 @@ def test_segments_in_interpreter(lengths: tuple[int, ...], monkeypatch: pytest.M
     inputs = make_inputs(Case(lengths=lengths, num_padding_tokens=2, **shape), torch.bfloat16)
     moved = on_device(inputs, "cpu")
     out = call(moved, 32, num_segments=3)
-    assert_as_exact(kimi_delta_attention_reference, inputs, out, moved.state)
+    assert_as_exact(delta_rule_reference, inputs, out, moved.state)
 
 
 @needs_cuda
@@ -100,7 +102,7 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype, chunk_size: int):
     inputs = make_inputs(case, dtype)
     moved = on_device(inputs, "cuda")
     out = call(moved, chunk_size)
-    assert_as_exact(kimi_delta_attention_reference, inputs, out.cpu(), moved.state.cpu())
+    assert_as_exact(delta_rule_reference, inputs, out.cpu(), moved.state.cpu())
 
 
 @needs_cuda
@@ -110,7 +112,7 @@ def test_decays_on_a_gpu(decay: float):
     inputs.g.fill_(decay)
     moved = on_device(inputs, "cuda")
     out = call(moved, 64)
-    assert_as_exact(kimi_delta_attention_reference, inputs, out.cpu(), moved.state.cpu())
+    assert_as_exact(delta_rule_reference, inputs, out.cpu(), moved.state.cpu())
 
 
 @needs_cuda
@@ -129,7 +131,7 @@ def test_a_captured_graph_serves_other_lengths():
         for field in tensor_fields(captured):
             getattr(captured, field).copy_(getattr(other, field))
         graph.replay()
-        assert_as_exact(kimi_delta_attention_reference, other, out.cpu(), captured.state.cpu())
+        assert_as_exact(delta_rule_reference, other, out.cpu(), captured.state.cpu())
 
 
 @needs_cuda
@@ -200,26 +202,16 @@ def record_launches(
     """What the launcher launches for q, k and v that are slices of one projection."""
     from torch_hybrid.ops.delta_rule import _triton_kimi, _triton_kimi_scan
 
-    num_tokens, num_seqs = 8192, 16
-    k_size, v_size = num_heads * k_dim, num_heads * v_dim
-    qkv = torch.empty(num_tokens, 2 * k_size + v_size, dtype=dtype, device="meta")
-    q, k, v = qkv.split([k_size, k_size, v_size], 1)
-    per_head = torch.empty(num_tokens, num_heads, device="meta")
-    indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
+    shape = Shape(
+        num_seqs=16,
+        num_tokens=8192,
+        num_k_heads=num_heads,
+        num_v_heads=num_heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        dtype=dtype,
+        channels=True,
+    )
     with launches_on(target) as launches, scanned_in_one_form(_triton_kimi_scan, form):
-        _triton_kimi.chunk_kimi_delta_attention(
-            q.unflatten(1, (num_heads, k_dim)),
-            k.unflatten(1, (num_heads, k_dim)),
-            v.unflatten(1, (num_heads, v_dim)),
-            torch.empty(num_tokens, num_heads, k_dim, device="meta"),
-            per_head,
-            torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
-            indices,
-            indices[1:],
-            indices[1:],
-            scale=k_dim**-0.5,
-            qk_l2norm=True,
-            chunk_size=32,
-            is_exact=is_exact,
-        )
+        _triton_kimi.chunk_kimi_delta_attention(chunked(on_meta(shape)), is_exact=is_exact)
     return launches
