@@ -1,4 +1,4 @@
-// Kimi delta attention: a decay for each channel of K; see KIMI.md for how products are decayed.
+// Kimi delta attention: a decay for each channel of K; see README.md for how products are decayed.
 #include <algorithm>
 #include <utility>
 
