@@ -8,8 +8,8 @@ gathered before and scattered after. Its products are of bfloat16 operands, also
 state: outputs and states are good to bfloat16, where the others keep states to float32.
 
 FlashInfer takes blocks of 64 tokens. In the last one of a sequence, what follows the sequence is
-multiplied by 0: rows of padding must be finite there, as they are in what a convolution leaves, and
-a NaN of one sequence is one in the sequence before it too.
+multiplied by 0. So rows of padding must be finite there, as a convolution leaves them. A NaN of one
+sequence is one in the sequence before it too.
 
 What is planned is where the states are, and whether FlashInfer cuts sequences over the device (its
 context-parallel form, for few of them): it would count null sequences too. All else follows from
@@ -75,8 +75,10 @@ def chunk_gated_delta_rule(x: ChunkGatedDeltaRule) -> Tensor:
 
 
 def plan(lengths: Lengths, *, num_v_heads: int, device: torch.device, **_: object) -> Planned:
-    """Whether sequences are cut: where there are heads of them for less than half of the device.
-    And where their states are."""
+    """Plan whether sequences are cut, and where their states are.
+
+    They are cut where there are heads of them for less than half of the device.
+    """
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     has_tokens = lengths.cu_seqlens.diff() > 0
     is_cut = 2 * int(has_tokens.sum()) * num_v_heads < num_processors
@@ -85,7 +87,7 @@ def plan(lengths: Lengths, *, num_v_heads: int, device: torch.device, **_: objec
 
 
 def _place(lengths: Lengths, has_tokens: Tensor) -> int:
-    """Where the states of the sequences that have tokens are."""
+    """Find where the states of the sequences that have tokens are."""
     initial = lengths.initial_indices[has_tokens]
     final = lengths.state_indices[has_tokens]
     if not final.all():  # slot 0 is nobody's, and FlashInfer would write it
@@ -177,7 +179,10 @@ def _rows_kernel(
     ROWS: tl.constexpr,
     QK_L2NORM: tl.constexpr,
 ) -> None:
-    """One program: some tokens of one head of q, k or v, or their gates and padding."""
+    """Copy ROWS tokens of one head of q, k or v, or their gates and padding: one program.
+
+    The grid is blocks of tokens by heads; a tile of rows is in registers.
+    """
     head = tl.program_id(1)
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     last = tl.load(cu_seqlens + num_seqs)
@@ -218,7 +223,7 @@ def _unit_rows(
     D: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ) -> None:
-    """Rows of one head, made dense, and of unit length if so wanted."""
+    """Copy rows of one head to dense ones, of unit length if so wanted."""
     index = tl.arange(0, D)[None, :]
     tile = source + token[:, None] * stride + head * D + index
     row = tl.load(tile, mask=mask[:, None], other=0.0).to(tl.float32)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
 """The first launch of the rounded form on Hopper, in Gluon: systems of the heads of a key head.
 
-Rows come by TMA and are multiplied where they lie, so that registers are left for three programs on
-a processor, which wait for each other's latencies. Inverses are of products alone, of numbers
+Rows come by TMA and are multiplied where they lie. So registers are left for three programs on a
+processor, which wait for each other's latencies. Inverses are of products alone, of numbers
 rounded to float16: of blocks of 16 in each warp, as ``_triton_system.py`` says, then of all.
 """
 
@@ -64,7 +64,10 @@ def hopper_prepare_kernel(
     HV: gl.constexpr,
     HEADS: gl.constexpr,
 ) -> None:
-    """One program: one chunk of HEADS value heads of a key head."""
+    """Prepare one chunk of HEADS value heads of a key head: one program of four warps.
+
+    The grid is chunks by groups of HEADS heads. Rows come by TMA, once, to shared memory.
+    """
     L: gl.constexpr = products_layout(_C)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, L)
     OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, L)
@@ -146,7 +149,7 @@ def hopper_prepare_kernel(
 
 @gluon.jit
 def _exp2(x: gl.tensor) -> gl.tensor:
-    """2^x in one instruction, 0 where it is no normal number."""
+    """Raise 2 to x in one instruction; 0 where that is no normal number."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -184,7 +187,7 @@ def _sum_decays(
 
 @gluon.jit
 def _norm(squares: gl.tensor, mask: gl.tensor) -> gl.tensor:
-    """What scales rows to unit length, to float32 precision; 0 where the mask is False."""
+    """Compute what scales rows to unit length, to float32 precision; 0 where the mask is False."""
     x = squares + 1e-6
     root = gl.rsqrt(x)
     return gl.where(mask, root + root * (0.5 - 0.5 * x * root * root), 0.0)
@@ -192,7 +195,7 @@ def _norm(squares: gl.tensor, mask: gl.tensor) -> gl.tensor:
 
 @gluon.jit
 def _power(norm: gl.tensor) -> gl.tensor:
-    """The power of 2 that brings a row near 1."""
+    """Find the power of 2 that brings a row near 1."""
     bits = gl.minimum(norm.to(gl.int32, bitcast=True) & 0x7F800000, 240 << 23)
     return bits.to(gl.float32, bitcast=True)
 
@@ -230,7 +233,7 @@ def _inverse(
     b_below: gl.shared_memory_descriptor,
     b_solved: gl.shared_memory_descriptor,
 ) -> gl.tensor:
-    """``(I - minus)^-1`` of a strictly lower triangular ``minus`` of float16."""
+    """Compute ``(I - minus)^-1`` of a strictly lower triangular ``minus`` of float16."""
     L: gl.constexpr = products_layout(_C)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
     nothing = gl.zeros([_C, _C], gl.float16, L)
@@ -252,7 +255,7 @@ def _inverse(
 
 @gluon.jit
 def _invert_blocks(minus: gl.tensor, diagonal: gl.tensor) -> gl.tensor:
-    """The inverses of the blocks of 16 on the diagonal, and 0 beside them."""
+    """Invert the blocks of 16 on the diagonal, with 0 beside them."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, _BLOCKS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, _BLOCKS, 2)
     own = gl.where(diagonal, minus.to(gl.float32), 0.0).reshape([_C, _C // 16, 16])
@@ -278,5 +281,5 @@ def _invert_blocks(minus: gl.tensor, diagonal: gl.tensor) -> gl.tensor:
 
 @gluon.jit
 def _is_below(row: gl.tensor, column: gl.tensor) -> gl.tensor:
-    """Whether blocks are the lower left quarter of one of twice their size."""
+    """Tell whether blocks are the lower left quarter of one of twice their size."""
     return (row % 2 == 1) & (column == row - 1)

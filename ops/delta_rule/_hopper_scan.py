@@ -62,8 +62,11 @@ def hopper_scan_kernel(
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """One program: GROUPS times 64 rows of the state of one value head, a sequence's chunks of a
-    segment."""
+    """Walk a sequence's chunks of a segment with GROUPS times 64 rows of a head's state.
+
+    The grid is sequences by value heads by rows of V. A warp copies by TMA, STAGES chunks ahead;
+    each group of four warps has its rows of the state in registers.
+    """
     NUM_BLOCKS: gl.constexpr = V // (_V * GROUPS)
     seq = gl.program_id(0) // (NUM_BLOCKS * HV)
     head_v = gl.program_id(0) // NUM_BLOCKS % HV
@@ -289,7 +292,7 @@ def _zero_padding(
     HV: gl.constexpr,
     V: gl.constexpr,
 ) -> None:
-    """Rows past the last sequence are dealt out to the sequences in turn."""
+    """Put rows past the last sequence to 0; they are dealt out to the sequences in turn."""
     end, num_tokens, num_seqs, first_block = padding
     if first_block == 0:
         index = gl.arange(0, _V, gl.BlockedLayout([1], [32], [4], [0]))

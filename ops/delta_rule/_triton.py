@@ -87,7 +87,10 @@ def _recurrent_kernel(
     BY_CHANNEL: tl.constexpr,
     QK_L2NORM: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V rows of the state of one value head of one sequence, all its tokens."""
+    """Walk all tokens of a sequence with BLOCK_V rows of a head's state: one program, one warp.
+
+    The grid is sequences by value heads by rows of V; the tile [BLOCK_V, BLOCK_K] is in registers.
+    """
     num_blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     seq = pid // (num_blocks * HV)

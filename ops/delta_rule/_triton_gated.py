@@ -134,7 +134,10 @@ def _prepare_kernel(
     SLICE: tl.constexpr,
     QK_L2NORM: tl.constexpr,
 ) -> None:
-    """One program: one chunk of one value head."""
+    """Prepare one chunk of one value head: one program.
+
+    The grid is chunks by value heads. Rows are read in slices of K, to sums [C, C] in registers.
+    """
     chunk = first_block + tl.program_id(0) // HV
     head_v = tl.program_id(0) % HV
     head_k = head_v // (HV // H)

@@ -45,8 +45,8 @@ class PreparedKeys(Prepared):
 
     ``keys [T, P, H, K]``: rows of k, those of float16 brought near 1 by powers of 2;
     ``attend [X, HV, P, C, C]``: with the scale;
-    ``factors [X, HV, 4, C]``: of rows of q and of keys that read the state before the chunk, of
-    rows of keys that write the state after it, and what the state decays by.
+    ``factors [X, HV, 4, C]``: of rows of q and of keys that read the state before the chunk; of
+    rows of keys that write it. The last is what the state decays by.
     """
 
     keys: Tensor
@@ -154,8 +154,9 @@ def _scan_kernel(
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V rows of the state of one value head, a sequence's chunks of a segment.
+    """Walk a sequence's chunks of a segment with BLOCK_V rows of a head's state: one program.
 
+    The grid is sequences by value heads by rows of V; the tile of the state is in registers.
     All that it computes is the left side of its next product and has rows of V, tokens and
     channels are columns: numbers pass from product to product in registers.
     """

@@ -127,7 +127,10 @@ def _prepare_kernel(
     SLICE: tl.constexpr,
     QK_L2NORM: tl.constexpr,
 ) -> None:
-    """One program: one chunk of one head."""
+    """Prepare one chunk of one head: one program of two warps.
+
+    The grid is chunks by heads. Rows are read in slices of K, to sums [C, C] in registers.
+    """
     NT: tl.constexpr = max(PS, 1)  # tensors that pieces are in
     chunk = first_block + tl.program_id(0) // H
     head = tl.program_id(0) % H
@@ -235,7 +238,7 @@ def _meet(
     dtype: tl.constexpr,
     PS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Products of rows decayed (or grown) towards a token and away from it, added to sums."""
+    """Multiply rows decayed (or grown) towards a token and away from it, and add to sums."""
     PIECES: tl.constexpr = 1 if PS == 1 else 3
     if PS == ROUNDED:
         # TF32 has the digits of float16 and the range of growing decays.
@@ -260,7 +263,7 @@ def _meet_in_halves(
     dtype: tl.constexpr,
     PS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The same of rows that may decay by any number.
+    """Multiply rows that may decay by any number, and add to sums.
 
     Sums of what lies between two tokens, never differences of longer ones: a small decay survives
     large ones. In halves of SIZE rows, later rows meet earlier ones between them.
@@ -292,7 +295,7 @@ def _norm(
     BLOCK_K: tl.constexpr,
     QK_L2NORM: tl.constexpr,
 ) -> tl.tensor:
-    """What scales each row to unit length, or 1."""
+    """Compute what scales each row to unit length, or 1."""
     norm = tl.full([rows.shape[0]], 1.0, dtype=tl.float32)
     if QK_L2NORM:
         index_k = tl.arange(0, BLOCK_K)[None, :]

@@ -144,8 +144,9 @@ def _scan_kernel(
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V rows of the state of one head, a sequence's chunks of a segment.
+    """Walk a sequence's chunks of a segment with BLOCK_V rows of a head's state: one program.
 
+    The grid is sequences by heads by rows of V; the tile of the state is in registers.
     All that it computes is the left side of its next product and has rows of V, tokens and
     channels are columns: numbers pass from product to product in registers.
     """

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""How the scans of delta rules are cut: rows of V, segments of chunks, and the states between."""
+"""Cuts of the scans of delta rules: rows of V, segments of chunks, and the states between."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ALONE: tl.constexpr = tl.constexpr(92)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanConfig:
-    """How many rows of V of a state a program walks with, by how many warps, and when."""
+    """Rows of V of a state that a program walks with, by so many warps, and when."""
 
     block_v: int
     num_warps: int
@@ -41,7 +41,7 @@ class ScanConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanSegments:
-    """What the host knows of a step's walks.
+    """Facts that the host knows of a step's walks.
 
     Attributes:
         num_segments: in which they are beside the first launch, each after the other.
@@ -127,7 +127,7 @@ def plan(
     device: torch.device,
     **_: object,
 ) -> Planned:
-    """The walks of a step, which may have fewer sequences than there is room for in its bucket.
+    """Plan the walks of a step, which may have fewer sequences than its bucket has room for.
 
     Small buckets, and those of other GPUs, have one graph for all lengths.
     """
@@ -148,7 +148,7 @@ def _has_wide_programs(dtype: torch.dtype, device: torch.device) -> bool:
 def _num_segments(
     num_tokens: int, num_states: float, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """1 where walks of so many states fill the GPU.
+    """Choose the number of segments: 1 where walks of so many states fill the GPU.
 
     One sequence of 8192 tokens takes 473 us instead of 530 (KDA: 745 and 855), one of 2048 138
     instead of 151 (206 and 223). One of 6144 beside one of 2048 takes 407 in two segments, 460 in
@@ -164,7 +164,7 @@ def _num_segments(
 def scan_configs(
     v: Tensor, num_states: int, *, hopper: bool, num_pieces: int, is_even: bool | None = None
 ) -> tuple[ScanConfig, ...]:
-    """Of these, launched one after the other, one walks and the others return at once.
+    """Choose forms, launched one after the other, of which one walks and others return at once.
 
     Args:
         v: [T, HV, V].
@@ -205,7 +205,7 @@ def stages_of_factors(num_pieces: int) -> int | None:
 
 @triton.jit
 def is_uneven(cu_seqlens: tl.tensor, num_seqs: tl.tensor, HV: tl.constexpr) -> tl.tensor:
-    """Whether the longest sequence alone takes longer than all of them that share the GPU."""
+    """Tell whether the longest sequence alone takes longer than all that share the GPU."""
     longest = tl.zeros([256], dtype=tl.int32)
     for base in range(0, num_seqs, 256):
         seq = base + tl.arange(0, 256)
@@ -229,7 +229,7 @@ def read_state(
     HV: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """A tile of the state [HV, SIZE] from which a sequence's first segment starts, or another."""
+    """Read a tile of the state [HV, SIZE] from which a sequence's segment starts."""
     if is_first:
         slot = tl.load(initial_indices + seq).to(tl.int64)
         b_s = tl.load(state + (slot * HV + head) * SIZE + tile, mask=mask & (slot != 0), other=0.0)
@@ -242,10 +242,10 @@ def read_state(
 def advance(
     b_s: tl.tensor, decay: tl.tensor, b_u: tl.tensor, b_k: tl.tuple, PS: tl.constexpr
 ) -> tl.tensor:
-    """The state [V, K] after a chunk: decayed, and with b_u [V, C] at the keys b_k [C, K] added.
+    """Advance the state [V, K] by a chunk: decay it, and add b_u [V, C] at the keys b_k [C, K].
 
-    Of a sum of two products a compiler may fuse either, and did so by how many rows of V a program
-    walks with, which the other sequences of a step decide: it is rounded once, by an FMA. Where
+    Of a sum of two products a compiler may fuse either. It did so by how many rows of V a program
+    walks with, which other sequences decide. So the sum is rounded once, by an FMA. Where
     numbers are ROUNDED all programs walk with as many rows.
     """
     if PS == ROUNDED:

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What the first launches of delta rules share in Triton: the system of a chunk.
+"""System of a chunk, which the first launches of both delta rules invert in Triton.
 
-READMEs of the families derive it.
+README.md derives it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def inverse(
     C: tl.constexpr,
     PIECES: tl.constexpr,
 ) -> tl.tensor:
-    """``(I + system)^-1`` of a strictly lower triangular ``system [C, C]``.
+    """Compute ``(I + system)^-1`` of a strictly lower triangular ``system [C, C]``.
 
-    Of blocks of 16 on the diagonal by substitution, then each time of twice the size: the inverse
+    Blocks of 16 on the diagonal go by substitution, then each time of twice the size: the inverse
     of [[A, 0], [B, D]] has -D^-1 B A^-1 below the diagonal. No powers of the system are formed:
     with keys that are alike they grow until nothing is left of the inverse.
 
@@ -69,10 +69,10 @@ def _invert_blocks(scratch: tl.tensor, C: tl.constexpr) -> None:
 
 @triton.jit
 def rounded_inverse(minus: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """``(I - minus)^-1`` of a strictly lower triangular ``minus [C, C]`` of float16.
+    """Compute ``(I - minus)^-1`` of a strictly lower triangular ``minus [C, C]`` of float16.
 
-    By products alone, of numbers rounded to float16, in the order of :func:`inverse`. Up to blocks
-    of 16 each warp has its own.
+    It goes by products alone, of numbers rounded to float16, in the order of :func:`inverse`. Up to
+    blocks of 16 each warp has its own.
     """
     N: tl.constexpr = C // 16
     block = tl.arange(0, N)
@@ -101,5 +101,5 @@ def rounded_inverse(minus: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _is_below(row: tl.tensor, column: tl.tensor) -> tl.tensor:
-    """Whether blocks are the lower left quarter of one of twice their size."""
+    """Tell whether blocks are the lower left quarter of one of twice their size."""
     return (row % 2 == 1) & (column == row - 1)

@@ -56,7 +56,7 @@ _TORCH_CHUNK = Implementation(
 
 
 def _triton_chunk(launcher: str, *, limit: int) -> dict[str, Implementation]:
-    """Make both implementations by a launcher: with states rounded to 16 bits, and exact."""
+    """Make both implementations by a launcher: with states rounded to float16, and exact."""
     exact = Implementation(
         capability=Capability(
             devices=triton_devices(),
@@ -217,8 +217,8 @@ class RecurrentGatedDeltaRule(GatedDeltaRule):
         [T, HV, V] outputs in v's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, ``impl`` is unknown, or, where reading
-            them is free (on a CPU), an index is out of range.
+        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
+            reading them is free (on a CPU), an index is out of range.
 
     From "Gated Delta Networks" (arXiv 2412.06464), as used by Qwen3-Next.
     """
@@ -280,8 +280,8 @@ class RecurrentKimiDeltaAttention(KimiDeltaAttention):
         [T, H, V] outputs in v's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, ``impl`` is unknown, or, where reading
-            them is free (on a CPU), an index is out of range.
+        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
+            reading them is free (on a CPU), an index is out of range.
 
     From "Kimi Linear" (arXiv 2510.26692); also the linear layers of Ling-3.
     """
