@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.recurrence import decode, runner
 from benchmarks.timing import Clock, clock_arguments, clock_of
-from tests.ops.delta_rule_cases import Case, Inputs
+from tests.ops.delta_rule.cases import Case, Inputs
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES
 
 MATRIX = 2048

@@ -9,8 +9,8 @@ key heads as value heads.
 from __future__ import annotations
 
 from benchmarks.delta_rule import Rule, main
-from tests.ops.gated_delta_rule.cases import make_inputs
-from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from tests.ops.delta_rule.gated import make_inputs
+from torch_hybrid.ops.delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 
 GATED_DELTA_RULE = Rule(
     recurrent=recurrent_gated_delta_rule,

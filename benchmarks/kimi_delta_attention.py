@@ -16,8 +16,8 @@ from torch.nn.functional import linear
 
 from benchmarks.delta_rule import HEAD_DIM, Contestants, Rule, main
 from benchmarks.gated_delta_rule import GATED_DELTA_RULE
-from tests.ops.kimi_delta_attention.cases import make_inputs
-from torch_hybrid.ops.kimi_delta_attention import (
+from tests.ops.delta_rule.kimi import make_inputs
+from torch_hybrid.ops.delta_rule import (
     chunk_kimi_delta_attention,
     recurrent_kimi_delta_attention,
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_hybrid.graphs.capturing.cuda_graph import CapturedSteps
 from torch_hybrid.graphs.capturing.static_inputs import StaticInputs
-from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
+from torch_hybrid.ops.delta_rule import recurrent_gated_delta_rule
 
 HEADS, DIM, SLOTS = 2, 16, 9
 BUCKETS = (2, 4, 8)

@@ -23,12 +23,10 @@ from benchmarks.gpu.case import (
     randn,
 )
 from tests.ops.step_lengths import step_lengths
-from torch_hybrid.ops import gated_delta_rule as gdn
-from torch_hybrid.ops import kimi_delta_attention as kda
+from torch_hybrid.ops import delta_rule
 from torch_hybrid.ops.core.planning import Planned, Planner
 from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
-from torch_hybrid.ops.gated_delta_rule import op as gdn_op
-from torch_hybrid.ops.kimi_delta_attention import op as kda_op
+from torch_hybrid.ops.core.registration import REGISTERED
 
 CHUNK = 64  # of the usual form, whose FLOPs are counted
 QWEN3_NEXT = (16, 32, 128, 128)  # key heads, value heads, K, V
@@ -266,9 +264,9 @@ def _case(
     what: str, model: str, heads: tuple[int, int, int, int], num_seqs: int, num_new: int
 ) -> Case:
     prefill, channels = what.endswith("prefill"), what.startswith("KDA")
-    family, op = (kda, kda_op) if channels else (gdn, gdn_op)
-    name = "kimi_delta_attention" if channels else "gated_delta_rule"
-    ours = partial(call, getattr(family, f"{'chunk' if prefill else 'recurrent'}_{name}"))
+    rule = "kimi_delta_attention" if channels else "gated_delta_rule"
+    name = f"{'chunk' if prefill else 'recurrent'}_{rule}"
+    ours = partial(call, getattr(delta_rule, name))
     if prefill:
         ours = partial(ours, chunk_size=DEFAULT_CHUNK_SIZE)
     return Case(
@@ -278,10 +276,10 @@ def _case(
         make=partial(DeltaRule.make, heads, num_seqs, num_new, channels=channels),
         reference=partial(ours, impl="torch"),
         choice=Choice(
-            op=f"{'chunk' if prefill else 'recurrent'}_{name}",
+            op=name,
             sizes={"head_k_dim": heads[2], "head_v_dim": heads[3]},
         ),
-        own=own(op.CHUNK_IMPLEMENTATIONS if prefill else op.RECURRENT_IMPLEMENTATIONS, ours),
+        own=own(REGISTERED[name], ours),
         others=_others(prefill=prefill, channels=channels, one_token=num_new == 1),
     )
 

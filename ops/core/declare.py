@@ -22,7 +22,10 @@ name; ``counts=True`` lets an index tensor bind its own. Other dimensions are ex
 ``chunk_size: Annotated[int, NO_DEFAULT] = field(default=32, kw_only=True)`` is an option whose
 default the public function alone has, and the schema has not. Letters that an optional field binds
 are of its own dimensions alone. ``pools: Annotated[Sequence[Tensor], MUTATED]`` are tensors of any
-number, whose forms the op's ``check`` knows; without ``MUTATED`` the op only reads them.
+number, whose forms the op's ``check`` knows; without ``MUTATED`` the op only reads them. What an
+implementation's planner made comes as
+``planned: Sequence[Tensor] | None = field(default=(), kw_only=True)``, which is empty or None where
+nothing was planned.
 """
 
 from __future__ import annotations
@@ -54,8 +57,10 @@ from torch_hybrid.ops.core.registration import (
     check_contiguous,
     check_dtypes,
     check_impl,
+    check_planned,
     check_shapes,
     define_op,
+    given,
 )
 from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native import cpu_tuning
@@ -155,15 +160,20 @@ class Rows(_Kind):
     Args:
         dims: sizes of a row.
         apart: how many dimensions lie any distance apart, from the first on.
-        counts, last_dim: as in any kind.
+        dtype, counts, last_dim: as in any kind.
     """
 
     leading = ("T",)
 
     def __init__(
-        self, *dims: str, apart: int = 1, counts: bool | str = True, last_dim: bool = False
+        self,
+        *dims: str,
+        apart: int = 1,
+        dtype: torch.dtype | None = None,
+        counts: bool | str = True,
+        last_dim: bool = False,
     ) -> None:
-        super().__init__(*dims, counts=counts, last_dim=last_dim)
+        super().__init__(*dims, dtype=dtype, counts=counts, last_dim=last_dim)
         self.apart = apart
 
 
@@ -238,6 +248,8 @@ NOTHING: Returns[None] = Returns(num_tensors=0)
 NO_DEFAULT = "no default in the schema"  # beside an option's type
 MUTATED = "mutated"  # beside the type of tensors of any number
 
+_PLANNED = "planned"  # field
+
 _SCHEMA_TYPES = {
     float: "float",
     int: "int",
@@ -273,11 +285,11 @@ def define(
     make_fake = returns.fake
 
     def pack(*args: Any, impl: str, **options: Any) -> Op:
-        given = declaration.cls(*args, impl=impl, **options)
-        device = getattr(given, declaration.first).device
+        packed = declaration.cls(*args, impl=impl, **options)
+        device = getattr(packed, declaration.first).device
         if device.type == "cpu" and not implementations[impl].checks_indices:
-            given.check_indices()
-        return given
+            packed.check_indices()
+        return packed
 
     def fake(*args: Any, **options: Any) -> Any:
         assert make_fake is not None
@@ -305,6 +317,7 @@ class Declaration:
         first: tensor, whose device the op runs on.
         floating: the first tensor without a dtype of its own, which others share; if any.
         bound: the field and axis that bind each letter.
+        takes_plan: whether implementations may plan.
     """
 
     def __init__(self, cls: type[Op]) -> None:
@@ -324,6 +337,7 @@ class Declaration:
         self.optional = {
             name for name in self.kinds if type(None) in get_args(_bare(self._hints[name]))
         }
+        self.takes_plan = any(each.name == _PLANNED for each in self._fields)
         self.bound: dict[str, tuple[str, int]] = {}
         for name, kind in self.kinds.items():
             for axis, letter in enumerate(kind.dims):
@@ -335,6 +349,8 @@ class Declaration:
         letters = iter("abcdefghijklmnop")
 
         def declared(each: Field[Any]) -> str:
+            if each.name == _PLANNED:
+                return f"Tensor[]? {_PLANNED}=None"
             if (kind := self.kinds.get(each.name)) is None:
                 hint = self._hints[each.name]
                 is_bare = each.default is MISSING or NO_DEFAULT in _metadata(hint)
@@ -355,10 +371,11 @@ class Declaration:
     def _ordered(self) -> tuple[list[Field[Any]], list[Field[Any]], list[Field[Any]]]:
         """Order the fields as a call has them: by position, and by name around ``impl``."""
         by_name = [each for each in self._fields if each.kw_only]
+        tensors = {*self.kinds, _PLANNED}
         return (
             [each for each in self._fields if not each.kw_only],
-            [each for each in by_name if each.name not in self.kinds],
-            [each for each in by_name if each.name in self.kinds],
+            [each for each in by_name if each.name not in tensors],
+            [each for each in by_name if each.name in tensors],
         )
 
     def public(
@@ -398,7 +415,11 @@ class Declaration:
         asked = f"impl, implementations, {self.first}.device, {{{sizes}}}"
         asked += f", dtype={self.floating}.dtype" * bool(self.floating)
         asked += ", features=_given.features()" * ("features" in own)
-        lines += [f"    check_impl({asked})", f"    return op({passed}, impl=impl)"]
+        lines += [f"    check_impl({asked})"]
+        if self.takes_plan:
+            lines += [f"    check_planned(impl, implementations, {_PLANNED})"]
+            passed = passed.replace(f"{_PLANNED}={_PLANNED}", f"**given({_PLANNED})")
+        lines += [f"    return op({passed}, impl=impl)"]
         function: Callable[..., Any] = compile_function("\n".join(lines), self.name, scope)
         function.__doc__, function.__module__ = self.cls.__doc__, self.cls.__module__
         hints = self._hints
@@ -412,11 +433,13 @@ class Declaration:
 
         return call
 
-    def _values(self, given: Op) -> list[Any]:
-        return [getattr(given, each.name) for each in self._fields if not each.kw_only]
+    def _values(self, call: Op) -> list[Any]:
+        return [getattr(call, each.name) for each in self._fields if not each.kw_only]
 
-    def _named(self, given: Op) -> dict[str, Any]:
-        return {each.name: getattr(given, each.name) for each in self._fields if each.kw_only}
+    def _named(self, call: Op) -> dict[str, Any]:
+        named = {each.name: getattr(call, each.name) for each in self._fields if each.kw_only}
+        planned = named.pop(_PLANNED, ())
+        return named | given(planned)
 
     def _checks(self) -> Iterator[str]:
         """Write the checks, one comparison a line: shapes first, then dtypes, then layouts."""
@@ -592,6 +615,8 @@ _SCOPE: dict[str, Any] = {
     "check_dtypes": check_dtypes,
     "check_contiguous": check_contiguous,
     "check_impl": check_impl,
+    "check_planned": check_planned,
+    "given": given,
     "has_dense_rows": has_dense_rows,
     "fail_floats": _fail_floats,
     "fail_rows": _fail_rows,

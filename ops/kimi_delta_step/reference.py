@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.delta_rule import l2_normalize
+from torch_hybrid.ops.delta_rule._torch import l2_normalize
 from torch_hybrid.ops.kimi_delta_step.op import KimiDeltaStep
 
 

@@ -11,9 +11,13 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.core.planning import Lengths, Planned
+from torch_hybrid.ops.delta_rule import _torch as _delta
+from torch_hybrid.ops.delta_rule.op import (
+    ChunkGatedDeltaRule,
+    ChunkKimiDeltaAttention,
+    RecurrentGatedDeltaRule,
+)
 from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
-from torch_hybrid.ops.gated_delta_rule import _torch as _gated
-from torch_hybrid.ops.kimi_delta_attention import _torch as _kimi
 from torch_hybrid.ops.paged_attention import _torch
 from torch_hybrid.ops.paged_attention.op import FEATURES
 from torch_hybrid.ops.ragged_attention import _torch as _ragged
@@ -93,17 +97,12 @@ def ragged_attention_with_lse(
     )
 
 
-def _chunk_rule(name: str) -> Implementation:
-    return Implementation(
-        capability=Capability(devices=frozenset({"cpu"}), cuda_graph=True),
-        launcher=f"{__name__}:{name}",
-        planner=f"{__name__}:plan_rule",
-    )
-
-
-RULES = {
-    name: _chunk_rule(name) for name in ("chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-}
+_CHUNK_RULE = Implementation(
+    capability=Capability(devices=frozenset({"cpu"}), cuda_graph=True),
+    launcher=f"{__name__}:chunk_delta_rule",
+    planner=f"{__name__}:plan_rule",
+)
+RULES = dict.fromkeys(("chunk_gated_delta_rule", "chunk_kimi_delta_attention"), _CHUNK_RULE)
 
 
 def plan_rule(
@@ -115,23 +114,13 @@ def plan_rule(
     return Planned(tensors=(), values=(longest, num_v_heads, head_v_dim))
 
 
-def chunk_gated_delta_rule(*args: Tensor, planned: Sequence[Tensor], **options: Any) -> Tensor:
+def chunk_delta_rule(x: ChunkGatedDeltaRule | ChunkKimiDeltaAttention) -> Tensor:
     """As implementation "torch", where all that was planned is of this step and layer."""
-    _check_rule(*args, planned=planned)
-    return _gated.chunk_gated_delta_rule(*args, **options)
-
-
-def chunk_kimi_delta_attention(*args: Tensor, planned: Sequence[Tensor], **options: Any) -> Tensor:
-    """As ``chunk_gated_delta_rule``."""
-    _check_rule(*args, planned=planned)
-    return _kimi.chunk_kimi_delta_attention(*args, **options)
-
-
-def _check_rule(*args: Tensor, planned: Sequence[Tensor]) -> None:
-    v, cu_seqlens = args[2], args[6]
-    (values,) = planned
-    assert values.tolist() == [int(cu_seqlens.diff().max()), *v.shape[1:]]
+    assert x.planned is not None
+    (values,) = x.planned
+    assert values.tolist() == [int(x.cu_seqlens.diff().max()), *x.v.shape[1:]]
     LAUNCHED.append(tuple(values.tolist()))
+    return _delta.chunk_delta_rule(x)
 
 
 def one_token(launcher: str) -> Implementation:
@@ -156,12 +145,11 @@ def _check_slots(
     LAUNCHED.append(tuple(place.tolist()))
 
 
-def recurrent_gated_delta_rule(
-    *tensors: Tensor, planned: Sequence[Tensor], **options: Any
-) -> Tensor:
+def recurrent_gated_delta_rule(x: RecurrentGatedDeltaRule) -> Tensor:
     """As implementation "torch", where the slots that were planned are of this step."""
-    _check_slots(*tensors[-3:], planned)
-    return _gated.recurrent_gated_delta_rule(*tensors, **options)
+    assert x.planned is not None
+    _check_slots(x.cu_seqlens, x.initial_indices, x.state_indices, x.planned)
+    return _delta.recurrent_delta_rule(x)
 
 
 def recurrent_ssd(*tensors: Any, planned: Sequence[Tensor], **options: Any) -> Tensor:

@@ -11,9 +11,8 @@ from tests.graphs.as_traced import run_as_traced
 from tests.tiny_models import make_model
 from torch_hybrid.models.adapt import adapt
 from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.delta_rule import op as delta_op
 from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
-from torch_hybrid.ops.gated_delta_rule import op as gated_op
-from torch_hybrid.ops.kimi_delta_attention import op as kimi_op
 from torch_hybrid.ops.paged_attention import op
 from torch_hybrid.ops.ragged_attention import op as ragged_op
 from torch_hybrid.ops.ssd import op as ssd_op
@@ -27,8 +26,8 @@ def among_the_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(op.IMPLEMENTATIONS, "planning", planning.PLANNING)
     monkeypatch.setitem(ragged_op.IMPLEMENTATIONS, "planning", planning.EXPANDED)
     gated, kimi = planning.RULES.values()
-    monkeypatch.setitem(gated_op.CHUNK_IMPLEMENTATIONS, "planning", gated)
-    monkeypatch.setitem(kimi_op.CHUNK_IMPLEMENTATIONS, "planning", kimi)
+    monkeypatch.setitem(delta_op.GATED_CHUNK_IMPLEMENTATIONS, "planning", gated)
+    monkeypatch.setitem(delta_op.KIMI_CHUNK_IMPLEMENTATIONS, "planning", kimi)
     planning.LAUNCHED.clear()
 
 
@@ -108,7 +107,7 @@ def test_rules_are_planned_with_what_is_known_of_their_layers(family: str, rule:
 @pytest.mark.parametrize(
     ("model_type", "recurrent", "op"),
     [
-        ("qwen3_next", gated_op.RECURRENT_IMPLEMENTATIONS, "recurrent_gated_delta_rule"),
+        ("qwen3_next", delta_op.GATED_RECURRENT_IMPLEMENTATIONS, "recurrent_gated_delta_rule"),
         ("bamba", ssd_op.RECURRENT_IMPLEMENTATIONS, "recurrent_ssd"),
         ("minimax", ssd_op.RECURRENT_IMPLEMENTATIONS, "recurrent_ssd"),
     ],

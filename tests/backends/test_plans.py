@@ -23,8 +23,7 @@ from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.core.capability import NO_FEATURES
 from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
-from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule
-from torch_hybrid.ops.kimi_delta_attention import chunk_kimi_delta_attention
+from torch_hybrid.ops.delta_rule import chunk_gated_delta_rule, chunk_kimi_delta_attention
 from torch_hybrid.ops.paged_attention import op as paged_op
 from torch_hybrid.ops.selective_scan import chunk_selective_scan
 from torch_hybrid.ops.ssd import chunk_ssd

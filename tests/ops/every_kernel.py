@@ -28,12 +28,14 @@ from torch.utils._pytree import tree_map_only
 from tests.ops import kernels
 from tests.ops.block_attention import cases as blocks
 from tests.ops.causal_conv1d import cases as conv
-from tests.ops.delta_rule_cases import Case as DeltaCase
+from tests.ops.delta_rule import gated as gdn
+from tests.ops.delta_rule import kimi as kda
+from tests.ops.delta_rule.cases import Case as DeltaCase
+from tests.ops.delta_rule.cases import chunked
+from tests.ops.delta_rule.kernels import on_device
 from tests.ops.fused_experts import cases as experts
-from tests.ops.gated_delta_rule import cases as gdn
 from tests.ops.gated_delta_step import cases as gdn_step
 from tests.ops.gated_pooling import cases as pooling
-from tests.ops.kimi_delta_attention import cases as kda
 from tests.ops.kimi_delta_step import cases as kda_step
 from tests.ops.latent_attention import cases as latents
 from tests.ops.lightning_step import cases as lightning_step_cases
@@ -51,13 +53,12 @@ from tests.ops.wkv import cases as wkv_cases
 from torch_hybrid.ops import (
     block_attention,
     causal_conv1d,
+    delta_rule,
     draw_tokens,
     fused_experts,
-    gated_delta_rule,
     gated_delta_step,
     gated_pooling,
     head_linear,
-    kimi_delta_attention,
     kimi_delta_step,
     latent_attention,
     lightning_step,
@@ -76,9 +77,8 @@ from torch_hybrid.ops import (
     wkv,
 )
 from torch_hybrid.ops import ssd as ssd_ops
-from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.delta_rule import op as delta_op
 from torch_hybrid.ops.flashinfer.one_token import APART
-from torch_hybrid.ops.gated_delta_rule import op as gdn_op
 from torch_hybrid.ops.ssd import op as ssd_op
 from torch_hybrid.ops.triton.devices import runs_gluon
 from torch_hybrid.ops.triton.padding import set_padding
@@ -116,8 +116,8 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     """Both forms of each rule, and the segments of long sequences."""
     delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, **ODD)
     for name, module, inputs in (
-        ("gated_delta_rule", gated_delta_rule, gdn.make_inputs(delta, dtype)),
-        ("kimi_delta_attention", kimi_delta_attention,
+        ("gated_delta_rule", delta_rule, gdn.make_inputs(delta, dtype)),
+        ("kimi_delta_attention", delta_rule,
          kda.make_inputs(kda.case(5, 0, 1, 19, num_padding_tokens=3, **ODD), dtype)),
         ("selective_scan", selective_scan, scans.make_inputs(scans.Case(**LENGTHS), dtype)),
         ("ssd", ssd_ops, ssd.make_inputs(ssd.Case(num_groups=1, num_heads=2, **LENGTHS), dtype)),
@@ -271,12 +271,11 @@ def on_hopper() -> Iterator[tuple[str, Call]]:
     options = {"scale": 0.2, "block_size": 4}
     yield f"{op.__name__}, tiles of queries", partial(run, op, args, options)
     heads = {"num_k_heads": 1, "num_v_heads": 2, "k_dim": 128, "v_dim": 128}
-    rounded = gdn_op.CHUNK_IMPLEMENTATIONS["triton_rounded"].load()
+    rounded = delta_op.GATED_CHUNK_IMPLEMENTATIONS["triton_rounded"].load()
     rule = gdn.make_inputs(DeltaCase(**heads, **LENGTHS), torch.bfloat16)
-    options = rule.options() | {"chunk_size": 64}
     yield (
         "chunk_gated_delta_rule, rounded",
-        lambda device: rounded(*moved(rule.args(), device), **options),
+        lambda device: rounded(chunked(on_device(rule, device))),
     )
 
 
@@ -356,7 +355,6 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
     """The kernels that translate for FlashInfer; in its place stands what fills outputs with 0."""
     delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, k_dim=128, v_dim=128)
     inputs = gdn.make_inputs(delta, torch.bfloat16)
-    step = gdn.make_inputs(replace(delta, lengths=(1, 1, 0), num_padding_tokens=1), torch.bfloat16)
     mamba2 = ssd.Case(lengths=(1, 1, 0), num_padding_tokens=1, k_dim=128, v_dim=64)
     ssd_step = ssd.make_inputs(mamba2, torch.bfloat16)
 
@@ -364,43 +362,38 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
         output.zero_()
         output_state.zero_()
 
-    def decode(*_: Any, output: Tensor, **__: Any) -> None:
-        output.zero_()
-
     def state_update(*_: Any, out: Tensor, **__: Any) -> None:
         out.zero_()
 
-    def launch(
-        implementation: Implementation, inputs: Any, theirs: Callable[..., None], place: str,
-        planned: list[Tensor], device: str, **options: Any,
-    ) -> Tensor:  # fmt: skip
+    def beside(theirs: Callable[..., None], place: str, launch: Callable[[], Tensor]) -> Tensor:
         module, _, function = place.partition(":")
         packages = {"flashinfer": ModuleType(""), module: ModuleType("")}
         setattr(packages[module], function, theirs)
-        args, options = moved(inputs.args(), device), {**inputs.options(), **options}
         with mock.patch.dict(sys.modules, packages):
-            out: Tensor = implementation.load()(*args, planned=planned, **options)
-        return out
+            return launch()
+
+    def chunk_rule(device: str) -> Tensor:
+        launcher = delta_op.GATED_CHUNK_IMPLEMENTATIONS["flashinfer"].load()
+        x = chunked(on_device(inputs, device), planned=[torch.tensor([0, 0])])
+        return beside(
+            prefill, "flashinfer.gdn_prefill:chunk_gated_delta_rule", partial(launcher, x)
+        )
+
+    def one_token(device: str) -> Tensor:
+        launcher = ssd_op.RECURRENT_IMPLEMENTATIONS["flashinfer"].load()
+        planned = [torch.tensor([0, 1, -1]).int(), torch.tensor([APART])]
+        launch = partial(
+            launcher, *moved(ssd_step.args(), device), planned=planned, **ssd_step.options()
+        )
+        return beside(state_update, "flashinfer.mamba:selective_state_update", launch)
 
     def padding(device: str) -> Tensor:
         out, lse = torch.randn(7, 3, 19, device=device), torch.randn(7, 3, device=device)
         set_padding(out, lse, torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
         return out
 
-    yield "chunk_gated_delta_rule around FlashInfer", lambda device: launch(
-        gdn_op.CHUNK_IMPLEMENTATIONS["flashinfer"], inputs, prefill,
-        "flashinfer.gdn_prefill:chunk_gated_delta_rule", [torch.tensor([0, 0])], device,
-        chunk_size=32,
-    )  # fmt: skip
-    for op, one_token, theirs, place in (
-        (gdn_op, step, decode,
-         "flashinfer.gdn_decode:gated_delta_rule_decode_pretranspose"),
-        (ssd_op, ssd_step, state_update, "flashinfer.mamba:selective_state_update"),
-    ):  # fmt: skip
-        implementation = op.RECURRENT_IMPLEMENTATIONS["flashinfer"]
-        planned = [torch.tensor([0, 1, -1]).int(), torch.tensor([APART])]
-        call = partial(launch, implementation, one_token, theirs, place, planned)
-        yield f"one token around FlashInfer's {place}", call
+    yield "chunk_gated_delta_rule around FlashInfer", chunk_rule
+    yield "one token around FlashInfer's flashinfer.mamba:selective_state_update", one_token
     yield "rows of padding", padding
 
 
@@ -410,9 +403,9 @@ def forced(*, dry: bool) -> ExitStack:
     What is not launched may be of a Hopper.
     """
     from torch_hybrid.ops.block_attention import _triton_hopper as blocks_hopper
+    from torch_hybrid.ops.delta_rule import _hopper as rule_hopper
+    from torch_hybrid.ops.delta_rule import _triton_gated as rule_chunk
     from torch_hybrid.ops.fused_experts import _hopper
-    from torch_hybrid.ops.gated_delta_rule import _hopper as rule_hopper
-    from torch_hybrid.ops.gated_delta_rule import _triton_chunk as rule_chunk
     from torch_hybrid.ops.latent_attention import _triton_hopper, _triton_tiles
     from torch_hybrid.ops.paged_attention import _triton_long
     from torch_hybrid.ops.selective_scan import _triton as _triton_scan

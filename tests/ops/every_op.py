@@ -19,12 +19,12 @@ from tests.ops import step_family
 from tests.ops.block_attention import cases as blocks
 from tests.ops.causal_conv1d import cases as convolution
 from tests.ops.contract import impls_on, skip_reason
-from tests.ops.delta_rule_cases import Case as DeltaCase
+from tests.ops.delta_rule import gated as gated_delta
+from tests.ops.delta_rule import kimi as kimi_delta
+from tests.ops.delta_rule.cases import Case as DeltaCase
 from tests.ops.fused_experts import cases as experts
-from tests.ops.gated_delta_rule import cases as gated_delta
 from tests.ops.gated_delta_step import cases as gated_delta_step
 from tests.ops.gated_pooling import cases as pooling
-from tests.ops.kimi_delta_attention import cases as kimi_delta
 from tests.ops.kimi_delta_step import cases as kimi_delta_step
 from tests.ops.latent_attention import cases as latents
 from tests.ops.lightning_step import cases as lightning_step

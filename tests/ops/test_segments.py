@@ -34,7 +34,7 @@ def test_each_block_is_prepared_and_then_walked(num_blocks: int, num_segments: i
 def test_steps_of_few_long_sequences_are_cut(
     num_tokens: int, num_seqs: int, segments: int, monkeypatch: pytest.MonkeyPatch
 ):
-    from torch_hybrid.ops.triton import delta_scan
+    from torch_hybrid.ops.delta_rule import _triton_scan as delta_scan
 
     def cut(dtype: torch.dtype) -> int:
         v = torch.empty(num_tokens, 32, 128, dtype=dtype, device="meta")
@@ -71,7 +71,7 @@ def test_a_step_is_cut_by_the_sequences_that_it_has(
     is_even: bool | None,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    from torch_hybrid.ops.triton import delta_scan
+    from torch_hybrid.ops.delta_rule import _triton_scan as delta_scan
 
     lengths = step_lengths(torch.tensor([0, *new]).cumsum(0).int(), num_tokens)
     layer = {"num_v_heads": 32, "head_v_dim": 128, "head_k_dim": 128}
@@ -98,7 +98,7 @@ def test_a_step_is_cut_by_the_sequences_that_it_has(
 def test_rows_of_a_program_are_left_to_the_device_where_it_matters(
     num_seqs: int, num_pieces: int, rows: list[int]
 ):
-    from torch_hybrid.ops.triton.delta_scan import EVERY, scan_configs
+    from torch_hybrid.ops.delta_rule._triton_scan import EVERY, scan_configs
 
     v = torch.empty(8192, 32, 128, dtype=torch.bfloat16, device="meta")
     forms = scan_configs(v, 32 * num_seqs, hopper=True, num_pieces=num_pieces)
@@ -112,7 +112,7 @@ def test_rows_of_a_program_are_left_to_the_device_where_it_matters(
     ("num_pieces", "is_even", "rows"), [(2, True, 128), (2, False, 64), (3, True, 64)]
 )
 def test_rows_of_a_program_are_what_was_planned(num_pieces: int, is_even: bool, rows: int):
-    from torch_hybrid.ops.triton.delta_scan import EVERY, scan_configs
+    from torch_hybrid.ops.delta_rule._triton_scan import EVERY, scan_configs
 
     v = torch.empty(8192, 32, 128, dtype=torch.bfloat16, device="meta")
     (form,) = scan_configs(v, 32 * 16, hopper=True, num_pieces=num_pieces, is_even=is_even)

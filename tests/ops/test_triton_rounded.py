@@ -13,16 +13,14 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, written_slots
-from tests.ops.delta_rule_cases import Case, Inputs
-from tests.ops.delta_rule_triton import on_device
-from tests.ops.gated_delta_rule import cases as gdn_cases
-from tests.ops.kimi_delta_attention import cases as kda_cases
+from tests.ops.delta_rule import gated as gdn_cases
+from tests.ops.delta_rule import kimi as kda_cases
+from tests.ops.delta_rule.cases import Case, Inputs, chunked
+from tests.ops.delta_rule.kernels import on_device
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.gated_delta_rule import op as gdn
-from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
-from torch_hybrid.ops.kimi_delta_attention import op as kda
-from torch_hybrid.ops.kimi_delta_attention.reference import kimi_delta_attention_reference
+from torch_hybrid.ops.delta_rule import op
+from torch_hybrid.ops.delta_rule.reference import delta_rule_reference
 
 NAME = "triton_rounded"
 # Of a state's largest number. On an H200 it was 4e-4 to 7e-4, and 5e-3 to 8e-3 with
@@ -41,18 +39,14 @@ class Family:
 
     def launch(self, inputs: Inputs, num_segments: int = 1, is_even: int = 0) -> Tensor:
         """Call the launcher, which the interpreter runs on a CPU too."""
-        return self.implementations[NAME].load()(
-            *inputs.args(),
-            **inputs.options(),
-            chunk_size=32,
-            planned=[torch.tensor([num_segments, is_even])],
-        )
+        planned = [torch.tensor([num_segments, is_even])]
+        return self.implementations[NAME].load()(chunked(inputs, planned=planned))
 
     def check(self, inputs: Inputs, device: str, num_segments: int = 1) -> None:
         """Outputs are as exact as the reference's; states within BUDGET; all else is as it was."""
         exact, own, moved = inputs.exact(), inputs.copy(), on_device(inputs, device)
-        expected = self.reference(*exact.args(), **exact.options())
-        out_own = self.reference(*own.args(), **own.options())
+        expected = self.reference(exact)
+        out_own = self.reference(own)
         out, state = self.launch(moved, num_segments).cpu(), moved.state.cpu()
         assert_within_budget(out, expected, out_own)
         slots = written_slots(inputs).long()
@@ -67,14 +61,14 @@ class Family:
 
 Family.all = {
     "gated_delta_rule": Family(
-        implementations=gdn.CHUNK_IMPLEMENTATIONS,
-        reference=gated_delta_rule_reference,
+        implementations=op.GATED_CHUNK_IMPLEMENTATIONS,
+        reference=delta_rule_reference,
         cases=gdn_cases.CASES,
         make_inputs=gdn_cases.make_inputs,
     ),
     "kimi_delta_attention": Family(
-        implementations=kda.CHUNK_IMPLEMENTATIONS,
-        reference=kimi_delta_attention_reference,
+        implementations=op.KIMI_CHUNK_IMPLEMENTATIONS,
+        reference=delta_rule_reference,
         cases=kda_cases.CASES,
         make_inputs=kda_cases.make_inputs,
     ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from torch_hybrid.backends.planned import planned_for
@@ -14,7 +12,7 @@ from torch_hybrid.backends.recurrent import (
     chunked_rule,
     rule_of,
 )
-from torch_hybrid.ops.gated_delta_rule import op
+from torch_hybrid.ops.delta_rule import op
 from torch_hybrid.ops.gated_delta_step import op as step
 from torch_hybrid.specs import DeltaRuleSpec
 
@@ -24,7 +22,6 @@ def _sizes(spec: DeltaRuleSpec) -> dict[str, int]:
         "head_k_dim": spec.head_k_dim,
         "head_v_dim": spec.head_v_dim,
         "num_v_heads": spec.num_v_heads,
-        "max_beta": math.ceil(spec.beta_scale),
     }
 
 
@@ -33,8 +30,8 @@ STEP = "gated_delta_step"
 GATED_DELTA_RULE = chunked_rule(
     "gated_delta_rule",
     CONVOLUTION,
-    recurrent=op.RECURRENT_IMPLEMENTATIONS,
-    chunk=op.CHUNK_IMPLEMENTATIONS,
+    recurrent=op.GATED_RECURRENT_IMPLEMENTATIONS,
+    chunk=op.GATED_CHUNK_IMPLEMENTATIONS,
     sizes=_sizes,
     whole=OpChoice(name=STEP, implementations=step.IMPLEMENTATIONS, sizes=_sizes),
     timed={"head_k_dim": (128,), "head_v_dim": (128,)},

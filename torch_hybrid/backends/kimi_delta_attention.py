@@ -12,7 +12,7 @@ from torch_hybrid.backends.recurrent import (
     chunked_rule,
     rule_of,
 )
-from torch_hybrid.ops.kimi_delta_attention import op
+from torch_hybrid.ops.delta_rule import op
 from torch_hybrid.ops.kimi_delta_step import op as step
 from torch_hybrid.specs import KimiDeltaSpec
 
@@ -30,8 +30,8 @@ STEP = "kimi_delta_step"
 KIMI_DELTA_ATTENTION = chunked_rule(
     "kimi_delta_attention",
     CONVOLUTION,
-    recurrent=op.RECURRENT_IMPLEMENTATIONS,
-    chunk=op.CHUNK_IMPLEMENTATIONS,
+    recurrent=op.KIMI_RECURRENT_IMPLEMENTATIONS,
+    chunk=op.KIMI_CHUNK_IMPLEMENTATIONS,
     sizes=_sizes,
     whole=OpChoice(name=STEP, implementations=step.IMPLEMENTATIONS, sizes=_sizes),
     timed={"head_k_dim": (128,), "head_v_dim": (128,)},

@@ -6,7 +6,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -585,3 +585,41 @@ def test_tensors_of_any_number_and_a_result_of_nothing():
         str(op._schema),
         """torch_hybrid::declared_fill(Tensor(a!)[] tensors, Tensor[] others, Tensor places, *, str impl) -> ()""",  # noqa: E501
     )
+
+
+def test_what_was_planned_reaches_those_that_plan():
+    @dataclass(slots=True)
+    class DeclaredPlan(Op):
+        """Return the sum of what was planned, beside each row."""
+
+        x: Annotated[Tensor, Rows("D")]
+        planned: Sequence[Tensor] | None = field(default=(), kw_only=True)
+
+    def plan_sum(x: DeclaredPlan) -> Tensor:
+        return x.x + sum(x.planned or ())
+
+    def hand_on(x: DeclaredPlan) -> Tensor:
+        return planned_op(x, impl="may")
+
+    plans = Implementation(capability=ON_A_CPU, launcher=plan_sum, planner="module:plan")
+    planned_op = define(
+        DeclaredPlan,
+        {
+            "must": plans,
+            "may": replace(plans, needs_plan=False),
+            "hands on": replace(plans, launcher=hand_on),
+            "torch": Implementation(capability=ON_A_CPU, launcher=plan_sum),
+        },
+        returns=like("x"),
+    )
+    REGISTERED.pop("declared_plan")
+    schema = torch.ops.torch_hybrid.declared_plan.default._schema
+    assert str(schema).endswith("(Tensor x, *, str impl, Tensor[]? planned=None) -> Tensor")
+    x, planned = torch.zeros(2, 3), [torch.tensor(4.0)]
+    assert planned_op(x, impl="must", planned=planned).eq(4).all()
+    assert planned_op(x, impl="hands on", planned=planned).eq(4).all()
+    assert planned_op(x, impl="may").eq(0).all()
+    with pytest.raises(ValueError, match="impl 'must' must be given what its planner planned"):
+        planned_op(x, impl="must")
+    with pytest.raises(ValueError, match="impl 'torch' plans nothing, got 1 planned tensors"):
+        planned_op(x, impl="torch", planned=planned)

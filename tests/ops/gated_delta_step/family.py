@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.ops.delta_step_cases import Inputs
 from tests.ops.delta_step_family import Family
 from tests.ops.gated_delta_step.cases import CASES, make_inputs
-from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
+from torch_hybrid.ops.delta_rule import recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_step import gated_delta_step
 from torch_hybrid.ops.gated_delta_step.op import IMPLEMENTATIONS, GatedDeltaStep
 from torch_hybrid.ops.gated_delta_step.reference import gated_delta_step_reference

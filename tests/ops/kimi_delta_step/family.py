@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.ops.delta_step_cases import Inputs
 from tests.ops.delta_step_family import Family
 from tests.ops.kimi_delta_step.cases import CASES, make_inputs
-from torch_hybrid.ops.kimi_delta_attention import recurrent_kimi_delta_attention
+from torch_hybrid.ops.delta_rule import recurrent_kimi_delta_attention
 from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
 from torch_hybrid.ops.kimi_delta_step.op import IMPLEMENTATIONS, KimiDeltaStep
 from torch_hybrid.ops.kimi_delta_step.reference import kimi_delta_step_reference

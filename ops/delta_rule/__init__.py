@@ -1,0 +1,19 @@
+"""Delta rules: linear attention whose state decays and is corrected towards each value.
+
+Gated delta rule: one decay a head (Qwen3-Next, Qwen3.5, OLMo-hybrid). Kimi delta attention: one a
+channel (Kimi-Linear, Ling-3).
+"""
+
+from torch_hybrid.ops.delta_rule.op import (
+    chunk_gated_delta_rule,
+    chunk_kimi_delta_attention,
+    recurrent_gated_delta_rule,
+    recurrent_kimi_delta_attention,
+)
+
+__all__ = [
+    "chunk_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "recurrent_gated_delta_rule",
+    "recurrent_kimi_delta_attention",
+]

@@ -1,0 +1,98 @@
+"""Inputs of the delta rules: random tensors for the lengths and shape that a case names.
+
+Legend: N sequences, T tokens, H key heads, HV value heads, K and V head dims, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.ops.declared import RecurrentInputs
+from tests.ops.pages import offsets
+from torch_hybrid.ops.delta_rule.op import (
+    ChunkGatedDeltaRule,
+    ChunkKimiDeltaAttention,
+    GatedDeltaRule,
+    KimiDeltaAttention,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Lengths of the sequences, and the shape of one layer."""
+
+    lengths: tuple[int, ...]
+    num_k_heads: int = 2
+    num_v_heads: int = 4
+    k_dim: int = 16
+    v_dim: int = 16
+    num_padding_tokens: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class GatedInputs(RecurrentInputs, GatedDeltaRule):
+    """Arguments of a call of the gated delta rule."""
+
+    qk_l2norm: bool = True
+    impl: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class KimiInputs(RecurrentInputs, KimiDeltaAttention):
+    """Arguments of a call of Kimi delta attention."""
+
+    qk_l2norm: bool = True
+    impl: str = ""
+
+
+Inputs = GatedInputs | KimiInputs
+
+
+def chunked(
+    inputs: Inputs, *, chunk_size: int = 32, planned: Sequence[Tensor] = ()
+) -> ChunkGatedDeltaRule | ChunkKimiDeltaAttention:
+    """Return what a launcher of the chunk form takes, on the same tensors."""
+    options = {**inputs.options(), "chunk_size": chunk_size, "planned": planned, "impl": ""}
+    if isinstance(inputs, KimiInputs):
+        return ChunkKimiDeltaAttention(*inputs.args(), **options)
+    return ChunkGatedDeltaRule(*inputs.args(), **options)
+
+
+def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, channels: bool) -> Inputs:
+    """Random inputs with decays of 1 to 1000 tokens, and now and then one that forgets all.
+
+    q, k and v are slices of one tensor, as a model's projection gives them. Slots that no
+    sequence starts from hold NaN: those of new sequences, and the null slot. With ``channels``
+    each channel of K has a decay of its own.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_tokens = sum(case.lengths) + case.num_padding_tokens
+    k_size, v_size = case.num_k_heads * case.k_dim, case.num_v_heads * case.v_dim
+    qkv = torch.randn(num_tokens, 2 * k_size + v_size, generator=rng).to(dtype)
+    q, k, v = qkv.split([k_size, k_size, v_size], dim=1)
+    decays = (num_tokens, case.num_v_heads, *([case.k_dim] if channels else []))
+    g = -1 / 10 ** (3 * torch.rand(decays, generator=rng))
+    g[torch.rand(num_tokens, generator=rng) < 0.03] = -20.0
+    g[torch.rand(decays, generator=rng) < 0.03] = -20.0
+    state = torch.randn(num_slots, case.num_v_heads, case.v_dim, case.k_dim, generator=rng)
+    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
+    is_new = torch.arange(num_seqs) % 3 == 1
+    state[state_indices[is_new]] = torch.nan
+    state[0] = torch.nan
+    return (KimiInputs if channels else GatedInputs)(
+        q=q.unflatten(1, (case.num_k_heads, case.k_dim)),
+        k=k.unflatten(1, (case.num_k_heads, case.k_dim)),
+        v=v.unflatten(1, (case.num_v_heads, case.v_dim)),
+        g=g,
+        beta=torch.rand(num_tokens, case.num_v_heads, generator=rng),
+        state=state,
+        cu_seqlens=offsets(case.lengths),
+        initial_indices=torch.where(is_new, 0, state_indices).int(),
+        state_indices=state_indices.int(),
+        scale=case.k_dim**-0.5,
+    )

@@ -1,0 +1,161 @@
+"""How the Triton kernels of delta rules are tested, in the interpreter, compiled and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.ops.contract import assert_within_budget
+from tests.ops.delta_rule.cases import GatedInputs, Inputs, KimiInputs
+from tests.ops.triton_compile import Launch, launches_on
+from torch_hybrid.ops.core.declare import Declaration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a launch depends on."""
+
+    num_seqs: int
+    num_tokens: int
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: torch.dtype
+    channels: bool = False
+
+
+def check(
+    op: Callable[..., Tensor], reference: Callable[..., Tensor], device: str, inputs: Inputs
+) -> None:
+    """The kernel on ``device`` is as exact as the reference and touches no other slot."""
+    moved = on_device(inputs, device)
+    out = op(*moved.args(), **moved.options(), impl="triton")
+    assert_as_exact(reference, inputs, out.cpu(), moved.state.cpu())
+
+
+def check_captured(
+    op: Callable[..., Tensor], reference: Callable[..., Tensor], captured: Inputs, other: Inputs
+) -> None:
+    """A graph captured with some inputs computes others of the same shapes when they are copied."""
+    captured = on_device(captured, "cuda")
+    op(*captured.args(), **captured.options(), impl="triton")  # compiles: not while capturing
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(*captured.args(), **captured.options(), impl="triton")
+    for field in tensor_fields(captured):
+        getattr(captured, field).copy_(getattr(other, field))
+    graph.replay()
+    assert_as_exact(reference, other, out.cpu(), captured.state.cpu())
+
+
+def check_walks(op: Callable[..., Tensor], inputs: Inputs) -> None:
+    """How a step is walked, which other sequences decide, shows in no bit of a sequence."""
+
+    def walk(num_segments: int, is_even: int) -> tuple[Tensor, Tensor]:
+        moved = on_device(inputs, "cuda")
+        planned = [torch.tensor([num_segments, is_even])]
+        out = op(*moved.args(), **moved.options(), planned=planned, impl="triton")
+        return out, moved.state[moved.state_indices.long()]  # other slots are NaN
+
+    out, state = walk(1, 0)
+    for walks in ((1, 1), (2, 0), (4, 0), (4, 1)):
+        other_out, other_state = walk(*walks)
+        assert torch.equal(out, other_out), walks
+        assert torch.equal(state, other_state), walks
+
+
+def assert_as_exact(
+    reference: Callable[..., Tensor], inputs: Inputs, out: Tensor, state: Tensor
+) -> None:
+    """Outputs and written slots are as exact as the reference's; all else is as it was."""
+    exact, own = inputs.exact(), inputs.copy()
+    out_exact = reference(exact)
+    out_reference = reference(own)
+    assert_within_budget(out, out_exact, out_reference)
+    num_tokens = int(inputs.cu_seqlens[-1])
+    assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
+    written = torch.zeros(len(state), dtype=torch.bool)
+    written[inputs.state_indices[inputs.cu_seqlens.diff() > 0].long()] = True
+    assert_within_budget(state[written], exact.state[written], own.state[written])
+    torch.testing.assert_close(
+        state[~written], inputs.state[~written], rtol=0, atol=0, equal_nan=True
+    )
+
+
+def check_many_chunks(
+    op: Callable[..., Tensor], recurrent: Callable[..., Tensor], inputs: Inputs
+) -> None:
+    """As the recurrent kernel, on enough programs for a race between threads to show."""
+    inputs = on_device(inputs, "cuda")
+    stepped = inputs.copy()
+    expected = recurrent(*stepped.args(), **stepped.options(), impl="triton")
+    out = op(*inputs.args(), **inputs.options(), impl="triton")
+    written = inputs.state_indices[inputs.cu_seqlens.diff() > 0].long()
+    for name, actual, exact, most in (
+        ("outputs", out, expected, 2**-6),
+        ("states", inputs.state[written], stepped.state[written], 2**-19),
+    ):
+        error, scale = (actual - exact).abs().max(), exact.abs().max()
+        assert error <= most * scale, f"{name} up to {scale:.1e} are off by {error:.1e}"
+
+
+@contextmanager
+def scanned_in_one_form(module: ModuleType, index: int) -> Iterator[None]:
+    """Of the forms in which ``module`` launches its scan, one alone is launched, or none."""
+    forms = module.scan_configs
+    with mock.patch.object(module, "scan_configs", lambda *a, **k: forms(*a, **k)[index:][:1]):
+        yield
+
+
+def tensor_fields(inputs: Inputs) -> list[str]:
+    return list(Declaration(type(inputs)).kinds)
+
+
+def on_device(inputs: Inputs, device: str) -> Inputs:
+    """Copies on ``device``; q, k and v stay slices of one tensor, whose rows lie apart."""
+    moved = {name: getattr(inputs, name).to(device) for name in tensor_fields(inputs)}
+    parts = [moved[name].flatten(1) for name in ("q", "k", "v")]
+    slices = torch.cat(parts, 1).split([part.shape[1] for part in parts], 1)
+    for name, part in zip(("q", "k", "v"), slices, strict=True):
+        moved[name] = part.view(moved[name].shape)
+    return replace(inputs, **moved | {"state": moved["state"].clone()})
+
+
+def record_recurrent(target: str, shape: Shape) -> dict[str, Launch]:
+    """What the launcher launches for q, k and v that are slices of one projection."""
+    from torch_hybrid.ops.delta_rule import _triton
+
+    inputs = on_meta(shape)
+    with launches_on(target) as launches:
+        _triton.recurrent_delta_rule(inputs)
+    return launches
+
+
+def on_meta(shape: Shape) -> Inputs:
+    """Inputs without memory, whose q, k and v are slices of one projection."""
+    k_size, v_size = shape.num_k_heads * shape.k_dim, shape.num_v_heads * shape.v_dim
+    qkv = torch.empty(shape.num_tokens, 2 * k_size + v_size, dtype=shape.dtype, device="meta")
+    q, k, v = qkv.split([k_size, k_size, v_size], 1)
+    per_head = torch.empty(shape.num_tokens, shape.num_v_heads, device="meta")
+    indices = torch.empty(shape.num_seqs + 1, dtype=torch.int32, device="meta")
+    return (KimiInputs if shape.channels else GatedInputs)(
+        q=q.unflatten(1, (shape.num_k_heads, shape.k_dim)),
+        k=k.unflatten(1, (shape.num_k_heads, shape.k_dim)),
+        v=v.unflatten(1, (shape.num_v_heads, shape.v_dim)),
+        g=per_head[..., None].repeat(1, 1, shape.k_dim) if shape.channels else per_head,
+        beta=per_head,
+        state=torch.empty(
+            shape.num_seqs + 1, shape.num_v_heads, shape.v_dim, shape.k_dim, device="meta"
+        ),
+        cu_seqlens=indices,
+        initial_indices=indices[1:],
+        state_indices=indices[1:],
+        scale=shape.k_dim**-0.5,
+    )
