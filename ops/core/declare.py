@@ -47,7 +47,7 @@ from typing import (
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, NO_FEATURES, Implementation
 from torch_hybrid.ops.core.recurrence import has_dense_rows
 from torch_hybrid.ops.core.registration import (
     check_contiguous,
@@ -58,6 +58,7 @@ from torch_hybrid.ops.core.registration import (
 )
 from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.native.cpu_tuning import tuning
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,6 +73,10 @@ class Op:
     """
 
     impl: str = field(kw_only=True)
+
+    def features(self) -> frozenset[str]:
+        """List the features that an implementation must have for these arguments."""
+        return NO_FEATURES
 
     def check_form(self) -> None:
         """Raise ValueError, in words of the op's own, for forms that the fields refuse too; no
@@ -100,7 +105,7 @@ class StatefulOp(Op):
 
         No sequence may start from a slot that another one writes.
         """
-        _, first, *_ = fields(self)
+        first = next(each for each in fields(self) if not each.kw_only)
         check_state_indices(
             self.cu_seqlens,
             self.initial_indices,
@@ -170,11 +175,20 @@ class Strided(_Kind):
 
 
 class Pool(_Kind):
-    """[S, *dims], contiguous; the op mutates it. A second pool names a ``size`` of its own."""
+    """[S, *dims], contiguous; the op mutates it. A second pool names a ``size`` of its own.
 
-    def __init__(self, *dims: str, dtype: torch.dtype | None = None, size: str = "S") -> None:
+    Where the field may be None, nothing is mutated then.
+    """
+
+    def __init__(
+        self,
+        *dims: str,
+        dtype: torch.dtype | None = None,
+        size: str = "S",
+        counts: bool | str = True,
+    ) -> None:
         self.leading = (size,)
-        super().__init__(*dims, dtype=dtype)
+        super().__init__(*dims, dtype=dtype, counts=counts)
 
 
 class Index(_Kind):
@@ -293,7 +307,8 @@ class Declaration:
         self.cls = cls
         self.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         self._hints = get_type_hints(cls, include_extras=True)
-        self._fields = [each for each in fields(cls) if each.name != "impl"]
+        own = [each for each in fields(cls) if each.name != "impl"]
+        self._fields = sorted(own, key=lambda each: each.kw_only)  # a base's may be by name
         self.kinds: dict[str, _Kind] = {
             each.name: kind
             for each in self._fields
@@ -370,14 +385,17 @@ class Declaration:
         if self.cls.check is not Op.check:
             lines += [f"    cls({passed}, impl=impl).check()"]
         sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
+        wanted = f"dtype={self.floating}.dtype"
+        if self.cls.features is not Op.features:
+            wanted += f", features=cls({passed}, impl=impl).features()"
         lines += [
-            f"    check_impl(impl, implementations, {self.first}.device, {{{sizes}}}, "
-            f"dtype={self.floating}.dtype)",
+            f"    check_impl(impl, implementations, {self.first}.device, {{{sizes}}}, {wanted})",
             f"    return op({passed}, impl=impl)",
         ]
         function: Callable[..., Any] = compile_function("\n".join(lines), self.name, scope)
         function.__doc__, function.__module__ = self.cls.__doc__, self.cls.__module__
-        function.__annotations__ = {name: _bare(hint) for name, hint in self._hints.items()}
+        hints = self._hints
+        function.__annotations__ = {e.name: _bare(hints[e.name]) for e in fields(self.cls)}
 
         @wraps(function)
         def call(*args: Any, **named: Any) -> Any:
@@ -471,9 +489,9 @@ def cpp_launcher(
             ``"T=num_tokens D//2=half_dim N"``.
         integers: of the struct in its order: names of sizes and values, ``<field>_stride`` and
             ``<field>_head_stride`` of rows, ``is_bf16``, ``wide_<field>`` (float32),
-            ``num_threads``; options and properties of the op.
+            ``num_threads``, ``state_streams``; options and properties of the op.
         values: expressions of ``x``, an instance of ``cls``, by the struct's names of them.
-        numbers: options that the struct has as doubles.
+        numbers: options and values that the struct has as doubles.
         out: field that the result has shape and dtype of, or what makes the result from an instance
             of ``cls``. Several are named as in the struct: ``"out=o_a lse=lse_a"``.
     """
@@ -493,6 +511,7 @@ def cpp_launcher(
     special = {
         "is_bf16": f"x.{declaration.floating}.dtype is bf16",
         "num_threads": "num_threads()",
+        "state_streams": f"tuning(x.{declaration.floating}.dtype).state_streams",
         **(values or {}),
     }
 
@@ -515,7 +534,7 @@ def cpp_launcher(
         return f"0 if x.{rows} is None else {stride}" if rows in declaration.optional else stride
 
     passed = [*(f"x.{name}" for name in declaration.kinds), *results, *map(value, integers.split())]
-    passed += [f"x.{name}" for name in numbers.split()]
+    passed += [special.get(name, f"x.{name}") for name in numbers.split()]
     lines = [
         f"def {declaration.name}(x):",
         *(f"    {name} = {made}" for name, made in results.items()),
@@ -524,7 +543,7 @@ def cpp_launcher(
         f"    return {', '.join(results)}",
     ]
     scope = {"run": run, "bf16": torch.bfloat16, "float32": torch.float32, "make": out}
-    scope |= {"num_threads": torch.get_num_threads}
+    scope |= {"num_threads": torch.get_num_threads, "tuning": tuning}
     return compile_function("\n".join(lines), declaration.name, scope)
 
 

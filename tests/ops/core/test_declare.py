@@ -15,7 +15,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from torch_hybrid.ops.core import declare
-from torch_hybrid.ops.core.capability import Capability, Implementation
+from torch_hybrid.ops.core.capability import NO_FEATURES, Capability, Implementation
 from torch_hybrid.ops.core.declare import (
     NO_DEFAULT,
     Declaration,
@@ -286,6 +286,126 @@ def test_the_call_of_a_cpp_kernel(monkeypatch: pytest.MonkeyPatch):
         (3, 2, 5, 5, 15, 0, True, False),
         (3, 2, 5, 5, 15, 12, True, True),
     ]
+
+
+@dataclass(slots=True)
+class Tallied(StatefulOp):
+    """Base whose fields are given by name, after those of the op."""
+
+    tally: Annotated[Tensor | None, Pool("M", "D + 1")] = field(default=None, kw_only=True)
+    counts: Annotated[Tensor | None, Index("N")] = field(default=None, kw_only=True)
+
+    def features(self) -> frozenset[str]:
+        """List what the arguments want."""
+        return NO_FEATURES if self.tally is None else frozenset({"tally"})
+
+
+@dataclass(slots=True)
+class DeclaredTally(Tallied):
+    """Double rows, and tally calls in slots of a pool that may be none."""
+
+    x: Annotated[Tensor, Rows("D")]
+    bias: Annotated[Tensor, Pool("D", counts=False)]
+    state: Annotated[Tensor, Pool("D")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+
+    def check_indices(self) -> None:
+        """Raise ValueError for a negative count."""
+        if self.counts is not None and int(self.counts.min()) < 0:
+            raise ValueError(f"counts must be at least 0, got {self.counts.tolist()}")
+
+
+def tally_calls(x: DeclaredTally) -> Tensor:
+    """Compute the op in torch."""
+    x.state[x.state_indices] += 1
+    if x.tally is not None and x.counts is not None:
+        x.tally[x.state_indices] += x.counts[:, None, None]
+    return x.x * 2
+
+
+declared_tally = define(
+    DeclaredTally,
+    {
+        "torch": Implementation(
+            capability=Capability(devices=frozenset({"cpu"}), features=frozenset({"tally"})),
+            launcher=tally_calls,
+        ),
+        "plain": Implementation(capability=ON_A_CPU, launcher=tally_calls),
+    },
+    returns=like("x"),
+)
+REGISTERED.pop("declared_tally")
+
+
+def given_tally(**changes: object) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "x": torch.ones(2, 5),
+        "bias": torch.zeros(4, 5),
+        "state": torch.zeros(4, 5),
+        "state_indices": torch.tensor([1, 3], dtype=torch.int32),
+        "impl": "torch",
+    }
+    return values | changes
+
+
+def of_tally(**changes: object) -> dict[str, Any]:
+    tally, counts = torch.zeros(4, 2, 6), torch.tensor([2, 3], dtype=torch.int32)
+    return given_tally(**{"tally": tally, "counts": counts} | changes)
+
+
+def test_a_pool_may_be_none():
+    assert_expected_inline(
+        str(torch.ops.torch_hybrid.declared_tally.default._schema),
+        """torch_hybrid::declared_tally(Tensor x, Tensor(a!) bias, Tensor(b!) state, Tensor state_indices, *, str impl, Tensor(c!)? tally=None, Tensor? counts=None) -> Tensor""",  # noqa: E501
+    )
+    for values in (given_tally(), of_tally()):
+        options = {name: values.pop(name) for name in ("tally", "counts") if name in values}
+        args = [values.pop(name) for name in ("x", "bias", "state", "state_indices")]
+        overload = torch.ops.torch_hybrid.declared_tally.default
+        torch.library.opcheck(overload, args, values | options)
+
+
+def test_a_pool_that_may_be_none_is_mutated_by_compiled_code():
+    def run(x: Tensor, state: Tensor, slots: Tensor, **drafts: Tensor) -> Tensor:
+        out = declared_tally(x * 2, torch.zeros_like(state), state, slots, impl="torch", **drafts)
+        return out + state.sum() + sum(each.sum() for each in drafts.values())
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for values in (given_tally(), of_tally()):
+        drafts = {name: values[name] for name in ("tally", "counts") if name in values}
+        state, slots = values["state"], values["state_indices"]
+        own = {name: tensor.clone() for name, tensor in drafts.items()}
+        expected = run(values["x"], own_state := state.clone(), slots, **own)
+        assert torch.equal(compiled(values["x"], state, slots, **drafts), expected)
+        assert torch.equal(state, own_state)
+        for name, tensor in drafts.items():
+            assert torch.equal(tensor, own[name])
+        if drafts:
+            assert drafts["tally"][[1, 3], 0, 0].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"tally": torch.zeros(4, 6)}, "tally must have 3 dimensions, got [4, 6]"),
+        ({"tally": torch.zeros(3, 2, 6)}, "tally must have shape [4, 2, 6], got [3, 2, 6]"),
+        ({"tally": torch.zeros(4, 2, 5)}, "tally must have shape [4, 2, 6], got [4, 2, 5]"),
+        ({"bias": torch.zeros(3, 5)}, "bias must have shape [4, 5], got [3, 5]"),
+        ({"counts": torch.ones(2)}, "counts must have dtype torch.int32, got torch.float32"),
+        (
+            {"counts": torch.tensor([-1, 0], dtype=torch.int32)},
+            "counts must be at least 0, got [-1, 0]",
+        ),
+        ({"impl": "plain"}, "impl 'plain' cannot take these arguments: it has no tally"),
+    ],
+)
+def test_errors_of_a_pool_that_may_be_none(changes: dict[str, object], text: str):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        declared_tally(**of_tally(**changes))
+
+
+def test_what_arguments_do_not_want_no_implementation_needs():
+    assert declared_tally(**given_tally(impl="plain")).eq(2).all()
 
 
 @dataclass(slots=True)
