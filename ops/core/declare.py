@@ -21,7 +21,9 @@ Letters are sizes. A field of rows, weights or a pool binds the letters that it 
 name; ``counts=True`` lets an index tensor bind its own. Other dimensions are expressions of them.
 ``chunk_size: Annotated[int, NO_DEFAULT] = field(default=32, kw_only=True)`` is an option whose
 default the public function alone has, and the schema has not. Letters that an optional field binds
-are of its own dimensions alone.
+are of its own dimensions alone. What an implementation's planner made comes as
+``planned: Sequence[Tensor] | None = field(default=(), kw_only=True)``, which is empty or None where
+nothing was planned.
 """
 
 from __future__ import annotations
@@ -53,8 +55,10 @@ from torch_hybrid.ops.core.registration import (
     check_contiguous,
     check_dtypes,
     check_impl,
+    check_planned,
     check_shapes,
     define_op,
+    given,
 )
 from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native.call import kernel
@@ -236,6 +240,8 @@ def pair_made(fake: Callable[[Any], tuple[Tensor, Tensor]]) -> Returns[tuple[Ten
 NOTHING: Returns[None] = Returns(num_tensors=0)
 NO_DEFAULT = "no default in the schema"  # beside an option's type
 
+_PLANNED = "planned"  # field
+
 _SCHEMA_TYPES = {
     float: "float",
     int: "int",
@@ -270,10 +276,10 @@ def define(
     make_fake = returns.fake
 
     def pack(*args: Any, impl: str, **options: Any) -> Op:
-        given = declaration.cls(*args, impl=impl, **options)
+        packed = declaration.cls(*args, impl=impl, **options)
         if args[0].device.type == "cpu" and not implementations[impl].checks_indices:
-            given.check_indices()
-        return given
+            packed.check_indices()
+        return packed
 
     def fake(*args: Any, **options: Any) -> Any:
         assert make_fake is not None
@@ -301,6 +307,7 @@ class Declaration:
         first: field, whose device the op runs on.
         floating: the first field without a dtype of its own, which others share.
         bound: the field and axis that bind each letter.
+        takes_plan: whether implementations may plan.
     """
 
     def __init__(self, cls: type[Op]) -> None:
@@ -320,6 +327,7 @@ class Declaration:
         self.optional = {
             name for name in self.kinds if type(None) in get_args(_bare(self._hints[name]))
         }
+        self.takes_plan = any(each.name == _PLANNED for each in self._fields)
         self.bound: dict[str, tuple[str, int]] = {}
         for name, kind in self.kinds.items():
             for axis, letter in enumerate(kind.dims):
@@ -331,6 +339,8 @@ class Declaration:
         letters = iter("abcdefghijklmnop")
 
         def declared(each: Field[Any]) -> str:
+            if each.name == _PLANNED:
+                return f"Tensor[]? {_PLANNED}=None"
             if (kind := self.kinds.get(each.name)) is None:
                 hint = self._hints[each.name]
                 is_bare = each.default is MISSING or NO_DEFAULT in _metadata(hint)
@@ -348,10 +358,11 @@ class Declaration:
     def _ordered(self) -> tuple[list[Field[Any]], list[Field[Any]], list[Field[Any]]]:
         """Order the fields as a call has them: by position, and by name around ``impl``."""
         by_name = [each for each in self._fields if each.kw_only]
+        tensors = {*self.kinds, _PLANNED}
         return (
             [each for each in self._fields if not each.kw_only],
-            [each for each in by_name if each.name not in self.kinds],
-            [each for each in by_name if each.name in self.kinds],
+            [each for each in by_name if each.name not in tensors],
+            [each for each in by_name if each.name in tensors],
         )
 
     def public(
@@ -390,8 +401,11 @@ class Declaration:
             wanted += f", features=cls({passed}, impl=impl).features()"
         lines += [
             f"    check_impl(impl, implementations, {self.first}.device, {{{sizes}}}, {wanted})",
-            f"    return op({passed}, impl=impl)",
         ]
+        if self.takes_plan:
+            lines += [f"    check_planned(impl, implementations, {_PLANNED})"]
+            passed = passed.replace(f"{_PLANNED}={_PLANNED}", f"**given({_PLANNED})")
+        lines += [f"    return op({passed}, impl=impl)"]
         function: Callable[..., Any] = compile_function("\n".join(lines), self.name, scope)
         function.__doc__, function.__module__ = self.cls.__doc__, self.cls.__module__
         hints = self._hints
@@ -405,11 +419,13 @@ class Declaration:
 
         return call
 
-    def _values(self, given: Op) -> list[Any]:
-        return [getattr(given, each.name) for each in self._fields if not each.kw_only]
+    def _values(self, call: Op) -> list[Any]:
+        return [getattr(call, each.name) for each in self._fields if not each.kw_only]
 
-    def _named(self, given: Op) -> dict[str, Any]:
-        return {each.name: getattr(given, each.name) for each in self._fields if each.kw_only}
+    def _named(self, call: Op) -> dict[str, Any]:
+        named = {each.name: getattr(call, each.name) for each in self._fields if each.kw_only}
+        planned = named.pop(_PLANNED, ())
+        return named | given(planned)
 
     def _checks(self) -> Iterator[str]:
         """Write the checks, one comparison a line: shapes first, then dtypes, then layouts."""
@@ -582,6 +598,8 @@ _SCOPE: dict[str, Any] = {
     "check_dtypes": check_dtypes,
     "check_contiguous": check_contiguous,
     "check_impl": check_impl,
+    "check_planned": check_planned,
+    "given": given,
     "has_dense_rows": has_dense_rows,
     "fail_floats": _fail_floats,
     "fail_rows": _fail_rows,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -536,3 +537,41 @@ taps must have 3 dimensions, got 2
 taps must have shape [3, 4, 8], got [3, 4, 4]
 pages must have at most 2 dimensions, got 3""",
     )
+
+
+def test_what_was_planned_reaches_those_that_plan():
+    @dataclass(slots=True)
+    class DeclaredPlan(Op):
+        """Return the sum of what was planned, beside each row."""
+
+        x: Annotated[Tensor, Rows("D")]
+        planned: Sequence[Tensor] | None = field(default=(), kw_only=True)
+
+    def plan_sum(x: DeclaredPlan) -> Tensor:
+        return x.x + sum(x.planned or ())
+
+    def hand_on(x: DeclaredPlan) -> Tensor:
+        return planned_op(x, impl="may")
+
+    plans = Implementation(capability=ON_A_CPU, launcher=plan_sum, planner="module:plan")
+    planned_op = define(
+        DeclaredPlan,
+        {
+            "must": plans,
+            "may": replace(plans, needs_plan=False),
+            "hands on": replace(plans, launcher=hand_on),
+            "torch": Implementation(capability=ON_A_CPU, launcher=plan_sum),
+        },
+        returns=like("x"),
+    )
+    REGISTERED.pop("declared_plan")
+    schema = torch.ops.torch_hybrid.declared_plan.default._schema
+    assert str(schema).endswith("(Tensor x, *, str impl, Tensor[]? planned=None) -> Tensor")
+    x, planned = torch.zeros(2, 3), [torch.tensor(4.0)]
+    assert planned_op(x, impl="must", planned=planned).eq(4).all()
+    assert planned_op(x, impl="hands on", planned=planned).eq(4).all()
+    assert planned_op(x, impl="may").eq(0).all()
+    with pytest.raises(ValueError, match="impl 'must' must be given what its planner planned"):
+        planned_op(x, impl="must")
+    with pytest.raises(ValueError, match="impl 'torch' plans nothing, got 1 planned tensors"):
+        planned_op(x, impl="torch", planned=planned)
