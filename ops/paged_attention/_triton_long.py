@@ -37,8 +37,8 @@ class LongTiles:
     def of(cls, x: Pages) -> LongTiles | None:
         """Choose tiles for queries; None where they do not fill a GPU, and elsewhere.
 
-        What is done beside the products, for biases of keys of 8 bits, leaves registers for half as
-        many keys.
+        What is done beside the products, for biases of FP8 keys, leaves registers for half as many
+        keys.
         """
         num_tokens, num_q_heads, head_dim = x.q.shape
         num_kv_heads, num_seqs = x.k.shape[1], x.page_table.shape[0]
@@ -61,7 +61,7 @@ class LongTiles:
 def attend_long(x: Pages, kv: Tensor, out: Tensor, lse: Tensor, tiles: LongTiles) -> None:
     """Attend to what earlier steps left in ``kv`` and to this step's rows; padding is left alone.
 
-    Keys of 8 bits are all read from the pages, which have the new rows as they were rounded.
+    FP8 keys are all read from the pages, which have the new rows as they were rounded.
 
     Args:
         x: arguments of the op.
@@ -174,8 +174,9 @@ def _long_kernel(
     REACH: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
 ) -> None:
-    """One program: a block of tokens, the query heads of one key head.
+    """Attend from a block of tokens, in the query heads of one key head, to all that they see.
 
+    Grid: blocks of tokens, key heads.
     A key is counted by its position in the sequence, wherever it lies.
     """
     GROUP: tl.constexpr = HQ // HKV

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="untyped-decorator"
 """Short queries, and float32 ones: programs share the keys of a sequence in splits.
 
-Keys and values of 8 bits are fetched two by two. Tensor cores take 16 bits, and what brings a tile
-from shared memory to them moves numbers of 16 bits: one of 8 would go byte by byte where it has to
-be transposed, as values have. So two adjacent numbers of a row travel as one of 16 bits, and part
-when they are widened: the even dims make one product, the odd dims another.
+FP8 keys and values are fetched two by two. Tensor cores take 16-bit numbers, and what brings a tile
+from shared memory to them moves such: FP8 would go byte by byte where it has to be transposed, as
+values have. So two adjacent numbers of a row travel as one 16-bit number, and part when they are
+widened: the even dims make one product, the odd dims another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How short queries are cut into programs."""
+"""Tiles of short queries: the cut of their work into programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_SPLITS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """How the work is cut. Decided by shapes alone, so that a captured graph serves any lengths.
+    """Cut of the work. Decided by shapes alone, so that a captured graph serves any lengths.
 
     A program owns ``block_q`` consecutive tokens of one sequence and one key head; its
     ``block_m`` rows are those tokens times the query heads that share the key head.
@@ -36,7 +36,7 @@ class Tiles:
     def of(cls, x: Pages, *, is_invariant: bool) -> Tiles:
         """Choose tiles for the tokens of a call.
 
-        Where keys and values have 8 bits, twice as many fit; four warps hold those of wide heads on
+        Of FP8 keys and values twice as many fit; four warps hold those of wide heads on
         Hopper alone.
 
         Args:

@@ -70,7 +70,7 @@ def _write_kernel(
     BLOCK_HQ: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: one token."""
+    """Write the rows of a token. Grid: tokens."""
     token = tl.program_id(0).to(tl.int64)
     if token < tl.load(cu_seqlens + num_seqs):
         slot = tl.load(slot_mapping + token).to(tl.int64)

@@ -146,7 +146,7 @@ class Pages(Op):
         relative_bias: Tensor | None = field(default=None, kw_only=True)
 
     def features(self) -> frozenset[str]:
-        """List what not all implementations have: keys of 8 bits, and biases."""
+        """List what not all implementations have: FP8 keys, and biases."""
         bias = NO_FEATURES if self.relative_bias is None else {RELATIVE_BIAS}
         return fp8_kv.features_of(self.kv.dtype) | bias
 
@@ -203,7 +203,7 @@ class PagedAttention(Pages):
         k: [T, Hkv, D], as q.
         v: [T, Hkv, D], as q.
         kv: [2, P, page_size, Hkv, D], dtype of q or float8_e4m3fn, contiguous; keys in ``kv[0]``,
-            values in ``kv[1]``. Mutated: the rows that ``slot_mapping`` names, rounded to 8 bits
+            values in ``kv[1]``. Mutated: the rows that ``slot_mapping`` names, rounded to FP8
             as ``ops.fp8_kv`` says; the new tokens attend to what was rounded.
         cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
         seq_lens: [N] int32, total length of each sequence, new tokens included.
@@ -214,10 +214,10 @@ class PagedAttention(Pages):
         window: number of keys that a query sees, itself included; 0 for all.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0.0 for none (Gemma 2).
         relative_bias: [T, Hq, R] in q's dtype, contiguous: element d is added, after a softcap, to
-            a query's logit of the key d tokens before it, and nothing to keys R tokens before it
-            or more (Inkling). Those of padding tokens are not read.
+            a query's logit of the key d tokens before it. Keys R tokens before it or more get
+            nothing (Inkling). Those of padding tokens are not read.
         kv_scales: [2, Hkv] float32, positive: what a number of float8_e4m3fn is worth in the keys
-            and in the values of each head. For a pool of 8 bits alone.
+            and in the values of each head. For an FP8 pool alone.
         planned: for an implementation that plans, what its planner made for these lengths: its
             tensors, and its values as a tensor on the host.
         impl: name in IMPLEMENTATIONS.
