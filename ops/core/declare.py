@@ -140,7 +140,7 @@ class _Kind:
     def __init__(
         self,
         *dims: str,
-        dtype: torch.dtype | Literal["work"] | None = None,
+        dtype: torch.dtype | Literal["work", "any"] | None = None,
         or_float32: bool = False,
         counts: bool | str = True,
         last_dim: bool = False,
@@ -194,7 +194,7 @@ class Pool(_Kind):
     def __init__(
         self,
         *dims: str,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Literal["any"] | None = None,
         size: str = "S",
         counts: bool | str = True,
     ) -> None:
@@ -414,7 +414,7 @@ class Declaration:
         sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
         asked = f"impl, implementations, {self.first}.device, {{{sizes}}}"
         asked += f", dtype={self.floating}.dtype" * bool(self.floating)
-        asked += ", features=_given.features()" * ("features" in own)
+        asked += ", features=_given.features() or None" * ("features" in own)
         lines += [f"    check_impl({asked})"]
         if self.takes_plan:
             lines += [f"    check_planned(impl, implementations, {_PLANNED})"]
@@ -457,7 +457,7 @@ class Declaration:
         }
         for name, kind in self.kinds.items():
             dtype = written.get(kind.dtype, repr(kind.dtype))
-            if name != self.floating:
+            if name != self.floating and kind.dtype != "any":
                 fail = f"check_dtypes({{'{name}': ({name}, {dtype})}})"
                 holds = f"{name}.dtype == {dtype}"
                 holds += f" or {name}.dtype == torch.float32" * kind.or_float32

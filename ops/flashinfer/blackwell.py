@@ -35,16 +35,3 @@ def plan_decode(lengths: Lengths, **_: object) -> Planned:
     width = lengths.page_table.shape[1]
     table = torch.nn.functional.pad(lengths.page_table, (0, -width % _TABLE_WIDTH))
     return Planned(tensors=(lengths.seq_lens.clamp(min=1), table), values=())
-
-
-def plan_any(lengths: Lengths, **_: object) -> Planned:
-    """Lengths [N] of one row at least, where they begin [N + 1], and the most new tokens of a
-    sequence: a power of 2, or 0 where each has one, in a row of its own."""
-    num_new = max(lengths.cu_seqlens.diff().tolist(), default=0)
-    most = 1 << max(num_new - 1, 0).bit_length()
-    if num_new <= 1 and lengths.num_tokens == lengths.seq_lens.shape[0]:
-        has_tokens(lengths)
-        most = 0
-    seq_lens = lengths.seq_lens.clamp(min=1)
-    first = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-    return Planned(tensors=(seq_lens, first), values=(most,))

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.paged_attention.op import Pages
 
 _RUN = kernel(
     "paged_attention",
@@ -21,44 +21,34 @@ _RUN = kernel(
 )
 
 
-def paged_attention_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    window: int,
-    softcap: float,
-    kv_scales: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    is_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::paged_attention_with_lse``, and of the op without."""
+def paged_attention_with_lse(x: Pages, *, is_invariant: bool = False) -> tuple[Tensor, Tensor]:
+    """Launch ``torch_hybrid::paged_attention_with_lse``, and the op without.
+
+    Args:
+        x: arguments of the op.
+        is_invariant: whether a token has the bits that it has alone.
+    """
+    q, k, v, kv, page_table, bias = x.q, x.k, x.v, x.kv, x.page_table, x.relative_bias
     num_tokens, num_q_heads, head_dim = q.shape
     _, num_pages, page_size, num_kv_heads, _ = kv.shape
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     in_range = _RUN(
-        cu_seqlens,
-        seq_lens,
+        x.cu_seqlens,
+        x.seq_lens,
         page_table,
-        slot_mapping,
-        kv_scales,
+        x.slot_mapping,
+        x.kv_scales,
         q,
         k,
         v,
-        relative_bias,
+        bias,
         kv,
         out,
         lse,
         page_table.stride(0),
         num_tokens,
-        seq_lens.shape[0],
+        x.seq_lens.shape[0],
         num_pages,
         page_size,
         page_table.shape[1],
@@ -71,22 +61,14 @@ def paged_attention_with_lse(
         num_q_heads,
         num_kv_heads,
         head_dim,
-        window,
-        0 if relative_bias is None else relative_bias.shape[2],
+        x.window,
+        0 if bias is None else bias.shape[2],
         q.dtype is torch.bfloat16,
         is_invariant,
         torch.get_num_threads(),
-        scale,
-        softcap,
+        x.scale,
+        x.softcap,
     )
     if not in_range:
-        check_page_indices(
-            cu_seqlens,
-            seq_lens,
-            page_table,
-            slot_mapping,
-            num_pages=num_pages,
-            page_size=page_size,
-            window=window,
-        )
+        x.check_indices()
     return out, lse

@@ -7,49 +7,21 @@ captured graph of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops import cudnn_attention
 from torch_hybrid.ops.paged_attention import _triton
 from torch_hybrid.ops.paged_attention._triton_write import write_rows
+from torch_hybrid.ops.paged_attention.op import PagedAttention
 
 
-def paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    window: int,
-    softcap: float,
-    planned: Sequence[Tensor],
-) -> Tensor:
-    """Launcher of ``torch_hybrid::paged_attention``."""
-    num_seqs = cudnn_attention.num_prompts(q, k, v, planned)
+def paged_attention(x: PagedAttention) -> Tensor:
+    """Launch ``torch_hybrid::paged_attention``."""
+    num_seqs = cudnn_attention.num_prompts(x.q, x.k, x.v, x.planned or ())
     if num_seqs == 0:
-        out, _ = _triton.paged_attention_with_lse(
-            q,
-            k,
-            v,
-            kv,
-            cu_seqlens,
-            seq_lens,
-            page_table,
-            slot_mapping,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        )
-        return out
-    out, _ = cudnn_attention.attend(q, k, v, num_seqs, scale=scale, with_lse=False)
-    padding_lse = q.new_empty(q.shape[:2], dtype=torch.float32)  # there is no padding in the step
-    write_rows(k, v, kv, cu_seqlens, slot_mapping, out, padding_lse)
+        return _triton.paged_attention_with_lse(x)[0]
+    out, _ = cudnn_attention.attend(x.q, x.k, x.v, num_seqs, scale=x.scale, with_lse=False)
+    padding_lse = x.q.new_empty(x.q.shape[:2], dtype=torch.float32)  # no row is padding
+    write_rows(x, x.kv, out, padding_lse)
     return out

@@ -26,7 +26,7 @@ _MOST_PROCESSORS = 160  # of the GPUs there are
 
 
 def takes_fa3(num_tokens: int, num_seqs: int, device: torch.device) -> bool:
-    """Whether a step of these shapes runs in the form for prefill."""
+    """Tell whether a step of these shapes runs in the form for prefill."""
     return num_tokens > num_seqs and torch.cuda.get_device_capability(device) in HOPPER
 
 
@@ -42,7 +42,7 @@ def plan(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Planned:
-    """FlashInfer's schedule for a step, and where its parts begin.
+    """Make FlashInfer's schedule for a step, and tell where its parts begin.
 
     The tensors are the schedule and, in the form fa2, the tables of pages: offsets, pages, and how
     many rows of the last page of each sequence are in use.
@@ -80,7 +80,7 @@ def plan(
 
 
 def most_partial_rows(num_tokens: int, num_seqs: int, num_q_heads: int, num_kv_heads: int) -> int:
-    """Rows of partial results that any lengths of these shapes may have, of all heads.
+    """Count the rows of partial results that any lengths may have, of all heads.
 
     Blocks have up to 128 rows: of the tokens, each sequence's last one cut short, or as many as two
     for each processor.
@@ -90,18 +90,18 @@ def most_partial_rows(num_tokens: int, num_seqs: int, num_q_heads: int, num_kv_h
 
 
 def fa2_bytes(values: Sequence[int]) -> int:
-    """How much a schedule of the form fa2 takes: a byte for each block comes last."""
+    """Count the bytes of a schedule of the form fa2: a byte for each block comes last."""
     return values[12] + values[0]
 
 
 def fa2_workspace(values: Sequence[int], num_q_heads: int, head_dim: int) -> int:
-    """Bytes of partial results: outputs from offset ``values[10]`` on, then sums."""
+    """Count the bytes of partial results: outputs from offset ``values[10]`` on, then sums."""
     outputs, sums = values[10], values[11]
     return sums + -(-(sums - outputs) // head_dim) + 16 * num_q_heads
 
 
 def tables_of_pages(lengths: Lengths, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets of the sequences in a list of pages, the list, and the rows of each last page.
+    """Make offsets of the sequences in a list of pages, the list, and the rows of each last page.
 
     The list is as long as the page table, whatever the lengths.
     """

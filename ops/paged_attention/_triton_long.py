@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.paged_attention.op import Pages
 from torch_hybrid.ops.triton.attention import attend_to_keys
 from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
 from torch_hybrid.ops.triton.fp8_kv import as_float16
@@ -24,7 +25,7 @@ LEAST_WINDOW = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongTiles:
-    """What a program takes: ``block_m`` rows of ``block_q`` tokens, ``block_kv`` keys at a time."""
+    """Tiles of a program: ``block_m`` rows of ``block_q`` tokens, ``block_kv`` keys at a time."""
 
     block_q: int
     block_m: int
@@ -33,19 +34,20 @@ class LongTiles:
     num_stages: int
 
     @classmethod
-    def of(
-        cls, q: Tensor, *, num_kv_heads: int, num_seqs: int, narrow: bool = False
-    ) -> LongTiles | None:
-        """Tiles for [T, Hq, D] queries; None where they do not fill a GPU, and elsewhere.
+    def of(cls, x: Pages) -> LongTiles | None:
+        """Choose tiles for queries; None where they do not fill a GPU, and elsewhere.
 
-        ``narrow``: what is done beside the products leaves registers for half as many keys.
+        What is done beside the products, for biases of FP8 keys, leaves registers for half as many
+        keys.
         """
-        num_tokens, num_q_heads, head_dim = q.shape
+        num_tokens, num_q_heads, head_dim = x.q.shape
+        num_kv_heads, num_seqs = x.k.shape[1], x.page_table.shape[0]
+        narrow = x.kv_scales is not None and x.relative_bias is not None
         group = num_q_heads // num_kv_heads
         block_m = 128
         num_rows = num_tokens * group
         few = num_rows < block_m * max(num_seqs, -(-PROCESSORS // num_kv_heads))
-        if q.itemsize != 2 or not is_hopper(q.device) or group > block_m or few:
+        if x.q.itemsize != 2 or not is_hopper(x.q.device) or group > block_m or few:
             return None
         return cls(
             block_q=block_m // group,
@@ -56,44 +58,34 @@ class LongTiles:
         )
 
 
-def attend_long(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    window: int,
-    softcap: float,
-    tiles: LongTiles,
-    kv_scales: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-) -> None:
-    """Attend to what earlier steps left in ``kv`` and to ``k`` and ``v``; padding is left alone.
+def attend_long(x: Pages, kv: Tensor, out: Tensor, lse: Tensor, tiles: LongTiles) -> None:
+    """Attend to what earlier steps left in ``kv`` and to this step's rows; padding is left alone.
 
-    With ``kv_scales``, to ``kv`` alone, which has the new rows as they were rounded.
+    FP8 keys are all read from the pages, which have the new rows as they were rounded.
+
+    Args:
+        x: arguments of the op.
+        kv: ``x.kv`` in a dtype that kernels read.
+        out, lse: results, [T, Hq, D] and [T, Hq]. **Mutated**.
+        tiles: of the plain form.
     """
+    q, k, v, page_table, window, bias = x.q, x.k, x.v, x.page_table, x.window, x.relative_bias
     hopper = None
-    if not softcap and kv_scales is None and not 0 < window < LEAST_WINDOW:
-        hopper = HopperTiles.of(q, k, v, kv, windowed=window > 0, biased=relative_bias is not None)
+    if not x.softcap and x.kv_scales is None and not 0 < window < LEAST_WINDOW:
+        hopper = HopperTiles.of(q, k, v, kv, windowed=window > 0, biased=bias is not None)
     if hopper is not None:
         attend_rows(
             q,
             k,
             v,
-            cu_seqlens,
+            x.cu_seqlens,
             out,
             lse,
-            scale=scale,
+            scale=x.scale,
             tiles=hopper,
-            pages=(kv, seq_lens, page_table),
+            pages=(kv, x.seq_lens, page_table),
             window=window,
-            relative_bias=relative_bias,
+            relative_bias=bias,
         )
         return
     num_tokens, num_q_heads, head_dim = q.shape
@@ -104,15 +96,15 @@ def attend_long(
         k,
         v,
         kv,
-        kv_scales,
-        cu_seqlens,
-        seq_lens,
+        x.kv_scales,
+        x.cu_seqlens,
+        x.seq_lens,
         page_table,
-        relative_bias,
+        bias,
         out,
         lse,
-        log2_scale(softcap or scale),
-        scale / softcap if softcap else 1.0,
+        log2_scale(x.softcap or x.scale),
+        x.scale / x.softcap if x.softcap else 1.0,
         window,
         num_seqs,
         q.stride(0),
@@ -133,8 +125,8 @@ def attend_long(
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_KV=tiles.block_kv,
         HAS_WINDOW=window > 0,
-        HAS_SOFTCAP=softcap > 0,
-        REACH=reach_of(relative_bias),
+        HAS_SOFTCAP=x.softcap > 0,
+        REACH=reach_of(bias),
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
         num_warps=tiles.num_warps,
@@ -182,8 +174,9 @@ def _long_kernel(
     REACH: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
 ) -> None:
-    """One program: a block of tokens, the query heads of one key head.
+    """Attend from a block of tokens, in the query heads of one key head, to all that they see.
 
+    Grid: blocks of tokens, key heads.
     A key is counted by its position in the sequence, wherever it lies.
     """
     GROUP: tl.constexpr = HQ // HKV

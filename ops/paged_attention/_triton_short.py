@@ -1,19 +1,23 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Short queries, and float32 ones: programs share the keys of a sequence in splits."""
+"""Short queries, and float32 ones: programs share the keys of a sequence in splits.
+
+FP8 keys and values are fetched two by two. Tensor cores take 16-bit numbers, and what brings a tile
+from shared memory to them moves such: FP8 would go byte by byte where it has to be transposed, as
+values have. So two adjacent numbers of a row travel as one 16-bit number, and part when they are
+widened: the even dims make one product, the odd dims another.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.paged_attention._triton_pairs import attend_to_pairs
 from torch_hybrid.ops.paged_attention._triton_tiles import Tiles
-from torch_hybrid.ops.triton.devices import interpreted, is_hopper
+from torch_hybrid.ops.paged_attention.op import Pages
+from torch_hybrid.ops.triton.devices import converts_fp8, interpreted
+from torch_hybrid.ops.triton.fp8_kv import float16_factors, widen_pairs
 from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
 from torch_hybrid.ops.triton.relative_bias import (
     biases_of_rows,
@@ -23,89 +27,49 @@ from torch_hybrid.ops.triton.relative_bias import (
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits, tanh
 
 
-def attend_short(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    window: int,
-    softcap: float,
-    kv_scales: Tensor | None = None,
-    is_invariant: bool = False,
-    relative_bias: Tensor | None = None,
-) -> None:
-    """Attend to ``kv``, which has the new rows; write ``out`` and ``lse``.
+def attend_short(x: Pages, kv: Tensor, out: Tensor, lse: Tensor, *, is_invariant: bool) -> None:
+    """Attend to ``kv``, which has the new rows.
 
-    ``is_invariant``: in tiles that do not depend on the batch.
+    Args:
+        x: arguments of the op.
+        kv: ``x.kv`` in a dtype that kernels read.
+        out, lse: results, [T, Hq, D] and [T, Hq]. **Mutated**.
+        is_invariant: whether tiles do not depend on the batch.
     """
-    _, _, page_size, num_kv_heads, head_dim = kv.shape
-    num_tokens, num_q_heads, _ = q.shape
-    num_seqs, max_pages = page_table.shape
-    tiles = Tiles.of(
-        num_tokens=num_tokens,
-        num_seqs=num_seqs,
-        num_kv_heads=num_kv_heads,
-        group=num_q_heads // num_kv_heads,
-        head_dim=head_dim,
-        itemsize=q.itemsize,
-        max_keys=max_pages * page_size,
-        in_pairs=kv_scales is not None,
-        hopper=is_hopper(kv.device),
-        is_invariant=is_invariant,
-    )
-    queries_and_keys = (q, kv, cu_seqlens, seq_lens, page_table)
-    attend: Callable[..., None] = _attend
-    if kv_scales is not None:
-        attend = partial(attend_to_pairs, kv_scales=kv_scales)
+    tiles = Tiles.of(x, is_invariant=is_invariant)
     if tiles.num_splits == 1:
-        attend(*queries_and_keys, out, lse, scale, window, softcap, relative_bias, tiles)
+        _attend(x, kv, out, lse, tiles)
         return
     partial_out = out.new_empty(tiles.num_splits, *out.shape, dtype=torch.float32)
     partial_lse = lse.new_empty(tiles.num_splits, *lse.shape)
-    splits = (partial_out, partial_lse)
-    attend(*queries_and_keys, *splits, scale, window, softcap, relative_bias, tiles)
-    merge_splits(partial_out, partial_lse, cu_seqlens, out, lse)
+    _attend(x, kv, partial_out, partial_lse, tiles)
+    merge_splits(partial_out, partial_lse, x.cu_seqlens, out, lse)
 
 
-def _attend(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    relative_bias: Tensor | None,
-    tiles: Tiles,
-) -> None:
+def _attend(x: Pages, kv: Tensor, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row."""
+    q, page_table = x.q, x.page_table
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, page_size, num_kv_heads, _ = kv.shape
+    rows = kv if x.kv_scales is None else kv.view(torch.int16)
     _attend_kernel[(tiles.num_blocks, num_kv_heads, tiles.num_splits)](
         q,
-        kv,
-        cu_seqlens,
-        seq_lens,
+        rows,
+        x.kv_scales,
+        x.cu_seqlens,
+        x.seq_lens,
         page_table,
-        relative_bias,
+        x.relative_bias,
         out,
         lse,
-        log2_scale(softcap or scale),
-        scale / softcap if softcap else 1.0,
-        window,
+        log2_scale(x.softcap or x.scale),
+        x.scale / x.softcap if x.softcap else 1.0,
+        x.window,
         num_tokens,
         page_table.shape[0],
         q.stride(0),
         q.stride(1),
-        kv.stride(0),
+        rows.stride(0),
         page_table.stride(0),
         page_table.stride(1),
         HQ=num_q_heads,
@@ -114,15 +78,16 @@ def _attend(
         PAGE_SIZE=page_size,
         BLOCK_Q=tiles.block_q,
         BLOCK_M=tiles.block_m,
-        BLOCK_D=tiles.block_d,
+        BLOCK_ROW=tiles.block_row,
         BLOCK_KV=tiles.block_kv,
         NUM_SPLITS=tiles.num_splits,
-        HAS_WINDOW=window > 0,
-        HAS_SOFTCAP=softcap > 0,
+        HAS_WINDOW=x.window > 0,
+        HAS_SOFTCAP=x.softcap > 0,
         ALIGNED=tiles.are_aligned,
-        REACH=reach_of(relative_bias),
+        REACH=reach_of(x.relative_bias),
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
+        CONVERTS=converts_fp8(q.device),
         num_warps=tiles.num_warps,
         num_stages=3,  # page numbers are fetched two tiles ahead, keys and values one
         enable_fp_fusion=True,
@@ -133,6 +98,7 @@ def _attend(
 def _attend_kernel(
     q: tl.tensor,
     kv: tl.tensor,
+    kv_scales: tl.tensor,
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
     page_table: tl.tensor,
@@ -155,7 +121,7 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -163,9 +129,15 @@ def _attend_kernel(
     ALIGNED: tl.constexpr,
     REACH: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ) -> None:
-    """One program: a block of tokens, the query heads of one key head, one split of the keys."""
+    """Attend from a block of tokens, in the query heads of one key head, to one split of the keys.
+
+    Grid: blocks of tokens, key heads, splits. With ``kv_scales`` the pool is of pairs.
+    """
     GROUP: tl.constexpr = HQ // HKV
+    IN_PAIRS: tl.constexpr = kv_scales is not None
+    WIDTH: tl.constexpr = D // 2 if IN_PAIRS else D  # what is fetched of a row
     head_kv = tl.program_id(1)
     split = tl.program_id(2)
     seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
@@ -176,16 +148,32 @@ def _attend_kernel(
         return
 
     row = tl.arange(0, BLOCK_M)
-    index_d = tl.arange(0, BLOCK_D)
+    index = tl.arange(0, BLOCK_ROW)
     token = first_token + row // GROUP
     head = head_kv * GROUP + row % GROUP
     mask_m = (row < BLOCK_Q * GROUP) & (token < end)
-    mask_d = index_d < D
+    mask_d = index < WIDTH
     mask_q = mask_m[:, None] & mask_d[None, :]
     offset_q = token.to(tl.int64) * stride_q_token + head * stride_q_head
-    b_q = tl.load(q + offset_q[:, None] + index_d[None, :], mask=mask_q, other=0.0)
-    if FLOAT32_PRODUCTS:
-        b_q = b_q.to(tl.float32)
+    if IN_PAIRS:
+        p_q = q + offset_q[:, None] + 2 * index[None, :]
+        b_q = tl.load(p_q, mask=mask_q, other=0.0)
+        q_odd = tl.load(p_q + 1, mask=mask_q, other=0.0)
+        if HAS_SOFTCAP:
+            cap_scale *= tl.load(kv_scales + head_kv)
+        else:
+            scale_log2 *= tl.load(kv_scales + head_kv)
+    else:
+        b_q = tl.load(q + offset_q[:, None] + index[None, :], mask=mask_q, other=0.0)
+        if FLOAT32_PRODUCTS:
+            b_q = b_q.to(tl.float32)
+    IN_FLOAT16: tl.constexpr = IN_PAIRS and b_q.dtype == tl.bfloat16
+    if IN_FLOAT16:
+        b_q, q_odd = b_q.to(tl.float32), q_odd.to(tl.float32)
+        largest = tl.max(tl.maximum(tl.abs(b_q), tl.abs(q_odd)), 1)
+        factor, q_worth = float16_factors(largest)
+        b_q = (b_q * factor[:, None]).to(tl.float16)
+        q_odd = (q_odd * factor[:, None]).to(tl.float16)
 
     # Positions in the sequence: of each row's own token, and the keys that the block can see.
     ahead = tl.load(seq_lens + seq) - end
@@ -208,9 +196,11 @@ def _attend_kernel(
     # Running maximum of each row's logits, in log2 units, and sum of their exponentials.
     peak = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    b_o = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    b_o = tl.zeros([BLOCK_M, BLOCK_ROW], dtype=tl.float32)  # of the even dims, where in pairs
+    if IN_PAIRS:
+        o_odd = tl.zeros([BLOCK_M, BLOCK_ROW], dtype=tl.float32)
     table = page_table + seq.to(tl.int64) * stride_table_seq
-    heads = kv + head_kv * D + index_d
+    heads = kv + head_kv * WIDTH + index
     # Tiles are counted from 0: with another lower bound the compiler loses sight of the
     # alignment of what is loaded, and loads element by element.
     for tile in range(tl.cdiv(split_end - split_begin, BLOCK_KV)):
@@ -220,15 +210,21 @@ def _attend_kernel(
             mask_key &= key >= first_key
         page = tl.load(table + key // PAGE_SIZE * stride_table_page, mask=mask_key, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
-        p_k = heads[None, :] + slot[:, None] * (HKV * D)
+        p_k = heads[None, :] + slot[:, None] * (HKV * WIDTH)
         mask_kv = mask_key[:, None] & mask_d[None, :]
-        b_k = tl.load(p_k, mask=mask_kv, other=0.0)
-        b_v = tl.load(p_k + stride_values, mask=mask_kv, other=0.0)
-        if FLOAT32_PRODUCTS:
+        b_k = tl.load(p_k, mask=mask_kv, other=0)
+        b_v = tl.load(p_k + stride_values, mask=mask_kv, other=0)
+        if IN_PAIRS:
+            b_k, k_odd = widen_pairs(b_k, b_q.dtype, CONVERTS)
+        elif FLOAT32_PRODUCTS:
             b_k = b_k.to(tl.float32)
             b_v = b_v.to(tl.float32)
 
         products = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float32, input_precision="ieee")
+        if IN_PAIRS:
+            products = tl.dot(q_odd, tl.trans(k_odd), products, input_precision="ieee")
+            if IN_FLOAT16:
+                products *= q_worth[:, None]
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)
         if relative_bias is not None:
@@ -238,12 +234,27 @@ def _attend_kernel(
             visible &= key[None, :] > position[:, None] - window
         products = tl.where(visible, products, -float("inf"))
         weights, rescale, peak, total = advance(products, unit, peak, total)
-        b_o *= rescale[:, None]
-        b_o = tl.dot(weights.to(b_v.dtype), b_v, b_o, input_precision="ieee")
+        if IN_PAIRS:
+            weights = weights.to(b_q.dtype)
+            b_v, v_odd = widen_pairs(b_v, b_q.dtype, CONVERTS)
+            b_o = tl.dot(weights, b_v, b_o * rescale[:, None], input_precision="ieee")
+            o_odd = tl.dot(weights, v_odd, o_odd * rescale[:, None], input_precision="ieee")
+        else:
+            b_o *= rescale[:, None]
+            b_o = tl.dot(weights.to(b_v.dtype), b_v, b_o, input_precision="ieee")
 
     total, b_lse = finish(peak, total)
     row_out = (split.to(tl.int64) * num_tokens + token) * HQ + head
     tl.store(lse + row_out, b_lse, mask=mask_m)
-    p_out = out + row_out[:, None] * D + index_d[None, :]
-    b_o = (b_o / total[:, None]).to(out.dtype.element_ty)
-    tl.store(p_out, b_o, mask=mask_q & (split_begin < split_end))
+    if IN_PAIRS:
+        value_scale = tl.load(kv_scales + HKV + head_kv)
+        mask_out = mask_q & (split_begin < split_end)
+        p_out = out + row_out[:, None] * D + 2 * index[None, :]
+        b_o = (b_o * value_scale / total[:, None]).to(out.dtype.element_ty)
+        o_odd = (o_odd * value_scale / total[:, None]).to(out.dtype.element_ty)
+        tl.store(p_out, b_o, mask=mask_out)
+        tl.store(p_out + 1, o_odd, mask=mask_out)
+    else:
+        p_out = out + row_out[:, None] * D + index[None, :]
+        b_o = (b_o / total[:, None]).to(out.dtype.element_ty)
+        tl.store(p_out, b_o, mask=mask_q & (split_begin < split_end))

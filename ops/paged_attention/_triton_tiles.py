@@ -1,4 +1,4 @@
-"""How short queries are cut into programs."""
+"""Tiles of short queries: the cut of their work into programs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import triton
 
+from torch_hybrid.ops.paged_attention.op import Pages
+from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.ragged import num_blocks
 
 # Two programs for each processor of the GPUs this is meant for (108 to 148 processors).
@@ -15,7 +17,7 @@ _MAX_SPLITS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """How the work is cut. Decided by shapes alone, so that a captured graph serves any lengths.
+    """Cut of the work. Decided by shapes alone, so that a captured graph serves any lengths.
 
     A program owns ``block_q`` consecutive tokens of one sequence and one key head; its
     ``block_m`` rows are those tokens times the query heads that share the key head.
@@ -23,7 +25,7 @@ class Tiles:
 
     block_q: int
     block_m: int
-    block_d: int
+    block_row: int  # numbers that are fetched of a row of keys, or pairs of numbers
     block_kv: int
     num_blocks: int
     num_splits: int
@@ -31,29 +33,24 @@ class Tiles:
     are_aligned: bool  # tiles of keys begin at multiples of block_kv, also in a window
 
     @classmethod
-    def of(
-        cls,
-        *,
-        num_tokens: int,
-        num_seqs: int,
-        num_kv_heads: int,
-        group: int,
-        head_dim: int,
-        itemsize: int,
-        max_keys: int,
-        in_pairs: bool,
-        hopper: bool,
-        is_invariant: bool = False,
-    ) -> Tiles:
-        """Tiles for ``num_tokens`` of ``num_seqs`` sequences of at most ``max_keys`` keys each.
+    def of(cls, x: Pages, *, is_invariant: bool) -> Tiles:
+        """Choose tiles for the tokens of a call.
 
-        ``in_pairs``: keys and values have 8 bits, so that twice as many fit; four warps hold those
-        of wide heads on Hopper alone. ``is_invariant``: as for as many tokens as a program takes,
-        whose keys are not split.
+        Of FP8 keys and values twice as many fit; four warps hold those of wide heads on
+        Hopper alone.
+
+        Args:
+            x: arguments of the op.
+            is_invariant: whether tiles are those for as many tokens as a program takes, whose keys
+                are not split.
         """
+        num_tokens, num_q_heads, head_dim = x.q.shape
+        (num_seqs, max_pages), num_kv_heads = x.page_table.shape, x.kv.shape[3]
+        group, in_pairs = num_q_heads // num_kv_heads, x.kv_scales is not None
+        hopper = is_hopper(x.kv.device)
         # float32 products run outside the tensor cores, on operands held in registers: larger
         # tiles spill.
-        tensor_cores = itemsize == 2
+        tensor_cores = x.q.itemsize == 2
         block_d = max(16, triton.next_power_of_2(head_dim))
         most_rows = 64 if tensor_cores else 16
         tokens_per_seq = triton.cdiv(num_tokens, max(1, num_seqs))
@@ -68,12 +65,12 @@ class Tiles:
         busy_programs = max(num_seqs, num_tokens // block_q) * num_kv_heads
         most_splits = 1 if is_invariant else _MAX_SPLITS
         wanted_splits = min(most_splits, _TARGET_PROGRAMS // max(1, busy_programs))
-        useful_splits = triton.cdiv(max_keys, block_kv)
+        useful_splits = triton.cdiv(max_pages * x.kv.shape[2], block_kv)
         num_splits = max(1, min(wanted_splits, useful_splits))
         return cls(
             block_q=block_q,
             block_m=block_m,
-            block_d=block_d,
+            block_row=max(16, block_d // 2) if in_pairs else block_d,
             block_kv=block_kv,
             num_blocks=num_blocks(num_tokens, num_seqs, block_q),
             num_splits=1 << (num_splits.bit_length() - 1),

@@ -7,33 +7,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.paged_attention.op import Pages
 from torch_hybrid.ops.triton.fp8_kv import narrow
 
 
-def write_rows(
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    slot_mapping: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kv_scales: Tensor | None = None,
-) -> None:
+def write_rows(x: Pages, kv: Tensor, out: Tensor, lse: Tensor) -> None:
     """Put the new rows into their pages, and the identity of a merge into padding rows.
 
     A launch of its own: the kernel that attends reads rows which other programs write here.
+
+    Args:
+        x: arguments of the op.
+        kv: ``x.kv`` in a dtype that kernels write. **Mutated**.
+        out, lse: results, [T, Hq, D] and [T, Hq]. **Mutated**.
     """
+    k, v, cu_seqlens = x.k, x.v, x.cu_seqlens
     num_tokens, num_kv_heads, head_dim = k.shape
     _write_kernel[(num_tokens,)](
         k,
         v,
         kv,
         cu_seqlens,
-        slot_mapping,
+        x.slot_mapping,
         out,
         lse,
-        kv_scales,
+        x.kv_scales,
         cu_seqlens.shape[0] - 1,
         k.stride(0),
         k.stride(1),
@@ -72,7 +70,7 @@ def _write_kernel(
     BLOCK_HQ: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: one token."""
+    """Write the rows of a token. Grid: tokens."""
     token = tl.program_id(0).to(tl.int64)
     if token < tl.load(cu_seqlens + num_seqs):
         slot = tl.load(slot_mapping + token).to(tl.int64)

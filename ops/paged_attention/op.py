@@ -1,37 +1,37 @@
-"""paged_attention: public functions, validation, schemas and the list of implementations."""
+"""paged_attention: declarations of the ops, and the list of implementations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import (
     BATCH_INVARIANT,
-    FLOATS,
     FLOATS_AND_FLOAT64,
     NO_FEATURES,
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.registration import (
-    check_contiguous,
-    check_dtypes,
-    check_impl,
-    check_planned,
-    check_scale,
-    check_shapes,
-    define_op,
-    given,
+from torch_hybrid.ops.core.declare import (
+    NO_DEFAULT,
+    Dense,
+    Index,
+    Op,
+    Pool,
+    Rows,
+    Strided,
+    define,
+    like,
+    pair_made,
 )
+from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.core.registration import check_contiguous, check_scale, check_shapes
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
-from torch_hybrid.ops.flashinfer.library import (
-    BLACKWELL,
-    NEVER_RAN,
-    flashinfer_missing,
-    with_flashinfer,
-)
+from torch_hybrid.ops.flashinfer.library import flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.formats import fp8_kv
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
@@ -45,61 +45,52 @@ _OWN_FEATURES = FEATURES | {fp8_kv.FEATURE, RELATIVE_BIAS}
 
 _PACKAGE = "torch_hybrid.ops.paged_attention"
 _HALVES = frozenset({torch.bfloat16, torch.float16})
-_BACKENDS = {
-    "cpp": (
-        "_cpu",
-        Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            multiples={"head_dim": 16},
-            features=_OWN_FEATURES,
-            available=compiler_missing,
-        ),
-    ),
-    "cpp_invariant": (
-        "_cpu_invariant",
-        Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            multiples={"head_dim": 16},
-            features=_OWN_FEATURES | {BATCH_INVARIANT},
-            available=compiler_missing,
-        ),
-    ),
-    "triton": (
-        "_triton",
-        Capability(
-            devices=triton_devices(),
-            limits={"head_dim": 256},
-            features=_OWN_FEATURES,
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-    ),
-    "triton_invariant": (
-        "_triton_invariant",
-        Capability(
-            devices=triton_devices(),
-            limits={"head_dim": 256},
-            features=_OWN_FEATURES | {BATCH_INVARIANT},
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-    ),
-    "torch": (
-        "_torch",
-        Capability(
-            devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, features=_OWN_FEATURES
-        ),
-    ),
-}
+_CPP = Capability(
+    devices=frozenset({"cpu"}),
+    dtypes=frozenset({torch.float32, torch.bfloat16}),
+    multiples={"head_dim": 16},
+    features=_OWN_FEATURES,
+    available=compiler_missing,
+)
+_TRITON = Capability(
+    devices=triton_devices(),
+    limits={"head_dim": 256},
+    features=_OWN_FEATURES,
+    cuda_graph=True,
+    available=triton_missing,
+)
+
+
+def _invariant(capability: Capability) -> Capability:
+    return replace(capability, features=capability.features | {BATCH_INVARIANT})
 
 
 WITH_LSE_IMPLEMENTATIONS = {
-    name: Implementation(
-        capability=capability, launcher=f"{_PACKAGE}.{module}:paged_attention_with_lse"
-    )
-    for name, (module, capability) in _BACKENDS.items()
+    "cpp": Implementation(
+        capability=_CPP, launcher=f"{_PACKAGE}._cpu:paged_attention_with_lse", checks_indices=True
+    ),
+    # A token has the bits that it has alone: keys are met in blocks of 64 from the sequence's first
+    # on, one after the other, and no sequence is split.
+    "cpp_invariant": Implementation(
+        capability=_invariant(_CPP),
+        launcher=f"{_PACKAGE}._cpu:paged_attention_with_lse",
+        options={"is_invariant": True},
+        checks_indices=True,
+    ),
+    "triton": Implementation(
+        capability=_TRITON, launcher=f"{_PACKAGE}._triton:paged_attention_with_lse"
+    ),
+    "triton_invariant": Implementation(
+        capability=_invariant(_TRITON),
+        launcher=f"{_PACKAGE}._triton:paged_attention_with_lse",
+        options={"is_invariant": True},
+    ),
+    "torch": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, features=_OWN_FEATURES
+        ),
+        launcher=f"{_PACKAGE}._torch:paged_attention_with_lse",
+    ),
 }
 _CUDNN = Implementation(
     capability=Capability(
@@ -130,41 +121,77 @@ IMPLEMENTATIONS = with_flashinfer(
         launcher=f"{_PACKAGE}._flashinfer:paged_attention",
         planner=f"{_PACKAGE}._flashinfer_plan:plan",
     ),
-    flashinfer_trtllm=Implementation(
-        capability=Capability(
-            devices=frozenset({"cuda"}),
-            dtypes=_HALVES,
-            one_of={"head_dim": (64, 128, 256), "page_size": (16, 32, 64, 128)},
-            features=frozenset({"extend", "sliding_window"}),
-            cuda_graph=True,
-            available=flashinfer_missing(capabilities=BLACKWELL),
-        ),
-        launcher=f"{_PACKAGE}._flashinfer_trtllm:paged_attention",
-        planner="torch_hybrid.ops.flashinfer.blackwell:plan_any",
-        by_name=NEVER_RAN,
-    ),
 )
 
 
-def paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    relative_bias: Tensor | None = None,
-    kv_scales: Tensor | None = None,
-    planned: Sequence[Tensor] = (),
-    impl: str,
-) -> Tensor:
-    """Write the new keys and values into their pages, then attend causally to the pages.
+@dataclass(slots=True)
+class Pages(Op):
+    """Base of both ops, whose arguments these are but for the last."""
+
+    q: Annotated[Tensor, Rows("Hq", "D", last_dim=True)]
+    k: Annotated[Tensor, Rows("Hkv", "D", counts=False, last_dim=True)]
+    v: Annotated[Tensor, Rows("Hkv", "D", counts=False, last_dim=True)]
+    kv: Annotated[Tensor, Pool("P", "page_size", "Hkv", "D", size="2", dtype="any")]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    seq_lens: Annotated[Tensor, Index("N")]
+    page_table: Annotated[Tensor, Index("N", "M", counts=True, last_dim=True)]
+    slot_mapping: Annotated[Tensor, Index("T")]
+    scale: float = field(kw_only=True)
+    window: Annotated[int, NO_DEFAULT] = field(default=0, kw_only=True)
+    softcap: Annotated[float, NO_DEFAULT] = field(default=0.0, kw_only=True)
+    kv_scales: Annotated[Tensor | None, Dense("2", "Hkv", dtype=torch.float32)] = field(
+        default=None, kw_only=True
+    )
+    if TYPE_CHECKING:
+        relative_bias: Tensor | None = field(default=None, kw_only=True)
+
+    def features(self) -> frozenset[str]:
+        """List what not all implementations have: FP8 keys, and biases."""
+        bias = NO_FEATURES if self.relative_bias is None else {RELATIVE_BIAS}
+        return fp8_kv.features_of(self.kv.dtype) | bias
+
+    def check(self) -> None:
+        """Raise ValueError unless the pool fits the heads, and options are in range."""
+        num_q_heads, num_kv_heads = self.q.shape[1], self.kv.shape[3]
+        if num_q_heads % num_kv_heads:
+            raise ValueError(
+                f"q heads must be a multiple of the {num_kv_heads} key heads, got {num_q_heads}"
+            )
+        fp8_kv.check_pool_dtype("kv", self.kv, self.q.dtype)
+        fp8_kv.check_pairs(self.kv, head_dim=self.q.shape[2])
+        fp8_kv.check_scales("kv_scales", self.kv, self.kv_scales, 2, num_kv_heads)
+        check_scale(self.scale)
+        if self.window < 0:
+            raise ValueError(f"window must be 0 or a number of keys, got {self.window}")
+        if self.softcap < 0:
+            raise ValueError(f"softcap must be 0 or positive, got {self.softcap}")
+        if self.relative_bias is not None:
+            self._check_bias(self.relative_bias)
+
+    def _check_bias(self, bias: Tensor) -> None:
+        if bias.dim() != 3 or not bias.shape[2]:
+            raise ValueError(
+                f"relative_bias must have shape [T, Hq, R] with R > 0, got {list(bias.shape)}"
+            )
+        check_shapes({RELATIVE_BIAS: (bias, (*self.q.shape[:2], bias.shape[2]))})
+        check_contiguous(relative_bias=bias)
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless every index that a call uses is inside its pool."""
+        check_page_indices(
+            self.cu_seqlens,
+            self.seq_lens,
+            self.page_table,
+            self.slot_mapping,
+            num_pages=self.kv.shape[1],
+            page_size=self.kv.shape[2],
+            window=self.window,
+        )
+
+
+@dataclass(slots=True)
+class PagedAttention(Pages):
+    """Causal attention to pages, after the new keys and values are written into them.
 
     One call serves any mix of lengths: N sequences, their T new tokens packed, Hq query heads,
     Hkv key heads (query head i reads key head ``i // (Hq // Hkv)``), P pages. Query i of a
@@ -176,7 +203,7 @@ def paged_attention(
         k: [T, Hkv, D], as q.
         v: [T, Hkv, D], as q.
         kv: [2, P, page_size, Hkv, D], dtype of q or float8_e4m3fn, contiguous; keys in ``kv[0]``,
-            values in ``kv[1]``. Mutated: the rows that ``slot_mapping`` names, rounded to 8 bits
+            values in ``kv[1]``. Mutated: the rows that ``slot_mapping`` names, rounded to FP8
             as ``ops.fp8_kv`` says; the new tokens attend to what was rounded.
         cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
         seq_lens: [N] int32, total length of each sequence, new tokens included.
@@ -187,10 +214,10 @@ def paged_attention(
         window: number of keys that a query sees, itself included; 0 for all.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0.0 for none (Gemma 2).
         relative_bias: [T, Hq, R] in q's dtype, contiguous: element d is added, after a softcap, to
-            a query's logit of the key d tokens before it, and nothing to keys R tokens before it
-            or more (Inkling). Those of padding tokens are not read.
+            a query's logit of the key d tokens before it. Keys R tokens before it or more get
+            nothing (Inkling). Those of padding tokens are not read.
         kv_scales: [2, Hkv] float32, positive: what a number of float8_e4m3fn is worth in the keys
-            and in the values of each head. For a pool of 8 bits alone.
+            and in the values of each head. For an FP8 pool alone.
         planned: for an implementation that plans, what its planner made for these lengths: its
             tensors, and its values as a tensor on the host.
         impl: name in IMPLEMENTATIONS.
@@ -202,50 +229,13 @@ def paged_attention(
         ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
             an index is outside its pool.
     """
-    _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, kv_scales)
-    _validate_options(scale, window, softcap)
-    _validate_bias(relative_bias, q)
-    sizes = {"head_dim": q.shape[-1], "page_size": kv.shape[2]}
-    features = _features_of(kv, relative_bias)
-    check_impl(impl, IMPLEMENTATIONS, q.device, sizes, features=features)
-    check_planned(impl, IMPLEMENTATIONS, planned)
-    out: Tensor = _PAGED_ATTENTION(
-        q,
-        k,
-        v,
-        kv,
-        cu_seqlens,
-        seq_lens,
-        page_table,
-        slot_mapping,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        impl=impl,
-        **fp8_kv.given_scales("kv_scales", kv_scales),
-        **given(planned),
-        **_given_bias(relative_bias),
-    )
-    return out
+
+    planned: Sequence[Tensor] | None = field(default=(), kw_only=True)
+    relative_bias: Annotated[Tensor | None, Strided("...")] = field(default=None, kw_only=True)
 
 
-def paged_attention_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    relative_bias: Tensor | None = None,
-    kv_scales: Tensor | None = None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+@dataclass(slots=True)
+class PagedAttentionWithLse(Pages):
     """:func:`paged_attention` that also returns the log-sum-exp of each row's logits.
 
     ``impl`` is a name in WITH_LSE_IMPLEMENTATIONS.
@@ -256,148 +246,25 @@ def paged_attention_with_lse(
     Returns:
         The output, [T, Hq, D] in the dtype of q, and the natural-log LSE, [T, Hq] float32.
     """
-    _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, kv_scales)
-    _validate_options(scale, window, softcap)
-    _validate_bias(relative_bias, q)
-    sizes, features = {"head_dim": q.shape[-1]}, _features_of(kv, relative_bias)
-    check_impl(impl, WITH_LSE_IMPLEMENTATIONS, q.device, sizes, features=features)
-    out, lse = _PAGED_ATTENTION_WITH_LSE(
-        q,
-        k,
-        v,
-        kv,
-        cu_seqlens,
-        seq_lens,
-        page_table,
-        slot_mapping,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        impl=impl,
-        **fp8_kv.given_scales("kv_scales", kv_scales),
-        **_given_bias(relative_bias),
-    )
-    return out, lse
+
+    relative_bias: Annotated[Tensor | None, Strided("...")] = field(default=None, kw_only=True)
 
 
-def _validate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    kv_scales: Tensor | None,
-) -> None:
-    for name, tensor, dim in (("q", q, 3), ("kv", kv, 5), ("page_table", page_table, 2)):
-        if tensor.dim() != dim:
-            raise ValueError(f"{name} must have {dim} dimensions, got {tensor.dim()}")
-    num_tokens, num_q_heads, head_dim = q.shape
-    _, num_pages, page_size, num_kv_heads, _ = kv.shape
-    num_seqs = page_table.shape[0]
-    check_shapes(
-        {
-            "kv": (kv, (2, num_pages, page_size, num_kv_heads, head_dim)),
-            "k": (k, (num_tokens, num_kv_heads, head_dim)),
-            "v": (v, (num_tokens, num_kv_heads, head_dim)),
-            "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
-            "seq_lens": (seq_lens, (num_seqs,)),
-            "slot_mapping": (slot_mapping, (num_tokens,)),
-        }
-    )
-    if num_q_heads % num_kv_heads:
-        raise ValueError(
-            f"q heads must be a multiple of the {num_kv_heads} key heads, got {num_q_heads}"
-        )
-    if q.dtype not in FLOATS and q.dtype != torch.float64:
-        raise ValueError(f"q must be a floating point tensor, got {q.dtype}")
-    check_dtypes({"k": (k, q.dtype), "v": (v, q.dtype)})
-    fp8_kv.check_pool_dtype("kv", kv, q.dtype)
-    fp8_kv.check_pairs(kv, head_dim=head_dim)
-    fp8_kv.check_scales("kv_scales", kv, kv_scales, 2, num_kv_heads)
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("page_table", page_table)):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must have a contiguous last dim, got {tensor.stride()}")
-    if not kv.is_contiguous():
-        raise ValueError(f"kv must be contiguous, got strides {kv.stride()}")
-    index = {"cu_seqlens": cu_seqlens, "seq_lens": seq_lens, "slot_mapping": slot_mapping}
-    check_contiguous(**index)
-    check_dtypes(
-        {
-            "page_table": (page_table, torch.int32),
-            **{name: (tensor, torch.int32) for name, tensor in index.items()},
-        }
-    )
+def _empty(x: PagedAttentionWithLse) -> tuple[Tensor, Tensor]:
+    return x.q.new_empty(x.q.shape), x.q.new_empty(x.q.shape[:2], dtype=torch.float32)
 
 
-def _validate_options(scale: float, window: int, softcap: float) -> None:
-    check_scale(scale)
-    if window < 0:
-        raise ValueError(f"window must be 0 or a number of keys, got {window}")
-    if softcap < 0:
-        raise ValueError(f"softcap must be 0 or positive, got {softcap}")
-
-
-def _validate_bias(relative_bias: Tensor | None, q: Tensor) -> None:
-    if relative_bias is None:
-        return
-    if relative_bias.dim() != 3 or not relative_bias.shape[2]:
-        raise ValueError(
-            f"relative_bias must have shape [T, Hq, R] with R > 0, got {list(relative_bias.shape)}"
-        )
-    check_shapes({RELATIVE_BIAS: (relative_bias, (*q.shape[:2], relative_bias.shape[2]))})
-    check_dtypes({RELATIVE_BIAS: (relative_bias, q.dtype)})
-    check_contiguous(relative_bias=relative_bias)
-
-
-def _features_of(kv: Tensor, relative_bias: Tensor | None) -> frozenset[str] | None:
-    """What the arguments want that not all implementations have; None where it is nothing."""
-    bias = NO_FEATURES if relative_bias is None else {RELATIVE_BIAS}
-    return fp8_kv.features_of(kv.dtype) | bias or None
-
-
-def _given_bias(relative_bias: Tensor | None) -> dict[str, Tensor]:
-    """The argument of an op, left out where there is none."""
-    return {} if relative_bias is None else {RELATIVE_BIAS: relative_bias}
-
-
-_TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor(a!) kv, Tensor cu_seqlens, Tensor seq_lens,"
-    " Tensor page_table, Tensor slot_mapping"
+paged_attention = define(
+    PagedAttention,
+    IMPLEMENTATIONS,
+    returns=like("q"),
+    limited={"head_dim": "D"},
+    names_ndim=True,
 )
-_OPTIONS = "float scale, int window, float softcap, str impl, Tensor? kv_scales=None"
-_BIAS = "Tensor? relative_bias=None"
-
-
-def _fake_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    window: int,
-    softcap: float,
-    impl: str,
-    kv_scales: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-_PAGED_ATTENTION = define_op(
-    f"paged_attention({_TENSORS}, *, {_OPTIONS}, Tensor[]? planned=None, {_BIAS}) -> Tensor",
-    like=["q"],
-    implementations=IMPLEMENTATIONS,
-)
-_PAGED_ATTENTION_WITH_LSE = define_op(
-    f"paged_attention_with_lse({_TENSORS}, *, {_OPTIONS}, {_BIAS}) -> (Tensor, Tensor)",
-    fake=_fake_with_lse,
-    implementations=WITH_LSE_IMPLEMENTATIONS,
+paged_attention_with_lse = define(
+    PagedAttentionWithLse,
+    WITH_LSE_IMPLEMENTATIONS,
+    returns=pair_made(_empty),
+    limited={"head_dim": "D"},
+    names_ndim=True,
 )

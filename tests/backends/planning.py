@@ -19,7 +19,7 @@ from torch_hybrid.ops.delta_rule.op import (
 )
 from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
 from torch_hybrid.ops.paged_attention import _torch
-from torch_hybrid.ops.paged_attention.op import FEATURES
+from torch_hybrid.ops.paged_attention.op import FEATURES, PagedAttention
 from torch_hybrid.ops.ragged_attention import _torch as _ragged
 from torch_hybrid.ops.ssd import _torch as _ssd
 
@@ -40,27 +40,14 @@ def plan(lengths: Lengths, *, num_q_heads: int, device: torch.device, **_: Any) 
     )
 
 
-def paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    planned: Sequence[Tensor],
-    **options: Any,
-) -> Tensor:
+def paged_attention(x: PagedAttention) -> Tensor:
     """As implementation "torch", where all that was planned is of this step."""
-    doubled, tokens, values = planned
-    assert torch.equal(doubled, 2 * seq_lens)
-    assert int(tokens) == int(cu_seqlens[-1]) + len(q)
-    assert values.tolist() == [int(seq_lens.max()), q.shape[1]]
+    doubled, tokens, values = x.planned or ()
+    assert torch.equal(doubled, 2 * x.seq_lens)
+    assert int(tokens) == int(x.cu_seqlens[-1]) + len(x.q)
+    assert values.tolist() == [int(x.seq_lens.max()), x.q.shape[1]]
     LAUNCHED.append(tuple(values.tolist()))
-    index = (cu_seqlens, seq_lens, page_table, slot_mapping)
-    return _torch.paged_attention_with_lse(q, k, v, kv, *index, **options)[0]
+    return _torch.paged_attention_with_lse(x)[0]
 
 
 EXPANDED = Implementation(

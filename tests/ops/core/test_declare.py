@@ -623,3 +623,31 @@ def test_what_was_planned_reaches_those_that_plan():
         planned_op(x, impl="must")
     with pytest.raises(ValueError, match="impl 'torch' plans nothing, got 1 planned tensors"):
         planned_op(x, impl="torch", planned=planned)
+
+
+def test_a_pool_whose_dtype_the_op_checks():
+    @dataclass(slots=True)
+    class DeclaredCache(Op):
+        """Add the number of a pool's rows, of any dtype, to each element."""
+
+        x: Annotated[Tensor, Rows("D")]
+        kept: Annotated[Tensor, Pool("D", dtype="any")]
+
+        def features(self) -> frozenset[str]:
+            """List what the pool wants."""
+            return frozenset({"bytes"} if self.kept.dtype == torch.uint8 else ())
+
+    plain = Implementation(
+        capability=replace(ON_A_CPU, features=frozenset({"bytes"})),
+        launcher=lambda x: x.x + len(x.kept),
+    )
+    many = replace(plain, capability=replace(plain.capability, only_with=frozenset({"bytes"})))
+    op = define(DeclaredCache, {"torch": plain, "bytes": many}, returns=like("x"))
+    REGISTERED.pop("declared_cache")
+    x, kept = torch.zeros(2, 3), torch.zeros(5, 3, dtype=torch.uint8)
+    assert op(x, kept, impl="torch").eq(5).all()
+    assert op(x, kept, impl="bytes").eq(5).all()
+    # Who asks for nothing may call what "auto" would not take.
+    assert op(x, kept.float(), impl="bytes").eq(5).all()
+    with pytest.raises(ValueError, match="kept must have shape"):
+        op(x, kept[:, :2].contiguous(), impl="torch")

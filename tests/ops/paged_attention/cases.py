@@ -8,8 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tests.ops.declared import DeclaredInputs
 from tests.ops.pages import lay_out
 from torch_hybrid.ops.formats.fp8_kv import rounded
+from torch_hybrid.ops.paged_attention.op import PagedAttention
+
+# Those of a call that are given by position.
+TENSORS = ("q", "k", "v", "kv", "cu_seqlens", "seq_lens", "page_table", "slot_mapping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,28 +28,20 @@ class Case:
     lengths: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The tensors of one call, in the op's order."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(DeclaredInputs, PagedAttention):
+    """The arguments of one call."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    kv: Tensor
-    cu_seqlens: Tensor
-    seq_lens: Tensor
-    page_table: Tensor
-    slot_mapping: Tensor
-    kv_scales: Tensor | None = None
+    impl: str = ""
 
     def args(self) -> tuple[Tensor, ...]:
         """The positional arguments; ``kv`` is a copy, so that a call leaves the inputs alone."""
-        index = (self.cu_seqlens, self.seq_lens, self.page_table, self.slot_mapping)
-        return self.q, self.k, self.v, self.kv.clone(), *index
+        return tuple(getattr(self.fresh(), name) for name in TENSORS)
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in another dtype; a pool of 8 bits stays one."""
-        names = ("q", "k", "v", *["kv"] * (self.kv_scales is None))
+        names = ["q", "k", "v", *["kv"] * (self.kv_scales is None)]
+        names += ["relative_bias"] * (self.relative_bias is not None)
         return replace(self, **{name: getattr(self, name).to(dtype) for name in names})
 
     def in_fp8(self, unit: float = 1.0) -> Inputs:
@@ -131,6 +128,7 @@ def make_inputs(
         seq_lens=layout.seq_lens,
         page_table=layout.page_table,
         slot_mapping=layout.slot_mapping,
+        scale=dim**-0.5,
     ).to(dtype)
     return inputs.in_fp8() if fp8 else inputs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 
@@ -24,6 +24,7 @@ from tests.ops.contract import (
 from tests.ops.paged_attention.cases import (
     CASES,
     OPTIONS,
+    TENSORS,
     Case,
     Inputs,
     hide_what_is_before,
@@ -78,10 +79,9 @@ def expected_results(
     """The reference in float64 and in ``dtype``."""
     inputs = make(CASES[name], dtype=dtype)
     hide_what_is_before(OPTIONS[options]["window"], inputs)
-    scale = CASES[name].head_dim ** -0.5
-    chosen = {"scale": scale, "kv_scales": inputs.kv_scales, **OPTIONS[options]}
-    exact = reference.paged_attention_with_lse(*inputs.to(torch.float64).args(), **chosen)
-    return exact, reference.paged_attention_with_lse(*inputs.args(), **chosen)
+    inputs = replace(inputs, **OPTIONS[options])
+    exact = reference.paged_attention_with_lse(inputs.to(torch.float64).fresh())
+    return exact, reference.paged_attention_with_lse(inputs.fresh())
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -131,9 +131,8 @@ def test_any_number_of_heads(
         lengths=((1, 70), (3, 40), (1, 1), (1, 600)),
     )
     inputs = make(case)
-    chosen = {"scale": 128**-0.5, "kv_scales": inputs.kv_scales}
-    exact, _ = reference.paged_attention_with_lse(*inputs.to(torch.float64).args(), **chosen)
-    rounded, _ = reference.paged_attention_with_lse(*inputs.args(), **chosen)
+    exact, _ = reference.paged_attention_with_lse(inputs.to(torch.float64).fresh())
+    rounded, _ = reference.paged_attention_with_lse(inputs.fresh())
     assert_within_budget(attend(inputs, impl)[0], exact, rounded)
 
 
@@ -206,13 +205,12 @@ def test_lse_merges_disjoint_keys(impl: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "long_decode", "long_extend"])
 def test_scales_of_8_bits_are_any_numbers(impl: str, name: str) -> None:
     inputs = make_inputs(CASES[name], unused=0.0).in_fp8(1.3)
-    args, scale = inputs.args(), CASES[name].head_dim ** -0.5
-    chosen = {"scale": scale, "kv_scales": inputs.kv_scales}
-    expected, expected_lse = reference.paged_attention_with_lse(*args, **chosen)
+    given = inputs.fresh()
+    expected, expected_lse = reference.paged_attention_with_lse(given)
     out, lse, kv = attend(inputs, impl)
     torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
     torch.testing.assert_close(lse, expected_lse, atol=5e-6, rtol=1e-5)
-    assert torch.equal(bits(kv), bits(args[3]))
+    assert torch.equal(bits(kv), bits(given.kv))
 
 
 def test_what_8_bits_cannot_hold_becomes_the_largest_number(impl: str) -> None:
@@ -243,11 +241,12 @@ def test_biases_match_float64(
     inputs = make(CASES[name], dtype=DTYPES[dtype], padding=(3, 2))
     hide_what_is_before(OPTIONS[options]["window"], inputs)
     biases = make_biases(inputs, reach=reach)
+    biased = replace(inputs, relative_bias=biases, **OPTIONS[options])
     chosen = {"scale": CASES[name].head_dim ** -0.5, **OPTIONS[options]}
     chosen |= {"kv_scales": inputs.kv_scales}
     exact, rounded = (
-        reference.paged_attention_with_lse(*each.args(), relative_bias=bias, **chosen)
-        for each, bias in ((inputs.to(torch.float64), biases.double()), (inputs, biases))
+        reference.paged_attention_with_lse(each.fresh())
+        for each in (biased.to(torch.float64), biased)
     )
     out, lse, _ = attend(inputs, impl, relative_bias=biases, **OPTIONS[options])
     num_tokens = int(inputs.cu_seqlens[-1])
@@ -540,8 +539,7 @@ def test_no_pool_clone(impl: str, make: Callable[..., Inputs]) -> None:
 
 
 def failing(impl: str, **changes: object) -> str:
-    names = [field.name for field in fields(Inputs)]
-    tensors = {name: value for name, value in changes.items() if name in names}
+    tensors = {name: value for name, value in changes.items() if name in TENSORS}
     options = {name: value for name, value in changes.items() if name not in tensors}
     inputs = replace(make_inputs(SMALL), **tensors)
     options = {"scale": 1.0, "kv_scales": inputs.kv_scales, "impl": impl, **options}
@@ -597,7 +595,7 @@ relative_bias must have shape [T, Hq, R] with R > 0, got [11, 4, 0]
 relative_bias must have shape [11, 4, 32], got [11, 2, 32]
 relative_bias must have dtype torch.float32, got torch.bfloat16
 relative_bias must be contiguous, got strides [128, 32, 1]
-impl must be one of ['cudnn', 'cpp', 'cpp_invariant', 'triton', 'flashinfer', 'triton_invariant', 'torch', 'flashinfer_trtllm'], got 'tpu'""",  # noqa: E501
+impl must be one of ['cudnn', 'cpp', 'cpp_invariant', 'triton', 'flashinfer', 'triton_invariant', 'torch'], got 'tpu'""",  # noqa: E501
     )
 
 

@@ -39,13 +39,12 @@ def heads_first(x: Tensor) -> Tensor:
 
 def check(inputs: Inputs, out: Tensor, kv: Tensor) -> None:
     assert out.is_contiguous()
-    exact = inputs.to(torch.float64).args()
-    scale = inputs.q.shape[2] ** -0.5
-    expected, _ = reference.paged_attention_with_lse(*exact, scale=scale, window=0, softcap=0.0)
+    exact = inputs.to(torch.float64).fresh()
+    expected, _ = reference.paged_attention_with_lse(exact)
     error = (out.double().cpu() - expected).abs().max()
     assert error <= 2**-6 * expected.abs().max(), f"error {error:.1e}"
     assert not out[int(inputs.cu_seqlens[-1]) :].any()
-    torch.testing.assert_close(kv.double().cpu(), exact[3], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(kv.double().cpu(), exact.kv, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_interpreter
@@ -57,12 +56,10 @@ def test_attends_by_documentation(case: Case, monkeypatch: pytest.MonkeyPatch):
     num_prompts = next((n for name, n in prompts.items() if case is CASES[name]), 0)
     monkeypatch.setattr(cudnn_attention, "_SHORTEST", 8)
     inputs = make_inputs(case, dtype=torch.bfloat16, padding=(0 if num_prompts else 6, 2))
-    planned, args = planned_for(inputs), inputs.args()
-    assert planned[0].tolist() == [num_prompts]
-    options = {"scale": case.head_dim**-0.5, "window": 0, "softcap": 0.0}
-    for q in (args[0], heads_first(args[0])):
-        out = IMPLEMENTATIONS["cudnn"].load()(q, *args[1:], **options, planned=planned)
-        check(inputs, out, args[3])
+    given = replace(inputs.fresh(), planned=planned_for(inputs))
+    assert given.planned[0].tolist() == [num_prompts]
+    for q in (given.q, heads_first(given.q)):
+        check(inputs, IMPLEMENTATIONS["cudnn"].load()(replace(given, q=q)), given.kv)
 
 
 ON_A_GPU = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.devices import needs_cuda
 from tests.ops.flashinfer_prefill import Documented
 from tests.ops.flashinfer_source import native_parameters_of, needs_flashinfer, parameters_of
-from tests.ops.paged_attention.cases import OPTIONS, Case, Inputs, make_inputs
+from tests.ops.paged_attention.cases import OPTIONS, TENSORS, Case, Inputs, make_inputs
 from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
 from torch_hybrid.ops.core.capability import Need
@@ -72,14 +72,13 @@ def test_attends_by_documentation(case: Case, options: str):
     chosen = OPTIONS[options]
     planned = plan_for(inputs, "cpu", chosen["window"], chosen["softcap"])
     assert len(planned.tensors) == (1 if case is CASES["prefill"] else 4)
-    args, scale = inputs.args(), case.head_dim**-0.5
-    launcher = IMPLEMENTATIONS["flashinfer"].load()
-    out = launcher(*args, scale=scale, **chosen, planned=given(planned, "cpu"))
-    exact = inputs.to(torch.float64).args()
-    expected, _ = reference.paged_attention_with_lse(*exact, scale=scale, **chosen)
+    called = replace(inputs.fresh(), planned=given(planned, "cpu"), **chosen)
+    out = IMPLEMENTATIONS["flashinfer"].load()(called)
+    exact = replace(inputs.to(torch.float64).fresh(), **chosen)
+    expected, _ = reference.paged_attention_with_lse(exact)
     torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
     assert not out[int(inputs.cu_seqlens[-1]) :].any()
-    assert torch.equal(args[3].double(), exact[3])
+    assert torch.equal(called.kv.double(), exact.kv)
 
 
 @needs_triton
@@ -199,7 +198,7 @@ def test_a_captured_graph_serves_other_lengths(each: int):
 
 
 def live(inputs: Inputs) -> tuple[Tensor, ...]:
-    return tuple(getattr(inputs, f.name) for f in fields(Inputs))
+    return tuple(getattr(inputs, name) for name in TENSORS)
 
 
 def values(options: str) -> Sequence[float]:
@@ -207,7 +206,7 @@ def values(options: str) -> Sequence[float]:
 
 
 def on_device(inputs: Inputs) -> Inputs:
-    return replace(inputs, **{f.name: getattr(inputs, f.name).to("cuda") for f in fields(Inputs)})
+    return replace(inputs, **{name: getattr(inputs, name).to("cuda") for name in TENSORS})
 
 
 def call(inputs: Inputs, planned: Planned, options: str) -> Tensor:
@@ -219,10 +218,8 @@ def call(inputs: Inputs, planned: Planned, options: str) -> Tensor:
 
 
 def check(inputs: Inputs, out: Tensor, options: str = "plain") -> None:
-    scale = inputs.q.shape[2] ** -0.5
-    expected, _ = reference.paged_attention_with_lse(
-        *inputs.to(torch.float64).args(), scale=scale, **OPTIONS[options]
-    )
+    exact = replace(inputs.to(torch.float64).fresh(), **OPTIONS[options])
+    expected, _ = reference.paged_attention_with_lse(exact)
     error = (out.double().cpu() - expected).abs().max()
     assert error <= 2**-6 * expected.abs().max(), f"error {error:.1e}"
     assert not out[int(inputs.cu_seqlens[-1]) :].any()

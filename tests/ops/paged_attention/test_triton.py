@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from tests.ops.contract import assert_within_budget
 from tests.ops.paged_attention.cases import (
     CASES,
     OPTIONS,
+    TENSORS,
     Case,
     Inputs,
     hide_what_is_before,
@@ -31,6 +32,7 @@ from tests.ops.triton_compile import (
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.paged_attention import paged_attention_with_lse, reference
+from torch_hybrid.ops.paged_attention.op import PagedAttentionWithLse
 
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/paged_attention -k triton
@@ -177,8 +179,8 @@ def test_a_captured_graph_serves_other_lengths() -> None:
     with torch.cuda.graph(graph):
         out, lse = call(captured, "plain")
     other = make_inputs(replace(shape, lengths=((3, 9), (4, 70))), padding=(1, 0), seed=1)
-    for field in fields(Inputs)[: len(other.args())]:
-        getattr(captured, field.name).copy_(getattr(other, field.name))
+    for name in TENSORS:
+        getattr(captured, name).copy_(getattr(other, name))
     graph.replay()
     assert_as_exact(other, "plain", out.cpu(), lse.cpu(), captured.kv.cpu())
 
@@ -213,8 +215,8 @@ def check(
 
 
 def call(inputs: Inputs, options: str, biases: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    *tensors, kv_scales = (getattr(inputs, field.name) for field in fields(Inputs))
-    chosen = {"scale": inputs.q.shape[-1] ** -0.5, "kv_scales": kv_scales, **OPTIONS[options]}
+    tensors = [getattr(inputs, name) for name in TENSORS]
+    chosen = {"scale": inputs.scale, "kv_scales": inputs.kv_scales, **OPTIONS[options]}
     return paged_attention_with_lse(*tensors, impl="triton", relative_bias=biases, **chosen)
 
 
@@ -226,25 +228,20 @@ def assert_as_exact(
     kv: Tensor,
     biases: Tensor | None = None,
 ) -> None:
-    scale = inputs.q.shape[-1] ** -0.5
-    chosen = {"scale": scale, "kv_scales": inputs.kv_scales, **OPTIONS[options]}
-    args = inputs.args()
-    wide = None if biases is None else biases.double()
-    exact = reference.paged_attention_with_lse(
-        *inputs.to(torch.float64).args(), relative_bias=wide, **chosen
-    )
-    rounded = reference.paged_attention_with_lse(*args, relative_bias=biases, **chosen)
+    given = replace(inputs.fresh(), relative_bias=biases, **OPTIONS[options])
+    exact = reference.paged_attention_with_lse(given.to(torch.float64).fresh())
+    rounded = reference.paged_attention_with_lse(given)
     num_tokens = int(inputs.cu_seqlens[-1])
     assert_within_budget(out, exact[0], rounded[0])
     assert_within_budget(lse[:num_tokens], exact[1][:num_tokens], rounded[1][:num_tokens])
     assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
     assert (lse[num_tokens:] == -torch.inf).all()
-    assert torch.equal(kv.view(torch.uint8), args[3].view(torch.uint8))
+    assert torch.equal(kv.view(torch.uint8), given.kv.view(torch.uint8))
 
 
 def on_device(inputs: Inputs, device: str) -> Inputs:
     """Copies on ``device``; q lies beside a gate within each head, k and v within one tensor."""
-    given = {f.name: getattr(inputs, f.name) for f in fields(Inputs)}
+    given = {name: getattr(inputs, name) for name in (*TENSORS, "kv_scales")}
     moved = {name: x.to(device, copy=True) for name, x in given.items() if x is not None}
     gated = torch.cat([moved["q"], torch.full_like(moved["q"], torch.nan)], 2)
     k, v = torch.cat([moved["k"], moved["v"]], 1).chunk(2, 1)
@@ -334,17 +331,22 @@ def record_launches(
     indices = torch.empty(max(num_tokens, num_seqs + 1), dtype=torch.int32, device="meta")
     table = torch.empty(num_seqs, 256, dtype=torch.int32, device="meta")
     biases = torch.empty(num_tokens, num_q_heads, reach, dtype=dtype, device="meta")
+    q, k, v = qkv.split(heads, 1)
+    x = PagedAttentionWithLse(
+        q=q,
+        k=k,
+        v=v,
+        kv=kv,
+        cu_seqlens=indices[: num_seqs + 1],
+        seq_lens=indices[:num_seqs],
+        page_table=table,
+        slot_mapping=indices[:num_tokens],
+        scale=head_dim**-0.5,
+        kv_scales=scales,
+        relative_bias=biases if reach else None,
+        impl="triton",
+        **(OPTIONS | WIDE)[options],
+    )
     with launches_on(target, gluon=gluon) as launches:
-        _triton.paged_attention_with_lse(
-            *qkv.split(heads, 1),
-            kv,
-            indices[: num_seqs + 1],
-            indices[:num_seqs],
-            table,
-            indices[:num_tokens],
-            scale=head_dim**-0.5,
-            kv_scales=scales,
-            relative_bias=biases if reach else None,
-            **(OPTIONS | WIDE)[options],
-        )
+        _triton.paged_attention_with_lse(x)
     return launches
