@@ -154,15 +154,20 @@ class Rows(_Kind):
     Args:
         dims: sizes of a row.
         apart: how many dimensions lie any distance apart, from the first on.
-        counts, last_dim: as in any kind.
+        dtype, counts, last_dim: as in any kind.
     """
 
     leading = ("T",)
 
     def __init__(
-        self, *dims: str, apart: int = 1, counts: bool | str = True, last_dim: bool = False
+        self,
+        *dims: str,
+        apart: int = 1,
+        dtype: torch.dtype | None = None,
+        counts: bool | str = True,
+        last_dim: bool = False,
     ) -> None:
-        super().__init__(*dims, counts=counts, last_dim=last_dim)
+        super().__init__(*dims, dtype=dtype, counts=counts, last_dim=last_dim)
         self.apart = apart
 
 
