@@ -17,7 +17,6 @@ from torch_hybrid.ops.kimi_delta_attention import _torch as _kimi
 from torch_hybrid.ops.paged_attention import _torch
 from torch_hybrid.ops.paged_attention.op import FEATURES
 from torch_hybrid.ops.ragged_attention import _torch as _ragged
-from torch_hybrid.ops.ssd import _torch as _ssd
 
 LAUNCHED: list[tuple[int, ...]] = []  # the values that each launch was given
 PLANNING = Implementation(
@@ -162,9 +161,3 @@ def recurrent_gated_delta_rule(
     """As implementation "torch", where the slots that were planned are of this step."""
     _check_slots(*tensors[-3:], planned)
     return _gated.recurrent_gated_delta_rule(*tensors, **options)
-
-
-def recurrent_ssd(*tensors: Any, planned: Sequence[Tensor], **options: Any) -> Tensor:
-    """As implementation "torch", where the slots that were planned are of this step."""
-    _check_slots(*tensors[-3:], planned)
-    return _ssd.recurrent_ssd(*tensors, **options)

@@ -79,7 +79,6 @@ from torch_hybrid.ops import ssd as ssd_ops
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.flashinfer.one_token import APART
 from torch_hybrid.ops.gated_delta_rule import op as gdn_op
-from torch_hybrid.ops.ssd import op as ssd_op
 from torch_hybrid.ops.triton.devices import runs_gluon
 from torch_hybrid.ops.triton.padding import set_padding
 
@@ -357,8 +356,6 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
     delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, k_dim=128, v_dim=128)
     inputs = gdn.make_inputs(delta, torch.bfloat16)
     step = gdn.make_inputs(replace(delta, lengths=(1, 1, 0), num_padding_tokens=1), torch.bfloat16)
-    mamba2 = ssd.Case(lengths=(1, 1, 0), num_padding_tokens=1, k_dim=128, v_dim=64)
-    ssd_step = ssd.make_inputs(mamba2, torch.bfloat16)
 
     def prefill(*_: Any, output: Tensor, output_state: Tensor, **__: Any) -> None:
         output.zero_()
@@ -366,9 +363,6 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
 
     def decode(*_: Any, output: Tensor, **__: Any) -> None:
         output.zero_()
-
-    def state_update(*_: Any, out: Tensor, **__: Any) -> None:
-        out.zero_()
 
     def launch(
         implementation: Implementation, inputs: Any, theirs: Callable[..., None], place: str,
@@ -392,15 +386,11 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
         "flashinfer.gdn_prefill:chunk_gated_delta_rule", [torch.tensor([0, 0])], device,
         chunk_size=32,
     )  # fmt: skip
-    for op, one_token, theirs, place in (
-        (gdn_op, step, decode,
-         "flashinfer.gdn_decode:gated_delta_rule_decode_pretranspose"),
-        (ssd_op, ssd_step, state_update, "flashinfer.mamba:selective_state_update"),
-    ):  # fmt: skip
-        implementation = op.RECURRENT_IMPLEMENTATIONS["flashinfer"]
-        planned = [torch.tensor([0, 1, -1]).int(), torch.tensor([APART])]
-        call = partial(launch, implementation, one_token, theirs, place, planned)
-        yield f"one token around FlashInfer's {place}", call
+    place = "flashinfer.gdn_decode:gated_delta_rule_decode_pretranspose"
+    implementation = gdn_op.RECURRENT_IMPLEMENTATIONS["flashinfer"]
+    planned = [torch.tensor([0, 1, -1]).int(), torch.tensor([APART])]
+    call = partial(launch, implementation, step, decode, place, planned)
+    yield f"one token around FlashInfer's {place}", call
     yield "rows of padding", padding
 
 

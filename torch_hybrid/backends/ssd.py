@@ -8,7 +8,6 @@ from functools import partial
 
 from torch import Tensor
 
-from torch_hybrid.backends.planned import planned_for
 from torch_hybrid.backends.recurrent import (
     CONVOLUTION,
     OpChoice,
@@ -83,8 +82,6 @@ def apply_ssd(
     Mutates the pool ``state`` at the slots that the plan names.
     """
     rule, impl = rule_of(plan, _FORMS)
-    planned = planned_for(plan.planned, {"head_k_dim": q.shape[-1], "head_v_dim": v.shape[-1]})
-    options = {"planned": planned} if planned else {}
     return rule(
         q,
         k,
@@ -98,5 +95,4 @@ def apply_ssd(
         plan.state_indices,
         scale=scale,
         impl=impl,
-        **options,
     )
