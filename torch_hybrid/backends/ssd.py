@@ -33,8 +33,7 @@ def _mlstm_sizes(spec: MlstmSpec) -> dict[str, int]:
     return {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.memory_dim}
 
 
-STEP, VERIFY = "ssd_step", "ssd_verify"
-LIGHTNING_STEP, LIGHTNING_VERIFY = "lightning_step", "lightning_verify"
+STEP, LIGHTNING_STEP = "ssd_step", "lightning_step"
 
 _RULE = partial(
     chunked_rule,
