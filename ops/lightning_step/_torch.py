@@ -83,7 +83,7 @@ def _prepared(x: LightningStep, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _finished(x: LightningStep, o: Tensor, token: Tensor) -> Tensor:
-    """Norm and gate what was read for some tokens, in the places of all."""
+    """Apply the norm and the gate to what was read for some tokens, in the places of all."""
     o = o if x.q_norm_weight is not None else o.to(x.qkv.dtype).float()
     if x.gate is not None and x.norm_weight is not None:
         groups = x.norm_weight.unflatten(0, (x.norm_groups, -1))

@@ -116,7 +116,7 @@ def _walk(x: LightningStep, prepared: Tensor | None, o: Tensor, early: bool) -> 
 
 
 def _normed(x: LightningStep, o: Tensor, gate: Tensor, early: bool) -> Tensor:
-    """Norm and gate the outputs."""
+    """Apply the norm and the gate to the outputs."""
     out = empty_outputs(x)
     num_tokens, inner = o.shape
     width = inner // x.norm_groups
@@ -434,7 +434,7 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Norm and gate one group of a token's channels; write 0 for padding."""
+    """Apply the norm and the gate to one group of a token's channels; write 0 for padding."""
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     index = tl.arange(0, BLOCK)
     inside = index < WIDTH

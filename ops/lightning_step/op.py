@@ -78,8 +78,8 @@ class LightningStep(StepOp):
         [T, H D] in qkv's dtype, without a gate in float32; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, an option is unknown, or, where
-            reading them is free (on a CPU), an index or a count is out of range or a sequence has
+        ValueError: a shape, dtype or layout is not as above, or an option is unknown. Where
+            reading them is free (on a CPU): an index or a count is out of range, or a sequence has
             more tokens than the implementation takes.
 
     The mixer of MiniMax-01 (arXiv 2501.08313) and of Ring-2.5, in decode.

@@ -249,10 +249,10 @@ def _chunk_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V rows of the state of one head of one sequence, or of a segment of it.
+    """Walk the chunks of one sequence, or of a segment of it, with BLOCK_V rows of a head's state.
 
-    Tokens and channels are columns of all that it computes, so that the state and the values are
-    left sides of products, which stay in registers.
+    Tokens and channels are columns of all that it computes. So the state and the values are left
+    sides of products, which stay in registers.
     """
     NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)

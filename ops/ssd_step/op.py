@@ -34,8 +34,8 @@ class SsdStep(StepOp):
         y = o silu(z);  out = norm_weight y / rms(y)                 or, norm before gate:
         y = o;          out = norm_weight y / rms(y) silu(z)
 
-    It is what ``causal_conv1d``, the step sizes, ``recurrent_ssd`` and the gated norm of a layer
-    compute one after the other, with the same roundings between them; head ``h`` reads group
+    It is ``causal_conv1d``, the step sizes, ``recurrent_ssd`` and the gated norm of a layer one
+    after the other, with the same roundings between them. Head ``h`` reads group
     ``h // (H // G)`` of B and C, and all arithmetic is float32.
 
     With ``records`` each sequence has one certain token and up to R drafts after it. Its accepted
@@ -83,8 +83,8 @@ class SsdStep(StepOp):
         [T, H V] in xBC's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, an option is unknown, or, where
-            reading them is free (on a CPU), an index or a count is out of range or a sequence has
+        ValueError: a shape, dtype or layout is not as above, or an option is unknown. Where
+            reading them is free (on a CPU): an index or a count is out of range, or a sequence has
             more tokens than the implementation takes.
 
     The mixer of "Transformers are SSMs" (Mamba2, arXiv 2405.21060), as in Nemotron-H.
@@ -120,8 +120,8 @@ class SsdStep(StepOp):
         return self.state.shape[1] * self.state.shape[2]
 
     def check_form(self) -> None:
-        """Raise ValueError for filters that no kernel is made for, for a norm without a gate, and
-        unless B and C take what x leaves of the channels."""
+        """Raise ValueError for filters without a kernel, for a norm without a gate, and unless B
+        and C take what x leaves."""
         for name, tensor, dims in (
             ("xBC", self.xBC, 2),
             ("state", self.state, 4),
@@ -146,8 +146,8 @@ class SsdStep(StepOp):
             )
 
     def check(self) -> None:
-        """Raise ValueError for an unknown activation, for bounds that leave no step size, for
-        groups that do not divide the channels, and for records without counts."""
+        """Raise ValueError for an unknown activation, bounds that leave no step size, groups that
+        do not divide the channels, and records without counts."""
         StepOp.check(self)
         check_activation(self.activation)
         if not 0 <= self.dt_min <= self.dt_max:
