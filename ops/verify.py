@@ -105,7 +105,7 @@ def verify_by_steps(
     initial_indices: Tensor,
     state_indices: Tensor,
 ) -> Tensor:
-    """A step of tokens that are not certain, as the decode steps that it is made of.
+    """Run a step of tokens that are not certain as the decode steps that it is made of.
 
     Args:
         advance: the decode step.
@@ -191,9 +191,8 @@ def verify_by_calls(
         if gate is not None:
             unread = gate.new_zeros(len(rows), gate.shape[1])
             given[read] = unread if token is None else gate[token]
-        for name in ("initial_indices", "state_indices"):
-            given[name] = own
-        return step(replace(x, **given, cu_seqlens=offsets, records=None, accepted=None))
+        given |= {"cu_seqlens": offsets, "initial_indices": own, "state_indices": own}
+        return step(replace(x, **given, records=None, accepted=None))
 
     return verify_by_steps(
         advance,
@@ -209,7 +208,7 @@ def verify_by_calls(
 
 
 def _of_sequences(pool: Tensor, initial: Tensor) -> Tensor:
-    """A pool of what the sequences start from, in slots from 1 on."""
+    """Make a pool of what the sequences start from, in slots from 1 on."""
     started = pool[initial].where((initial > 0).view(-1, *[1] * (pool.ndim - 1)), 0.0)
     return torch.cat([torch.zeros_like(pool[:1]), started])
 

@@ -313,7 +313,7 @@ class Declaration:
         self.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         self._hints = get_type_hints(cls, include_extras=True)
         own = [each for each in fields(cls) if each.name != "impl"]
-        self._fields = sorted(own, key=lambda each: each.kw_only)  # a base's may be by name
+        self._fields = sorted(own, key=lambda each: each.kw_only is True)  # a base's may be by name
         self.kinds: dict[str, _Kind] = {
             each.name: kind
             for each in self._fields

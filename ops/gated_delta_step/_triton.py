@@ -44,7 +44,7 @@ def _norm_times_silu(
     V: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Norm rows, and gate them by a silu."""
+    """Normalise rows, and gate them by a silu."""
     return _norm(b_o, b_w, eps, V, dtype) * b_z / (1.0 + tl.exp(-b_z))
 
 
@@ -57,5 +57,5 @@ def _norm_times_sigmoid(
     V: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Norm rows, and gate them by a sigmoid."""
+    """Normalise rows, and gate them by a sigmoid."""
     return _norm(b_o, b_w, eps, V, dtype) / (1.0 + tl.exp(-b_z))

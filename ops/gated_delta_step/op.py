@@ -80,8 +80,8 @@ class GatedDeltaStep(DeltaStep):
         [T, HV V] in qkv's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, an option is unknown, or, where
-            reading them is free (on a CPU), an index or a count is out of range or a sequence has
+        ValueError: a shape, dtype or layout is not as above, an option is unknown, or records are
+            given without counts. On a CPU an index or a count is out of range, or a sequence has
             more tokens than the implementation takes.
 
     The mixer of "Gated Delta Networks" (arXiv 2412.06464), as in Qwen3-Next; with a sigmoid, as in

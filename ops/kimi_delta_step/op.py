@@ -82,8 +82,8 @@ class KimiDeltaStep(DeltaStep):
         [T, H V] in qkv's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, an option is unknown, or, where
-            reading them is free (on a CPU), an index or a count is out of range or a sequence has
+        ValueError: a shape, dtype or layout is not as above, an option is unknown, or records are
+            given without counts. On a CPU an index or a count is out of range, or a sequence has
             more tokens than the implementation takes.
 
     The mixer of "Kimi Linear" (arXiv 2510.26692), and that of Ling-3, whose decays are bounded.

@@ -3,8 +3,8 @@
 arithmetic of a decode step: a token's bits and the states after it depend on nothing but the tokens
 before it.
 
-Three launches, as in ``delta_step.py``: here every token is prepared by itself, and states walk
-from one to the next while inputs of the two after it are on their way. How many rows of a state a
+Three launches, as in ``delta_step.py``. Here every token is prepared by itself. States walk from
+one to the next while inputs of the two after it are on their way. How many rows of a state a
 program has says nothing about how a row is summed: eight threads have it.
 """
 
@@ -117,8 +117,11 @@ def launch_extend(x: DeltaStep, rule: Rule) -> Tensor:
 
 
 def _rows_of_program(num_seqs: int, num_tokens: int, state: Tensor) -> int:
-    """Rows of a state that a program walks: as many as in decode steps where sequences have hardly
-    more tokens, and else few. Both sum alike where they were compared, at a K of 128."""
+    """Count the rows of a state that a program walks: as many as in decode steps where sequences
+    have hardly more tokens, and else few.
+
+    Both sum alike where they were compared, at a K of 128.
+    """
     head_dim_v, head_dim_k = state.shape[2:]
     if head_dim_k == 128 and head_dim_v >= _MANY_ROWS and num_tokens < _WALKED_TOKENS * num_seqs:
         return _MANY_ROWS
@@ -158,7 +161,7 @@ def _prepare_token_kernel(
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: HEADS heads of q, k and v of a token, its step sizes, or some of its decays."""
+    """Prepare HEADS heads of q, k and v of a token, its step sizes, or some of its decays."""
     if EARLY:
         gdc_launch_dependents()
     C: tl.constexpr = 2 * H * K + HV * V
@@ -221,8 +224,10 @@ def _pieces(
     PIECES: tl.constexpr,
     BESIDE: tl.constexpr,
 ) -> tl.tuple:
-    """What lies along K, from ``p_row`` on, in the pieces that a state comes in, beside so many of
-    its rows: beside all of them each thread asks for what it needs, and is handed nothing."""
+    """Load what lies along K, from ``p_row`` on, in the pieces that a state comes in.
+
+    Beside all rows of the state each thread asks for what it needs, and is handed nothing.
+    """
     index = tl.arange(0, LANES)[None, :] + tl.zeros([BESIDE, 1], dtype=tl.int32)
     pieces = ()
     for piece in tl.static_range(PIECES):
@@ -246,7 +251,7 @@ def _inputs_of_token(
     PIECES: tl.constexpr,
     BESIDE: tl.constexpr,
 ) -> tl.tuple:
-    """k, q, rows of v, the step size and the decays of a head at one token, as they were
+    """Load k, q, rows of v, the step size and the decays of a head at one token, as they were
     prepared."""
     C: tl.constexpr = 2 * H * K + HV * V
     head_k = head // (HV // H)
@@ -286,7 +291,7 @@ def _walk_tokens_kernel(
     UNROLL: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: ROWS rows of the state of one head of one sequence through all of its tokens; or
+    """Walk ROWS rows of the state of one head of one sequence through all of its tokens; or leave
     what its convolution leaves of CHANNELS channels, which every token has read by then."""
     if EARLY:
         gdc_launch_dependents()

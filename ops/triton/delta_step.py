@@ -7,8 +7,8 @@ Three launches, each of which begins while the one before it ends, where a GPU c
 same, so that a state has the same bits whichever advanced it. Nothing is fused but what is written
 as ``fma``: a compiler chooses by what stands beside.
 
-A token's inputs are a row [q | k | v | b | a], in records and, prepared, in what is handed from the
-first launch to the second: q and k convolved and normed, v convolved, the step size, the decay.
+A token's inputs are a row [q | k | v | b | a] in records. Prepared, they are handed from the first
+launch to the second: q and k convolved and normed, v convolved, the step size, the decay.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def launch_step(x: DeltaStep, rule: Rule) -> Tensor:
 
 
 def launch_norm(out: Tensor, x: DeltaStep, rule: Rule, *, early: bool) -> None:
-    """Norm and gate what was read from the states, in place."""
+    """Normalise and gate what was read from the states, in place."""
     num_tokens, (num_v_heads, head_dim_v) = out.shape[0], x.state.shape[1:3]
     _norm_kernel[(triton.cdiv(num_tokens * num_v_heads, _NORMED_HEADS),)](
         out,
@@ -154,20 +154,20 @@ def launch_norm(out: Tensor, x: DeltaStep, rule: Rule, *, early: bool) -> None:
 
 
 def rows_of_warp(head_dim_k: int) -> int:
-    """Rows of a state that one warp keeps in registers."""
+    """Count the rows of a state that one warp keeps in registers."""
     width: int = PIECE * triton.next_power_of_2(triton.cdiv(head_dim_k, PIECE))
     return _STATE_TILE // width
 
 
 @triton.jit
 def unit(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Rows x / |x|, scaled."""
+    """Scale rows to ``scale x / |x|``."""
     return x * (tl.rsqrt(tl.sum(x * x, 1) + 1e-6) * scale)[:, None]
 
 
 @triton.jit
 def decay_of(x: tl.tensor, A_log: tl.tensor, lower_bound: tl.tensor | None) -> tl.tensor:
-    """Decays, of what stands before their activation."""
+    """Compute decays from what stands before their activation."""
     rate = exp(A_log)
     g = -rate * softplus(x) if lower_bound is None else lower_bound / (1.0 + exp(-rate * x))
     return exp(g)
@@ -182,7 +182,7 @@ def _row(
     stride: tl.tensor,
     R: tl.constexpr,
 ) -> tl.tensor:
-    """Where the i-th token of a sequence lies: records come first."""
+    """Point to the i-th token of a sequence: records come first."""
     return tl.where(i < num_replayed, p_replayed + i * R, p_new + (i - num_replayed) * stride)
 
 
@@ -249,9 +249,10 @@ def _prepare_gates(
     mask: tl.tensor,
     R: tl.constexpr,
 ) -> None:
-    """Decays of a sequence's tokens, or step sizes where there is no ``A_log``; and records.
+    """Prepare decays of a sequence's tokens, or step sizes where there is no ``A_log``.
 
-    ``limit`` is the lower bound of log decays, or the scale of step sizes.
+    Inputs of drafts are left as records. ``limit`` is the lower bound of log decays, or the scale
+    of step sizes.
     """
     b_x = tl.load(_row(0, num_replayed, p_replayed, p_new, stride, R), mask=mask, other=0.0)
     for i in range(num_tokens):
@@ -304,9 +305,9 @@ def _prepare_kernel(
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: HEADS heads of q, k and v, step sizes, or some decays, of a sequence's tokens.
+    """Prepare HEADS heads of q, k and v, step sizes, or some decays, of a sequence's tokens.
 
-    It alone reads and writes its columns of the convolution's state and of records, which therefore
+    A program alone reads and writes its columns of the convolution's state and of records. So they
     may move in place.
     """
     if EARLY:
@@ -417,7 +418,7 @@ def _prepare_kernel(
 def pieces_of_row(
     p_row: tl.tensor, K: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr
 ) -> tl.tuple:
-    """What lies along K, from ``p_row`` on, in the pieces that a state comes in."""
+    """Load what lies along K, from ``p_row`` on, in the pieces that a state comes in."""
     lane = tl.arange(0, LANES)
     pieces = ()
     for piece in tl.static_range(PIECES):
@@ -441,7 +442,7 @@ def inputs_of_head(
     LANES: tl.constexpr,
     PIECES: tl.constexpr,
 ) -> tl.tuple:
-    """k, rows of v, the step size and the decays of a head at one token, as they were prepared."""
+    """Load k, rows of v, the step size and the decays of a head at one token, as prepared."""
     C: tl.constexpr = 2 * H * K + HV * V
     parts_k = pieces_of_row(p_row + (H + head // (HV // H)) * K, K, LANES, PIECES)
     b_v = tl.load(p_row + 2 * H * K + head * V + index_v, mask=mask, other=0.0)
@@ -455,7 +456,7 @@ def inputs_of_head(
 
 @triton.jit
 def read_states(states: tl.tuple, parts: tl.tuple, PIECES: tl.constexpr) -> tl.tensor:
-    """``S x`` of rows of a head's state and a vector, both in pieces."""
+    """Multiply rows of a head's state by a vector, both in pieces."""
     read = tl.zeros_like(states[0])
     for piece in tl.static_range(PIECES):
         read = tl.fma(states[piece], tl.broadcast_to(parts[piece], read.shape), read)
@@ -471,7 +472,7 @@ def advance_states(
     decays: tl.tuple,
     PIECES: tl.constexpr,
 ) -> tl.tuple:
-    """Rows of a head's state after one token."""
+    """Advance rows of a head's state by one token."""
     decayed = ()
     for piece in tl.static_range(PIECES):
         b_s = states[piece] * decays[piece % len(decays)]
@@ -521,11 +522,11 @@ def _walk_kernel(
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: ROWS rows of the state of one head of one sequence, which go through the
-    accepted records and the new tokens in registers, and are stored after the first of these.
+    """Walk ROWS rows of the state of one head of one sequence through its tokens, in registers.
 
-    They are asked for before inputs are prepared. Every program waits for these, also one without
-    a token: what comes after this launch then comes after that one too.
+    They are loaded before inputs are prepared, and stored after the first new token. Every program
+    waits for these inputs, also one without a token: what comes after this launch then comes after
+    that one too.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -606,7 +607,7 @@ def _norm_kernel(
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: the norm and the gate of HEADS heads of tokens, in place; 0 for padding."""
+    """Normalise and gate HEADS heads of tokens, in place; padding becomes 0."""
     row = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)
     index = tl.arange(0, BLOCK_V)
     token = row // HV
