@@ -61,14 +61,3 @@ def step_implementations(
         launcher=f"{folder}._torch:{op}",
     )
     return forms
-
-
-def verify_implementations(
-    step: Mapping[str, Implementation], function: str
-) -> dict[str, Implementation]:
-    """Define those of ``function``, which stands beside each of the step's that can verify."""
-    return {
-        name: replace(form, launcher=f"{str(form.launcher).partition(':')[0]}:{function}")
-        for name, form in step.items()
-        if form.capability.features >= VERIFY
-    }

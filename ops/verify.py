@@ -26,12 +26,8 @@ from torch.nn import functional as F
 from torch_hybrid.ops.conv_step import check_have_slots, check_lengths
 from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation
 from torch_hybrid.ops.core.declare import Index, Pool, StatefulOp
-from torch_hybrid.ops.core.registration import check_contiguous, check_dtypes, check_shapes
 from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, VERIFY
-
-# What an op of such steps takes beside the tensors of its decode step, as it stands in schemas.
-SCHEMA = "Tensor(c!) records, Tensor accepted"
 
 # Runs a token of each sequence that has one, as a decode step: rows [M, R] of their inputs as a
 # record has them, which tokens of the step they are (None: replayed ones, whose outputs nobody
@@ -81,28 +77,6 @@ class StepOp(StatefulOp):
 
 
 S = TypeVar("S", bound=StepOp)
-
-
-def check_records(
-    records: Tensor,
-    accepted: Tensor,
-    *,
-    num_slots: int,
-    width: int,
-    dtype: torch.dtype,
-    num_seqs: int,
-) -> None:
-    """Raise ValueError unless records are [num_slots, D, width], and are counted by sequence."""
-    if records.ndim != 3:
-        raise ValueError(f"records must have 3 dimensions, got {list(records.shape)}")
-    check_shapes(
-        {
-            "records": (records, (num_slots, records.shape[1], width)),
-            "accepted": (accepted, (num_seqs,)),
-        }
-    )
-    check_dtypes({"records": (records, dtype), "accepted": (accepted, torch.int32)})
-    check_contiguous(records=records, accepted=accepted)
 
 
 def check_counts(

@@ -65,7 +65,7 @@ GROUPS = (
     ("experts", ("gate_up", "_down_", "_hidden_kernel", "_out_kernel", "_combine_kernel",
                  "_count_kernel", "_add_up", "_place_kernel", "_cut_kernel", "grouped", "moe")),
     ("recurrence", ("_recurrent_kernel", "_prepare_kernel", "_scan_kernel", "_chunk_kernel",
-                    "_segment_kernel", "_decay_kernel", "_step_kernel", "_verify_kernel",
+                    "_segment_kernel", "_decay_kernel",
                     "_walk_kernel", "_norm_kernel", "delta", "gdn", "ssd", "ssm")),
     ("convolution", ("conv",)),
     ("attention", ("attend", "attention", "_long_kernel", "_write_kernel", "_store_kernel",

@@ -23,10 +23,10 @@ from torch_hybrid.ops.gated_delta_step import gated_delta_step
 from torch_hybrid.ops.gated_delta_step.op import IMPLEMENTATIONS as GATED
 from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
 from torch_hybrid.ops.kimi_delta_step.op import IMPLEMENTATIONS as KIMI
-from torch_hybrid.ops.lightning_step import lightning_step, lightning_verify
-from torch_hybrid.ops.lightning_step.op import VERIFY_IMPLEMENTATIONS as LIGHTNING
-from torch_hybrid.ops.ssd_step import ssd_step, ssd_verify
-from torch_hybrid.ops.ssd_step.op import VERIFY_IMPLEMENTATIONS as SSD
+from torch_hybrid.ops.lightning_step import lightning_step
+from torch_hybrid.ops.lightning_step.op import IMPLEMENTATIONS as LIGHTNING
+from torch_hybrid.ops.ssd_step import ssd_step
+from torch_hybrid.ops.ssd_step.op import IMPLEMENTATIONS as SSD
 from torch_hybrid.ops.step_implementations import VERIFY
 
 MOST_DRAFTS = 3
@@ -85,7 +85,7 @@ MIXERS = (
         case=partial(ssd.Case, num_groups=8, num_heads=128, k_dim=128, v_dim=64, norm_groups=8),
         make_inputs=ssd.make_inputs,
         step=ssd_step,
-        verify=ssd_verify,
+        verify=ssd_step,
         implementations=SSD,
         recorded=("xBC", "dt"),
     ),
@@ -95,7 +95,7 @@ MIXERS = (
         case=partial(lightning.Case, num_heads=32, dim=128, rotary_dim=64, norm_groups=8),
         make_inputs=lightning.make_inputs,
         step=lightning_step,
-        verify=lightning_verify,
+        verify=lightning_step,
         implementations=LIGHTNING,
     ),
 )

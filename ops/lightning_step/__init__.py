@@ -1,5 +1,5 @@
 """One token of each sequence through a lightning-attention mixer, between its projections."""
 
-from torch_hybrid.ops.lightning_step.op import lightning_step, lightning_verify
+from torch_hybrid.ops.lightning_step.op import lightning_step
 
-__all__ = ["lightning_step", "lightning_verify"]
+__all__ = ["lightning_step"]

@@ -23,11 +23,14 @@ using th::LANES;
 using th::f32x16;
 
 TH_CALL(Call,
-  const void *qkv, *gate;                                   // [T, 3 H D], [T, H D] or null
-  const void *q_norm_weight, *k_norm_weight, *norm_weight;  // wide: in float32; or null
-  const float *cos, *sin, *slopes;                          // [T, R / 2] or null, [H]
-  float *state, *records;                                   // [S, H, D, D], [S, M, 2 H D]
-  const int32_t *cu_seqlens, *initial_indices, *state_indices, *accepted;
+  const void *qkv, *gate;                     // [T, 3 H D], [T, H D] or null
+  const void *q_norm_weight, *k_norm_weight;  // wide: in float32; or null
+  const float *cos, *sin, *slopes;            // [T, R / 2] or null, [H]
+  const void* norm_weight;                    // wide: in float32; or null
+  float* state;                               // [S, H, D, D]
+  const int32_t *cu_seqlens, *initial_indices, *state_indices;
+  float* records;  // [S, M, 2 H D]; null, as accepted, where no drafts are verified
+  const int32_t* accepted;
   void* out;  // [T, H D] in the op's dtype; in float32 where there is no gate
   int64_t num_tokens, num_seqs, num_slots, num_v_heads, v_dim, k_dim, num_records;  // H, D, D, M
   int64_t qkv_stride, gate_stride, cos_stride, sin_stride;  // from token to token
@@ -226,19 +229,12 @@ void run(const Call& call) {
   }
 }
 
-bool dispatch(const Call& call) {
-  call.is_bf16 ? run<th::bf16>(call) : run<float>(call);
-  return true;
-}
-
 }  // namespace lightning
 
 TH_EXPORT_CALL(lightning_step, lightning::Call) {
-  if (!th::indices_are_valid(*call) || !th::verify::slots_are_valid(*call)) return false;
-  return lightning::dispatch(*call);
-}
-
-TH_EXPORT_CALL(lightning_verify, lightning::Call) {
-  if (!th::indices_are_valid(*call) || !th::verify::records_are_valid(*call)) return false;
-  return lightning::dispatch(*call);
+  if (!th::indices_are_valid(*call)) return false;
+  if (!(call->accepted ? th::verify::records_are_valid(*call) : th::verify::slots_are_valid(*call)))
+    return false;
+  call->is_bf16 ? lightning::run<th::bf16>(*call) : lightning::run<float>(*call);
+  return true;
 }

@@ -1,4 +1,4 @@
-"""Both steps in vectorised torch: for machines without a compiler, and as a baseline."""
+"""Implementation "torch": for machines without a compiler, and as a baseline."""
 
 from __future__ import annotations
 
@@ -9,85 +9,42 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_lengths
 from torch_hybrid.ops.core.state_bounds import check_state_indices
+from torch_hybrid.ops.lightning_step.op import LightningStep, empty_outputs
 from torch_hybrid.ops.pointwise import sigmoid, silu
 from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
 from torch_hybrid.ops.verify import verify_by_steps
 
 
-def lightning_step(
-    qkv: Tensor,
-    gate: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    slopes: Tensor,
-    norm_weight: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    activation: str,
-    scale: float,
-    norm_groups: int,
-    norm_eps: float,
-) -> Tensor:
-    """All sequences that have a token together."""
+def lightning_step(x: LightningStep) -> Tensor:
+    """Launch ``torch_hybrid::lightning_step``: a token of all sequences at a time."""
+    if x.records is not None:
+        return _verify(x, x.records)
     seqs = live_sequences(
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        num_tokens=qkv.shape[0],
-        num_slots=state.shape[0],
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        num_tokens=x.qkv.shape[0],
+        num_slots=x.state.shape[0],
     )
     if seqs.max_length > 1:
-        check_lengths(cu_seqlens)
-    q, k, v = _prepared(
-        qkv,
-        q_norm_weight,
-        k_norm_weight,
-        cos,
-        sin,
-        seqs.starts,
-        state.shape[-1],
-        activation,
-        norm_eps,
-    )
-    S = initial_states(state, seqs).mul_(torch.exp(-slopes)[:, None, None])
+        check_lengths(x.cu_seqlens)
+    q, k, v = _prepared(x, seqs.starts)
+    S = initial_states(x.state, seqs).mul_(torch.exp(-x.slopes)[:, None, None])
     S.add_(v[..., :, None] * k[..., None, :])
-    o = scale * (S @ q[..., None])[..., 0].flatten(1)
-    store_states(state, seqs, S)
-    o = o if q_norm_weight is not None else o.to(qkv.dtype).float()
-    return _finished(o, qkv, gate, norm_weight, seqs.starts, norm_groups, norm_eps)
+    o = x.scale * (S @ q[..., None])[..., 0].flatten(1)
+    store_states(x.state, seqs, S)
+    return _finished(x, o, seqs.starts)
 
 
-def lightning_verify(
-    qkv: Tensor,
-    gate: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    slopes: Tensor,
-    norm_weight: Tensor | None,
-    state: Tensor,
-    *index_and_records: Tensor,
-    activation: str,
-    scale: float,
-    norm_groups: int,
-    norm_eps: float,
-) -> Tensor:
-    """A token of all sequences at a time."""
-    cu_seqlens, initial_indices, state_indices, records, accepted = index_and_records
-    if qkv.device.type == "cpu":  # before the offsets say which tokens there are
-        index = (cu_seqlens, initial_indices, state_indices)
-        check_state_indices(*index, num_tokens=qkv.shape[0], num_slots=state.shape[0])
-    token = torch.arange(int(cu_seqlens[-1]), dtype=torch.int64, device=qkv.device)
-    q, k, v = _prepared(
-        qkv, q_norm_weight, k_norm_weight, cos, sin, token, state.shape[-1], activation, norm_eps
-    )
-    decay = torch.exp(-slopes)[:, None, None]
+def _verify(x: LightningStep, records: Tensor) -> Tensor:
+    """Prepare all tokens, and verify drafts by steps of the recurrence."""
+    assert x.accepted is not None
+    if x.qkv.device.type == "cpu":  # before the offsets say which tokens there are
+        index = (x.cu_seqlens, x.initial_indices, x.state_indices)
+        check_state_indices(*index, num_tokens=x.qkv.shape[0], num_slots=x.state.shape[0])
+    token = torch.arange(int(x.cu_seqlens[-1]), dtype=torch.int64, device=x.qkv.device)
+    q, k, v = _prepared(x, token)
+    decay = torch.exp(-x.slopes)[:, None, None]
 
     def advance(
         rows: Tensor, token: Tensor | None, pools: Sequence[Tensor], offsets: Tensor, own: Tensor
@@ -96,63 +53,44 @@ def lightning_verify(
         own_k, own_v = rows.unflatten(1, (2, *k.shape[1:])).unbind(1)
         S = pools[0][slots].mul_(decay).add_(own_v[..., :, None] * own_k[..., None, :])
         pools[0][slots] = S
-        return rows if token is None else scale * (S @ q[token][..., None])[..., 0].flatten(1)
+        return rows if token is None else x.scale * (S @ q[token][..., None])[..., 0].flatten(1)
 
     o = verify_by_steps(
         advance,
         torch.cat([k, v], 1).flatten(1),
-        q.new_zeros(len(q), q.shape[1] * q.shape[2]),
-        [state],
+        q.new_zeros(len(q), x.width),
+        [x.state],
         records,
-        accepted,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
+        x.accepted,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
     )
-    o = o if q_norm_weight is not None else o.to(qkv.dtype).float()
-    return _finished(o, qkv, gate, norm_weight, token, norm_groups, norm_eps)
+    return _finished(x, o, token)
 
 
-def _prepared(
-    qkv: Tensor,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    token: Tensor,
-    dim: int,
-    activation: str,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [T, H, D] of some tokens as the recurrence takes them, without q's scale."""
-    x = qkv[token]
-    x = silu(x.float()).to(x.dtype) if activation == "silu" else x
-    q, k, v = x.float().unflatten(1, (3, -1, dim)).unbind(1)
-    if q_norm_weight is not None and k_norm_weight is not None:
-        q, k = _norm(q, q_norm_weight, norm_eps), _norm(k, k_norm_weight, norm_eps)
-    if cos is not None and sin is not None:
-        angles = cos[token, None], sin[token, None]
+def _prepared(x: LightningStep, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Make q, k and v [T, H, D] of some tokens as the recurrence takes them, q not scaled."""
+    rows = x.qkv[token]
+    rows = silu(rows.float()).to(rows.dtype) if x.activation == "silu" else rows
+    q, k, v = rows.float().unflatten(1, (3, -1, x.state.shape[-1])).unbind(1)
+    if x.q_norm_weight is not None and x.k_norm_weight is not None:
+        q, k = _norm(q, x.q_norm_weight, x.norm_eps), _norm(k, x.k_norm_weight, x.norm_eps)
+    if x.cos is not None and x.sin is not None:
+        angles = x.cos[token, None], x.sin[token, None]
         q, k = _rotate(q, *angles), _rotate(k, *angles)
     return q, k, v
 
 
-def _finished(
-    o: Tensor,
-    qkv: Tensor,
-    gate: Tensor | None,
-    norm_weight: Tensor | None,
-    token: Tensor,
-    norm_groups: int,
-    norm_eps: float,
-) -> Tensor:
-    """What was read for some tokens, normed and gated, in the places of all."""
-    dtype = torch.float32
-    if gate is not None and norm_weight is not None:
-        groups = norm_weight.unflatten(0, (norm_groups, -1))
-        o = _norm(o.unflatten(1, (norm_groups, -1)), groups, norm_eps).flatten(1)
-        o, dtype = o * sigmoid(gate[token].float()), qkv.dtype
-    out = qkv.new_zeros(qkv.shape[0], o.shape[1], dtype=dtype)
-    out[token] = o.to(dtype)
+def _finished(x: LightningStep, o: Tensor, token: Tensor) -> Tensor:
+    """Apply the norm and the gate to what was read for some tokens, in the places of all."""
+    o = o if x.q_norm_weight is not None else o.to(x.qkv.dtype).float()
+    if x.gate is not None and x.norm_weight is not None:
+        groups = x.norm_weight.unflatten(0, (x.norm_groups, -1))
+        o = _norm(o.unflatten(1, (x.norm_groups, -1)), groups, x.norm_eps).flatten(1)
+        o = o * sigmoid(x.gate[token].float())
+    out = empty_outputs(x).zero_()
+    out[token] = o.to(out.dtype)
     return out
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton" of both steps: the states block by block, then the norm and the gate.
+"""Implementation "triton": the states block by block, then the norm and the gate.
 
 Two launches, of which the second begins while the first ends, where a GPU can; and one before them
 where drafts are verified. See README.md.
@@ -13,183 +13,124 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from torch_hybrid.ops.lightning_step.op import LightningStep, empty_outputs
 from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.state import Tile, zero_rows
 
-_ROUNDED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-
-def lightning_step(
-    qkv: Tensor,
-    gate: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    slopes: Tensor,
-    norm_weight: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    activation: str,
-    scale: float,
-    norm_groups: int,
-    norm_eps: float,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::lightning_step``."""
-    num_tokens, num_seqs = qkv.shape[0], state_indices.shape[0]
-    _, num_heads, dim, _ = state.shape
-    o = qkv.new_empty(num_tokens, num_heads * dim, dtype=torch.float32)
-    if num_seqs == 0:
-        return o.zero_() if gate is None else o.new_zeros(o.shape, dtype=qkv.dtype)
-    early = launches_early(qkv.device)
-    tile = Tile.of(dim, dim)
-    num_blocks = triton.cdiv(dim, tile.block_v)
-    _step_kernel[(num_blocks * num_heads * num_seqs,)](
-        qkv,
-        q_norm_weight,
-        k_norm_weight,
-        cos,
-        sin,
-        slopes,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        o,
-        scale,
-        norm_eps,
-        num_tokens,
-        num_seqs,
-        qkv.stride(0),
-        0 if cos is None else cos.stride(0),
-        0 if sin is None else sin.stride(0),
-        H=num_heads,
-        D=dim,
-        HALF=0 if cos is None else cos.shape[1],
-        BLOCK_K=tile.block_k,
-        BLOCK_V=tile.block_v,
-        SILU=activation == "silu",
-        NORMED=gate is not None,
-        EARLY=early,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
-    if gate is None or norm_weight is None:
+def lightning_step(x: LightningStep) -> Tensor:
+    """Launch a walk over the states, what prepares drafts for it, and the norm."""
+    num_tokens = x.qkv.shape[0]
+    if x.state_indices.shape[0] == 0:
+        return empty_outputs(x).zero_()
+    early = launches_early(x.qkv.device)
+    prepared = None if x.records is None else _prepare(x, x.records, early)
+    o = x.qkv.new_empty(num_tokens, x.width, dtype=torch.float32)
+    _walk(x, prepared, o, early)
+    if x.gate is None or x.norm_weight is None:
         return o
-    return _normed(o, gate, norm_weight, cu_seqlens, norm_eps, norm_groups, early)
+    return _normed(x, o, x.gate, early)
 
 
-def lightning_verify(
-    qkv: Tensor,
-    gate: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    slopes: Tensor,
-    norm_weight: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    records: Tensor,
-    accepted: Tensor,
-    *,
-    activation: str,
-    scale: float,
-    norm_groups: int,
-    norm_eps: float,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::lightning_verify``."""
-    num_tokens, num_seqs = qkv.shape[0], state_indices.shape[0]
-    _, num_heads, dim, _ = state.shape
+def _prepare(x: LightningStep, records: Tensor, early: bool) -> Tensor:
+    """Make rows [q | k | v] of new tokens, and after them of each sequence's records, which have no
+    q."""
+    num_tokens, num_seqs = x.qkv.shape[0], x.state_indices.shape[0]
+    _, num_heads, dim, _ = x.state.shape
     num_drafts = records.shape[1]
-    o = qkv.new_empty(num_tokens, num_heads * dim, dtype=torch.float32)
-    if num_seqs == 0:
-        return o.zero_() if gate is None else o.new_zeros(o.shape, dtype=qkv.dtype)
-    early = launches_early(qkv.device)
-    index = (cu_seqlens, initial_indices, state_indices, accepted)
-    tile = Tile.of(dim, dim)
-    # Rows [q | k | v] of new tokens, and after them of each sequence's records, which have no q.
-    prepared = o.new_empty(num_tokens + num_seqs * num_drafts, 3 * num_heads * dim)
+    num_rows = num_tokens + num_seqs * num_drafts
+    prepared = x.state.new_empty(num_rows, 3 * x.width)
     _prepare_kernel[(num_seqs * num_heads,)](
-        qkv,
-        q_norm_weight,
-        k_norm_weight,
-        cos,
-        sin,
-        *index,
+        x.qkv,
+        x.q_norm_weight,
+        x.k_norm_weight,
+        x.cos,
+        x.sin,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        x.accepted,
         records,
         prepared,
-        scale,
-        norm_eps,
+        x.scale,
+        x.norm_eps,
         num_tokens,
-        qkv.stride(0),
-        0 if cos is None else cos.stride(0),
-        0 if sin is None else sin.stride(0),
+        x.qkv.stride(0),
+        0 if x.cos is None else x.cos.stride(0),
+        0 if x.sin is None else x.sin.stride(0),
         H=num_heads,
         D=dim,
-        HALF=0 if cos is None else cos.shape[1],
+        HALF=x.half,
         DRAFTS=num_drafts,
-        BLOCK=tile.block_k,
-        SILU=activation == "silu",
+        BLOCK=Tile.of(dim, dim).block_k,
+        SILU=x.activation == "silu",
         EARLY=early,
         num_warps=1,
         enable_fp_fusion=False,
     )
+    return prepared
+
+
+def _walk(x: LightningStep, prepared: Tensor | None, o: Tensor, early: bool) -> None:
+    """Read from the states once they have taken the tokens, into ``o``."""
+    _, num_heads, dim, _ = x.state.shape
+    num_seqs = x.state_indices.shape[0]
+    tile = Tile.of(dim, dim)
     num_blocks = triton.cdiv(dim, tile.block_v)
-    _verify_kernel[(num_blocks * num_heads * num_seqs,)](
+    # The first launch of a decode step waits for nothing.
+    waits = {} if prepared is None else {"launch_pdl": early}
+    _walk_kernel[(num_blocks * num_heads * num_seqs,)](
+        x.qkv,
+        x.q_norm_weight,
+        x.k_norm_weight,
+        x.cos,
+        x.sin,
+        x.slopes,
+        x.state,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        x.accepted,
         prepared,
-        slopes,
-        state,
-        *index,
         o,
-        num_tokens,
+        x.scale,
+        x.norm_eps,
+        x.qkv.shape[0],
         num_seqs,
+        x.qkv.stride(0),
+        0 if x.cos is None else x.cos.stride(0),
+        0 if x.sin is None else x.sin.stride(0),
         H=num_heads,
         D=dim,
-        DRAFTS=num_drafts,
+        HALF=x.half,
+        DRAFTS=None if x.records is None else x.records.shape[1],
         BLOCK_K=tile.block_k,
         BLOCK_V=tile.block_v,
-        DTYPE=_ROUNDED[qkv.dtype] if q_norm_weight is None else tl.float32,
-        NORMED=gate is not None,
+        SILU=x.activation == "silu",
+        NORMED=x.gate is not None,
         EARLY=early,
         num_warps=1,
         enable_fp_fusion=False,
-        launch_pdl=early,
+        **waits,
     )
-    if gate is None or norm_weight is None:
-        return o
-    return _normed(o, gate, norm_weight, cu_seqlens, norm_eps, norm_groups, early)
 
 
-def _normed(
-    o: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    cu_seqlens: Tensor,
-    eps: float,
-    num_groups: int,
-    early: bool,
-) -> Tensor:
-    """The outputs, normed and gated."""
+def _normed(x: LightningStep, o: Tensor, gate: Tensor, early: bool) -> Tensor:
+    """Apply the norm and the gate to the outputs."""
+    out = empty_outputs(x)
     num_tokens, inner = o.shape
-    out = gate.new_empty(num_tokens, inner)
-    width = inner // num_groups
+    width = inner // x.norm_groups
     block = triton.next_power_of_2(width)
-    _norm_kernel[(num_tokens * num_groups,)](
+    _norm_kernel[(num_tokens * x.norm_groups,)](
         o,
         gate,
-        weight,
-        cu_seqlens,
+        x.norm_weight,
+        x.cu_seqlens,
         out,
-        eps,
-        cu_seqlens.shape[0] - 1,
+        x.norm_eps,
+        x.cu_seqlens.shape[0] - 1,
         gate.stride(0),
-        GROUPS=num_groups,
+        GROUPS=x.norm_groups,
         WIDTH=width,
         BLOCK=block,
         EARLY=early,
@@ -201,7 +142,7 @@ def _normed(
 
 @triton.jit
 def _row(p_row: tl.tensor, index: tl.tensor, mask: tl.tensor, HALF: tl.constexpr) -> tl.tuple:
-    """A head's q or k, and by channel the one that each is rotated with."""
+    """Load a head's q or k, and by channel the one that each is rotated with."""
     b_x = tl.load(p_row + index, mask=mask, other=0.0)
     other = b_x
     if HALF > 0:
@@ -220,7 +161,7 @@ def _angles(
     index: tl.tensor,
     HALF: tl.constexpr,
 ) -> tl.tuple:
-    """What a head's channels and those that they are rotated with are multiplied by."""
+    """Load what a head's channels and those that they are rotated with are multiplied by."""
     b_cos = tl.full(index.shape, 1.0, tl.float32)
     b_sin = tl.zeros(index.shape, tl.float32)
     if HALF > 0:
@@ -233,15 +174,15 @@ def _angles(
 
 @triton.jit
 def _activated(x: tl.tensor, SILU: tl.constexpr) -> tl.tensor:
-    """In float32, rounded as it is where it comes from a tensor."""
+    """Activate in float32, rounding as it is where it comes from a tensor."""
     wide = x.to(tl.float32)
     if SILU:
         wide = (wide / (1.0 + tl.exp(-wide))).to(x.dtype).to(tl.float32)
     return wide
 
 
-# A state is to have the same bits whichever kernel advanced it: nothing is fused in these but what
-# is written as ``fma``, as the compiler would choose by what stands beside.
+# A state is to have the same bits with drafts and without: nothing is fused in these but what is
+# written as ``fma``, as the compiler would choose by what stands beside.
 @triton.jit
 def _prepared(
     row: tl.tuple,
@@ -253,7 +194,7 @@ def _prepared(
     NORM: tl.constexpr,
     SILU: tl.constexpr,
 ) -> tl.tensor:
-    """A head's q or k, activated, normed with its weights and rotated."""
+    """Prepare a head's q or k: activate it, norm it with its weights and rotate it."""
     b_x, other = _activated(row[0], SILU), _activated(row[1], SILU)
     inverse = 1.0
     if NORM:
@@ -268,94 +209,25 @@ def _prepared(
 
 @triton.jit
 def _next_state(b_s: tl.tensor, b_k: tl.tensor, b_v: tl.tensor, decay: tl.tensor) -> tl.tensor:
-    """Rows of a head's state after one token."""
+    """Advance rows of a head's state by one token."""
     return tl.fma(b_v[:, None], b_k[None, :], b_s * decay)
 
 
 @triton.jit
+def _read(
+    b_s: tl.tensor, b_q: tl.tensor, q_norm_weight: tl.tensor | None, dtype: tl.constexpr
+) -> tl.tensor:
+    """Read from rows of a head's state; what is not normed is rounded."""
+    b_o = tl.sum(b_s * b_q[None, :], 1)
+    if q_norm_weight is None:
+        b_o = b_o.to(dtype).to(tl.float32)
+    return b_o
+
+
+@triton.jit
 def _decay(slope: tl.tensor) -> tl.tensor:
-    """Of a head at every token: what a GPU's own exponential is off by would add up."""
+    """Make a head's decay: what a GPU's own exponential is off by would add up."""
     return tl.exp(-slope.to(tl.float64)).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
-def _step_kernel(
-    qkv: tl.tensor,
-    q_norm_weight: tl.tensor | None,
-    k_norm_weight: tl.tensor | None,
-    cos: tl.tensor | None,
-    sin: tl.tensor | None,
-    slopes: tl.tensor,
-    state: tl.tensor,
-    cu_seqlens: tl.tensor,
-    initial_indices: tl.tensor,
-    state_indices: tl.tensor,
-    o: tl.tensor,
-    scale: tl.tensor,
-    eps: tl.tensor,
-    num_tokens: tl.tensor,
-    num_seqs: tl.tensor,
-    stride_qkv: tl.tensor,
-    stride_cos: tl.tensor,
-    stride_sin: tl.tensor,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SILU: tl.constexpr,
-    NORMED: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """One program: BLOCK_V rows of the state of one head of one sequence.
-
-    Each norms and rotates q and k for itself. What is small is asked for before the state.
-    """
-    if EARLY:
-        gdc_launch_dependents()
-    blocks: tl.constexpr = (D + BLOCK_V - 1) // BLOCK_V
-    pid = tl.program_id(0)
-    seq = pid // (blocks * H)
-    head = pid // blocks % H
-    index = tl.arange(0, BLOCK_K)
-    index_v = pid % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask, mask_v = index < D, index_v < D
-
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    if begin < end:
-        initial = tl.load(initial_indices + seq).to(tl.int64)
-        slot = tl.load(state_indices + seq).to(tl.int64)
-        token = begin.to(tl.int64)
-        p_q = qkv + token * stride_qkv + head * D
-        p_k, p_v = p_q + H * D, p_q + 2 * H * D
-        x_q, x_k = _row(p_q, index, mask, HALF), _row(p_k, index, mask, HALF)
-        b_v = tl.load(p_v + index_v, mask=mask_v, other=0.0)
-        decay = _decay(tl.load(slopes + head))
-        w_q, w_k = x_q, x_k
-        if q_norm_weight is not None:
-            w_q = _row(q_norm_weight, index, mask, HALF)
-            w_k = _row(k_norm_weight, index, mask, HALF)
-        angles = _angles(cos, sin, token, stride_cos, stride_sin, index, HALF)
-        tile = head * D * D + index_v[:, None] * D + index[None, :]
-        mask_s = mask_v[:, None] & mask[None, :]
-        p_s = state + initial * H * D * D + tile
-        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
-
-        normed: tl.constexpr = q_norm_weight is not None
-        b_q = _prepared(x_q, w_q, angles, eps, D, HALF, normed, SILU) * scale
-        b_k = _prepared(x_k, w_k, angles, eps, D, HALF, normed, SILU)
-        b_s = _next_state(b_s, b_k, _activated(b_v, SILU), decay)
-        b_o = tl.sum(b_s * b_q[None, :], 1)
-        if q_norm_weight is None:
-            b_o = b_o.to(qkv.dtype.element_ty)
-        tl.store(o + token * H * D + head * D + index_v, b_o.to(tl.float32), mask=mask_v)
-        tl.store(state + slot * H * D * D + tile, b_s, mask=mask_s & (slot != 0))
-
-    if not NORMED:
-        # The rows past the last sequence are dealt out to the sequences in turn.
-        padding = tl.load(cu_seqlens + num_seqs) + seq
-        zero_rows(o, padding, num_tokens, num_seqs, head, index_v, mask_v, H, D)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -385,7 +257,7 @@ def _prepare_kernel(
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: a head's q, k and v of all tokens of one sequence, which it alone reads and
+    """Prepare a head's q, k and v of all tokens of one sequence, which it alone reads and
     writes in records. Accepted ones are copied before drafts take their places."""
     if EARLY:
         gdc_launch_dependents()
@@ -430,28 +302,45 @@ def _prepare_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
-def _verify_kernel(
-    prepared: tl.tensor,
+def _walk_kernel(
+    qkv: tl.tensor,
+    q_norm_weight: tl.tensor | None,
+    k_norm_weight: tl.tensor | None,
+    cos: tl.tensor | None,
+    sin: tl.tensor | None,
     slopes: tl.tensor,
     state: tl.tensor,
     cu_seqlens: tl.tensor,
     initial_indices: tl.tensor,
     state_indices: tl.tensor,
-    accepted: tl.tensor,
+    accepted: tl.tensor | None,
+    prepared: tl.tensor | None,
     o: tl.tensor,
+    scale: tl.tensor,
+    eps: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
+    stride_qkv: tl.tensor,
+    stride_cos: tl.tensor,
+    stride_sin: tl.tensor,
     H: tl.constexpr,
     D: tl.constexpr,
+    HALF: tl.constexpr,
     DRAFTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    DTYPE: tl.constexpr,
+    SILU: tl.constexpr,
     NORMED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V rows of the state of one head of one sequence, which go through the
-    accepted records and the new tokens in registers, and are stored after the first of these."""
+    """Walk the tokens of a sequence with BLOCK_V rows of the state of one head, in registers.
+
+    The grid has a program of one warp for each block of rows, head and sequence. Accepted records
+    go before the new tokens, and the rows are stored after the first of these; q, k and v of all
+    are prepared before. In decode steps, where DRAFTS is None, a sequence has one token or none,
+    and each program norms and rotates q and k for itself. What is small is asked for before the
+    state.
+    """
     if EARLY:
         gdc_launch_dependents()
     blocks: tl.constexpr = (D + BLOCK_V - 1) // BLOCK_V
@@ -465,36 +354,64 @@ def _verify_kernel(
 
     begin = tl.load(cu_seqlens + seq)
     num_new = tl.load(cu_seqlens + seq + 1) - begin
-    num_replayed = tl.load(accepted + seq)
-    if num_new + num_replayed > 0:
+    num_walked = num_new
+    if DRAFTS is not None:
+        num_replayed = tl.load(accepted + seq)
+        num_walked += num_replayed
+    if num_walked > 0:
         initial = tl.load(initial_indices + seq).to(tl.int64)
         slot = tl.load(state_indices + seq).to(tl.int64)
         token = begin.to(tl.int64)
-        last_certain = num_replayed + tl.minimum(num_new, 1) - 1
-        decay = _decay(tl.load(slopes + head))
-        tile = head * D * D + index_v[:, None] * D + index[None, :]
-        mask_s = mask_v[:, None] & mask[None, :]
-        b_s = tl.load(state + initial * H * D * D + tile, mask=mask_s & (initial != 0), other=0.0)
-        p_before = prepared + (num_tokens.to(tl.int64) + seq * DRAFTS) * 3 * width + head * D
-        p_new = prepared + token * 3 * width + head * D
+        if DRAFTS is None:
+            p_q = qkv + token * stride_qkv + head * D
+            p_k, p_v = p_q + width, p_q + 2 * width
+            x_q, x_k = _row(p_q, index, mask, HALF), _row(p_k, index, mask, HALF)
+            b_v = tl.load(p_v + index_v, mask=mask_v, other=0.0)
+            decay = _decay(tl.load(slopes + head))
+            w_q, w_k = x_q, x_k
+            if q_norm_weight is not None:
+                w_q = _row(q_norm_weight, index, mask, HALF)
+                w_k = _row(k_norm_weight, index, mask, HALF)
+            angles = _angles(cos, sin, token, stride_cos, stride_sin, index, HALF)
+            tile = head * D * D + index_v[:, None] * D + index[None, :]
+            mask_s = mask_v[:, None] & mask[None, :]
+            p_s = state + initial * H * D * D + tile
+            b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
 
-        if EARLY:
-            gdc_wait()
-        for i in range(num_replayed + num_new):
-            is_new = i >= num_replayed
-            place = i - num_replayed
-            p_q = tl.where(is_new, p_new + place * 3 * width, p_before + i * 3 * width)
-            b_k = tl.load(p_q + width + index, mask=mask, other=0.0)
-            b_v = tl.load(p_q + 2 * width + index_v, mask=mask_v, other=0.0)
-            b_s = _next_state(b_s, b_k, b_v, decay)
-            if i == last_certain:
-                tl.store(state + slot * H * D * D + tile, b_s, mask=mask_s & (slot != 0))
-            if is_new:
-                b_q = tl.load(p_q + index, mask=mask, other=0.0)
-                b_o = tl.sum(b_s * b_q[None, :], 1).to(DTYPE).to(tl.float32)
-                tl.store(o + (token + place) * width + head * D + index_v, b_o, mask=mask_v)
+            normed: tl.constexpr = q_norm_weight is not None
+            b_q = _prepared(x_q, w_q, angles, eps, D, HALF, normed, SILU) * scale
+            b_k = _prepared(x_k, w_k, angles, eps, D, HALF, normed, SILU)
+            b_s = _next_state(b_s, b_k, _activated(b_v, SILU), decay)
+            b_o = _read(b_s, b_q, q_norm_weight, qkv.dtype.element_ty)
+            tl.store(o + token * width + head * D + index_v, b_o, mask=mask_v)
+            tl.store(state + slot * H * D * D + tile, b_s, mask=mask_s & (slot != 0))
+        else:
+            last_certain = num_replayed + tl.minimum(num_new, 1) - 1
+            decay = _decay(tl.load(slopes + head))
+            tile = head * D * D + index_v[:, None] * D + index[None, :]
+            mask_s = mask_v[:, None] & mask[None, :]
+            p_s = state + initial * H * D * D + tile
+            b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
+            p_before = prepared + (num_tokens.to(tl.int64) + seq * DRAFTS) * 3 * width + head * D
+            p_new = prepared + token * 3 * width + head * D
 
-    if EARLY:
+            if EARLY:
+                gdc_wait()
+            for i in range(num_walked):
+                is_new = i >= num_replayed
+                place = i - num_replayed
+                p_row = tl.where(is_new, p_new + place * 3 * width, p_before + i * 3 * width)
+                b_k = tl.load(p_row + width + index, mask=mask, other=0.0)
+                b_v = tl.load(p_row + 2 * width + index_v, mask=mask_v, other=0.0)
+                b_s = _next_state(b_s, b_k, b_v, decay)
+                if i == last_certain:
+                    tl.store(state + slot * H * D * D + tile, b_s, mask=mask_s & (slot != 0))
+                if is_new:
+                    b_q = tl.load(p_row + index, mask=mask, other=0.0)
+                    b_o = _read(b_s, b_q, q_norm_weight, qkv.dtype.element_ty)
+                    tl.store(o + (token + place) * width + head * D + index_v, b_o, mask=mask_v)
+
+    if DRAFTS is not None and EARLY:
         gdc_wait()
     if not NORMED:
         # The rows past the last sequence are dealt out to the sequences in turn.
@@ -517,7 +434,7 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: the norm and the gate of one group of a token's channels; 0 for padding."""
+    """Apply the norm and the gate to one group of a token's channels; write 0 for padding."""
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     index = tl.arange(0, BLOCK)
     inside = index < WIDTH

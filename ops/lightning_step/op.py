@@ -6,43 +6,26 @@ op: each by itself takes little, and costs as much again to be called.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation
-from torch_hybrid.ops.core.registration import check_impl, define_op
-from torch_hybrid.ops.lightning_step.validate import check_inputs
-from torch_hybrid.ops.step_implementations import step_implementations, verify_implementations
-from torch_hybrid.ops.verify import SCHEMA as RECORDS
-from torch_hybrid.ops.verify import check_records
+from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, define, made
+from torch_hybrid.ops.step_implementations import step_implementations
+from torch_hybrid.ops.verify import StepOp
 
 IMPLEMENTATIONS = step_implementations("lightning_step", limits={"head_k_dim": 512})
-VERIFY_IMPLEMENTATIONS = verify_implementations(IMPLEMENTATIONS, "lightning_verify")
 
 
-def lightning_step(
-    qkv: Tensor,
-    gate: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    slopes: Tensor,
-    norm_weight: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    activation: str,
-    scale: float,
-    norm_groups: int,
-    norm_eps: float,
-    impl: str,
-) -> Tensor:
-    """Norm and rotate q and k, advance the states by one token, and norm and gate what is read.
+@dataclass(slots=True)
+class LightningStep(StepOp):
+    """Step of a mixer: norm and rotate q and k, advance the states by one token, and norm and gate
+    what is read from them; or verify drafts.
 
         q, k, v = act(qkv), rounded to the dtype
         q, k = norm_weight q / rms(q), ...                 of each head, where there are weights
@@ -53,6 +36,11 @@ def lightning_step(
 
     It is what a layer computes before ``recurrent_ssd``, that op, and what comes after it, with the
     same roundings between them; all arithmetic is float32.
+
+    With ``records`` each sequence has one certain token and up to M drafts after it. Its accepted
+    records are replayed, its first token runs and its states are left; further tokens are run and
+    not stored, and leave k and v as records (``ops.verify``). In native implementations states
+    have the bits that as many steps of the same tokens leave, one by one.
 
     Args:
         qkv: [T, 3 H D] queries, keys and values, a row for each token; H and D are those of
@@ -78,154 +66,86 @@ def lightning_step(
         scale: factor on q.
         norm_groups: equal parts of a token's H D channels, each normed by itself.
         norm_eps: added to the mean square of a head of q and k, and of a group.
-        impl: a name in IMPLEMENTATIONS.
+        impl: a name in IMPLEMENTATIONS; with records, of an implementation that has the feature
+            "verify".
+        records: [S, M, 2 H D] float32 a row ``[k | v]`` of each draft, as the recurrence takes
+            them, where the step verifies drafts; else None. **Mutated**: slot
+            ``state_indices[n]`` receives those of the second token on.
+        accepted: [N] int32, 0 to M: the records in slot ``initial_indices[n]`` that are certain.
+            Given where records are.
 
     Returns:
         [T, H D] in qkv's dtype, without a gate in float32; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, an option is unknown, or, where
-            reading them is free (on a CPU), an index is out of range or a sequence has more tokens
-            than the implementation takes.
+        ValueError: a shape, dtype or layout is not as above, or an option is unknown. Where
+            reading them is free (on a CPU): an index or a count is out of range, or a sequence has
+            more tokens than the implementation takes.
 
     The mixer of MiniMax-01 (arXiv 2501.08313) and of Ring-2.5, in decode.
     """
-    sizes = {"head_k_dim": state.shape[-1]}
-    check_impl(impl, IMPLEMENTATIONS, qkv.device, sizes, dtype=qkv.dtype)
-    tensors = (
-        qkv,
-        gate,
-        q_norm_weight,
-        k_norm_weight,
-        cos,
-        sin,
-        slopes,
-        norm_weight,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
+
+    implementations: ClassVar[Mapping[str, Implementation]] = IMPLEMENTATIONS
+
+    qkv: Annotated[Tensor, Rows("3 * H * D")]
+    gate: Annotated[Tensor | None, Rows("H * D")]
+    q_norm_weight: Annotated[Tensor | None, Dense("D", or_float32=True, counts=False)]
+    k_norm_weight: Annotated[Tensor | None, Dense("D", or_float32=True, counts=False)]
+    cos: Annotated[Tensor | None, Rows("R", dtype=torch.float32)]
+    sin: Annotated[Tensor | None, Rows("R", dtype=torch.float32)]
+    slopes: Annotated[Tensor, Dense("H", dtype=torch.float32, counts=False)]
+    norm_weight: Annotated[Tensor | None, Dense("H * D", or_float32=True)]
+    state: Annotated[Tensor, Pool("H", "D", "D", dtype=torch.float32)]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+    activation: str = field(kw_only=True)
+    scale: float = field(kw_only=True)
+    norm_groups: int = field(kw_only=True)
+    norm_eps: float = field(kw_only=True)
+    records: Annotated[Tensor | None, Pool("M", "2 * H * D", dtype=torch.float32)] = field(
+        default=None, kw_only=True
     )
-    check_activation(activation)
-    check_inputs(*tensors, norm_groups=norm_groups)
-    out: Tensor = _STEP(
-        *tensors,
-        activation=activation,
-        scale=scale,
-        norm_groups=norm_groups,
-        norm_eps=norm_eps,
-        impl=impl,
-    )
-    return out
+
+    @property
+    def width(self) -> int:
+        """Channels of q, of k and of v."""
+        return self.state.shape[1] * self.state.shape[2]
+
+    @property
+    def half(self) -> int:
+        """Number of a token's angles, half of the channels that are rotated."""
+        return 0 if self.cos is None else self.cos.shape[-1]
+
+    def check_form(self) -> None:
+        """Raise ValueError for one of two tensors that go together, and for too many angles."""
+        for name, tensor, dims in (("qkv", self.qkv, 2), ("state", self.state, 4)):
+            if tensor.ndim != dims:
+                raise ValueError(f"{name} must have {dims} dimensions, got {list(tensor.shape)}")
+        for names in (("q_norm_weight", "k_norm_weight"), ("cos", "sin"), ("gate", "norm_weight")):
+            if len({getattr(self, name) is None for name in names}) > 1:
+                raise ValueError(f"{' and '.join(names)} must both be given, or both be None")
+        dim = self.state.shape[2]
+        if 2 * self.half > dim:
+            raise ValueError(f"cos must have at most {dim // 2} columns, got {self.half}")
+
+    def check(self) -> None:
+        """Raise ValueError for an unknown activation, for groups that do not divide the channels,
+        and for records without counts."""
+        StepOp.check(self)
+        check_activation(self.activation)
+        if self.norm_groups < 1 or self.width % self.norm_groups:
+            raise ValueError(
+                f"norm_groups must divide the {self.width} channels of o, got {self.norm_groups}"
+            )
 
 
-def lightning_verify(
-    qkv: Tensor,
-    gate: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    slopes: Tensor,
-    norm_weight: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    records: Tensor,
-    accepted: Tensor,
-    *,
-    activation: str,
-    scale: float,
-    norm_groups: int,
-    norm_eps: float,
-    impl: str,
-) -> Tensor:
-    """``lightning_step`` of one certain token of each sequence and drafts after it.
-
-    The accepted records of a sequence are replayed, its first token runs and its state is left;
-    further tokens are run and not stored, and leave records (``ops.verify``). In native
-    implementations states have the bits that ``lightning_step`` leaves after the same tokens, one
-    by one.
-
-    Args:
-        qkv, gate, q_norm_weight, k_norm_weight, cos, sin, slopes, norm_weight: as of the step.
-        state: as of the step. **Mutated**: slot ``state_indices[n]`` receives what is there after
-            the accepted records and the first token of sequence n.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has M + 1 tokens at
-            most, and the first is certain. Tokens at or past ``cu_seqlens[N]`` are padding.
-        initial_indices, state_indices: as of the step; a sequence's records lie in the slots of its
-            states.
-        records: [S, M, 2 H D] float32, a row ``[k | v]`` for each draft: as the recurrence takes
-            them, normed and rotated. **Mutated**: slot ``state_indices[n]`` receives those of the
-            second token on.
-        accepted: [N] int32, 0 to M: the records in slot ``initial_indices[n]`` that are certain.
-        activation, scale, norm_groups, norm_eps: as of the step.
-        impl: a name in VERIFY_IMPLEMENTATIONS.
-
-    Returns:
-        [T, H D] in qkv's dtype, without a gate in float32; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: as of the step, and, on a CPU, a count is not as above.
-    """
-    sizes = {"head_k_dim": state.shape[-1]}
-    check_impl(impl, VERIFY_IMPLEMENTATIONS, qkv.device, sizes, dtype=qkv.dtype)
-    tensors = (
-        qkv,
-        gate,
-        q_norm_weight,
-        k_norm_weight,
-        cos,
-        sin,
-        slopes,
-        norm_weight,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-    )
-    check_activation(activation)
-    check_inputs(*tensors, norm_groups=norm_groups)
-    check_records(
-        records,
-        accepted,
-        num_slots=state.shape[0],
-        width=2 * state.shape[1] * state.shape[2],
-        dtype=torch.float32,
-        num_seqs=state_indices.shape[0],
-    )
-    out: Tensor = _VERIFY(
-        *tensors,
-        records,
-        accepted,
-        activation=activation,
-        scale=scale,
-        norm_groups=norm_groups,
-        norm_eps=norm_eps,
-        impl=impl,
-    )
-    return out
+def empty_outputs(x: LightningStep) -> Tensor:
+    """Make the outputs of all heads: in float32, where nothing gates them."""
+    dtype = torch.float32 if x.gate is None else x.qkv.dtype
+    return x.qkv.new_empty(x.qkv.shape[0], x.width, dtype=dtype)
 
 
-def _outputs(qkv: Tensor, gate: Tensor | None, *_: Any, **__: Any) -> Tensor:
-    dtype = torch.float32 if gate is None else qkv.dtype
-    return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3, dtype=dtype)
-
-
-_TENSORS = (
-    "Tensor qkv, Tensor? gate, Tensor? q_norm_weight, Tensor? k_norm_weight, Tensor? cos, "
-    "Tensor? sin, Tensor slopes, Tensor? norm_weight, Tensor(a!) state, Tensor cu_seqlens, "
-    "Tensor initial_indices, Tensor state_indices"
-)
-_OPTIONS = "str activation, float scale, int norm_groups, float norm_eps, str impl"
-_STEP = define_op(
-    f"lightning_step({_TENSORS}, *, {_OPTIONS}) -> Tensor",
-    fake=_outputs,
-    implementations=IMPLEMENTATIONS,
-)
-_VERIFY = define_op(
-    f"lightning_verify({_TENSORS}, {RECORDS}, *, {_OPTIONS}) -> Tensor",
-    fake=_outputs,
-    implementations=VERIFY_IMPLEMENTATIONS,
+lightning_step = define(
+    LightningStep, IMPLEMENTATIONS, returns=made(empty_outputs), limited={"head_k_dim": "D"}
 )

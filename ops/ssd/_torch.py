@@ -10,78 +10,42 @@ from torch import Tensor
 from torch_hybrid.ops.ragged_chunks import (
     FULL_DECAY,
     Chunks,
+    Sequences,
     chunk_table,
     initial_states,
     live_sequences,
     store_states,
 )
+from torch_hybrid.ops.ssd.op import ChunkSsd, RecurrentSsd, Ssd
 
 
-def recurrent_ssd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
+def recurrent_ssd(x: RecurrentSsd) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
-    seqs = live_sequences(
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        num_tokens=v.shape[0],
-        num_slots=state.shape[0],
-    )
-    S = initial_states(state, seqs)
+    q, k, v, dt, D = x.q, x.k, x.v, x.dt, x.D
+    seqs = _live(x)
+    S = initial_states(x.state, seqs)
     group = v.shape[1] // k.shape[1]
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     for step in range(seqs.max_length):
         num_left = int((seqs.lengths > step).sum())
         token = seqs.starts[:num_left] + step
-        q_t, k_t = (x[token].float().repeat_interleave(group, dim=1) for x in (q, k))
+        q_t, k_t = (y[token].float().repeat_interleave(group, dim=1) for y in (q, k))
         v_t = v[token].float()
         u = v_t if dt is None else dt[token][..., None] * v_t
-        S_t = S[:num_left].mul_(g[token].exp()[..., None, None])
+        S_t = S[:num_left].mul_(x.g[token].exp()[..., None, None])
         S_t.add_(u[..., None] * k_t[..., None, :])
-        o = scale * (S_t @ q_t[..., None])[..., 0]
+        o = x.scale * (S_t @ q_t[..., None])[..., 0]
         out[token] = (o if D is None else o + D[:, None] * v_t).to(out.dtype)
-    store_states(state, seqs, S)
+    store_states(x.state, seqs, S)
     return out
 
 
-def chunk_ssd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    scale: float,
-    chunk_size: int,
-) -> Tensor:
+def chunk_ssd(x: ChunkSsd) -> Tensor:
     """Compute what lies inside chunks for all of them at once, then scan the states over them."""
-    seqs = live_sequences(
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        num_tokens=v.shape[0],
-        num_slots=state.shape[0],
-    )
-    S = initial_states(state, seqs)
+    seqs, chunk_size = _live(x), x.chunk_size
+    S = initial_states(x.state, seqs)
     chunks = chunk_table(seqs, chunk_size)
-    parts = _inside_chunks(q, k, v, g, dt, D, chunks, scale)
+    parts = _inside_chunks(x, chunks)
     o = parts.o
     for step in range(-(-seqs.max_length // chunk_size)):
         num_left = int((seqs.lengths > step * chunk_size).sum())
@@ -89,10 +53,20 @@ def chunk_ssd(
         S_0 = S[:num_left]
         o[c] += parts.q_decay[c] * (parts.q[c] @ S_0.unflatten(1, parts.by_group).mT).flatten(1, 2)
         S_0.mul_(parts.decay[c]).add_(parts.state[c])
-    store_states(state, seqs, S)
-    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    store_states(x.state, seqs, S)
+    out = torch.zeros_like(x.v, memory_format=torch.contiguous_format)
     out[chunks.token[chunks.is_real]] = o.transpose(1, 2)[chunks.is_real].to(out.dtype)
     return out
+
+
+def _live(x: Ssd) -> Sequences:
+    return live_sequences(
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        num_tokens=x.v.shape[0],
+        num_slots=x.state.shape[0],
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,25 +84,17 @@ class _ChunkParts:
     decay: Tensor  # [X, H, 1, 1] of the whole chunk
 
 
-def _inside_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
-    chunks: Chunks,
-    scale: float,
-) -> _ChunkParts:
-    """Rows past the end of a sequence have v 0 and g 0: they change neither state nor outputs."""
+def _inside_chunks(x: Ssd, chunks: Chunks) -> _ChunkParts:
+    """Compute them. Rows past the end of a sequence have v 0 and g 0: they change nothing."""
+    k, v, dt, D = x.k, x.v, x.dt, x.D
     token, is_real = chunks.token, chunks.is_real[..., None]
     by_group = (k.shape[1], v.shape[1] // k.shape[1])
-    q_c, k_c = (x[token].float().transpose(1, 2).unsqueeze(2) for x in (q, k))
-    q_c = scale * q_c
+    q_c, k_c = (y[token].float().transpose(1, 2).unsqueeze(2) for y in (x.q, k))
+    q_c = x.scale * q_c
     v_c = (v[token].float() * is_real[..., None]).transpose(1, 2)
     u = v_c if dt is None else dt[token].transpose(1, 2)[..., None] * v_c
     # In float64: a difference of two large sums must not lose a small decay between them.
-    G = (g[token].clamp(min=FULL_DECAY) * is_real).transpose(1, 2).double().cumsum(-1)
+    G = (x.g[token].clamp(min=FULL_DECAY) * is_real).transpose(1, 2).double().cumsum(-1)
     pair_decay = (G[..., :, None] - G[..., None, :]).float().tril().exp().tril()
     attention = (q_c @ k_c.mT) * pair_decay.unflatten(1, by_group)
     o = attention.flatten(1, 2) @ u

@@ -8,27 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.ssd.op import RecurrentSsd
 from torch_hybrid.ops.triton.state import Tile, zero_rows
 
 
-def recurrent_ssd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::recurrent_ssd``."""
+def recurrent_ssd(x: RecurrentSsd) -> Tensor:
+    """Launch a program for some rows of each head's state."""
+    q, k, v, g, dt = x.q, x.k, x.v, x.g, x.dt
     num_tokens, num_groups, head_dim_k = q.shape
     _, num_heads, head_dim_v = v.shape
-    num_seqs = state_indices.shape[0]
+    num_seqs = x.state_indices.shape[0]
     if num_seqs == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -40,13 +29,13 @@ def recurrent_ssd(
         v,
         g,
         dt,
-        D,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
+        x.D,
+        x.state,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
         out,
-        scale,
+        x.scale,
         num_tokens,
         num_seqs,
         q.stride(0),
@@ -94,7 +83,7 @@ def _recurrent_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V rows of the state of one head of one sequence, all its tokens."""
+    """Walk all tokens of a sequence with BLOCK_V rows of the state of a head, in registers."""
     num_blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     seq = pid // (num_blocks * H)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.ssd.op import ChunkSsd
 from torch_hybrid.ops.triton.decays import LOG2_E, cumulate
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 from torch_hybrid.ops.triton.products import (
@@ -43,7 +44,7 @@ class ChunkTile:
 
     @classmethod
     def of(cls, head_dim_k: int, head_dim_v: int, like: Tensor) -> ChunkTile:
-        """As much as registers hold, for inputs of the dtype and device of ``like``."""
+        """Choose as much as registers hold, for inputs of the dtype and device of ``like``."""
         block_k = max(16, triton.next_power_of_2(head_dim_k))
         if like.dtype == torch.bfloat16:
             # A warp's products have 16 rows.
@@ -57,31 +58,18 @@ class ChunkTile:
         return cls(chunk=chunk, block_k=block_k, block_v=block_v, num_warps=num_warps)
 
 
-def chunk_ssd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    scale: float,
-    chunk_size: int,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::chunk_ssd``; the chunks are those of ``ChunkTile``."""
-    num_tokens, num_groups, head_dim_k = q.shape
+def chunk_ssd(x: ChunkSsd) -> Tensor:
+    """Launch a walk of each sequence, or of its segments; chunks are those of ``ChunkTile``."""
+    v, state = x.v, x.state
+    num_tokens, num_groups, head_dim_k = x.q.shape
     _, num_heads, head_dim_v = v.shape
-    num_seqs = state_indices.shape[0]
+    num_seqs = x.state_indices.shape[0]
     if num_seqs == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    tile = ChunkTile.of(head_dim_k, head_dim_v, q)
-    factors = _decays(g, dt, cu_seqlens, tile.chunk, scale)
-    q, k = in_pieces(q), in_pieces(k)
+    tile = ChunkTile.of(head_dim_k, head_dim_v, x.q)
+    factors = _decays(x, tile.chunk)
+    q, k = in_pieces(x.q), in_pieces(x.k)
     programs = triton.cdiv(head_dim_v, tile.block_v) * num_heads  # of a sequence or a segment
     segment = _segment(num_tokens, programs, tile.chunk)
     starts = ends = decays = None
@@ -112,8 +100,8 @@ def chunk_ssd(
             v,
             factors,
             state,
-            cu_seqlens,
-            initial_indices,
+            x.cu_seqlens,
+            x.initial_indices,
             starts,
             ends,
             decays,
@@ -127,11 +115,11 @@ def chunk_ssd(
         k,
         v,
         factors,
-        D,
+        x.D,
         state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
         starts,
         ends,
         decays,
@@ -148,7 +136,7 @@ def chunk_ssd(
 
 
 def _segment(num_tokens: int, programs: int, chunk: int) -> int:
-    """Tokens of a segment, a multiple of ``chunk``; 0 where sequences are walked whole.
+    """Choose the tokens of a segment, a multiple of ``chunk``; 0 where sequences are walked whole.
 
     The number of sequences does not count: in a captured graph most of them may be empty.
     """
@@ -156,23 +144,24 @@ def _segment(num_tokens: int, programs: int, chunk: int) -> int:
     return triton.cdiv(num_tokens, wanted * chunk) * chunk if wanted >= _FEWEST_SEGMENTS else 0
 
 
-def _decays(g: Tensor, dt: Tensor | None, cu_seqlens: Tensor, chunk: int, scale: float) -> Tensor:
-    """What the decays of X chunks of C tokens make of rows, ``[X, H, 6, C]`` float32.
+def _decays(x: ChunkSsd, chunk: int) -> Tensor:
+    """Compute what the decays of X chunks of C tokens make of rows, ``[X, H, 6, C]`` float32.
 
     By what a row of q reads the state before the chunk; by what a row of v goes into the outputs
     of the chunk, and into the state after it; the sum of g from the chunk's first token on, to
     base 2, in two numbers whose sum it is; and by what the whole chunk decays the state.
     """
+    g, dt = x.g, x.dt
     num_tokens, num_heads = g.shape
-    num_seqs = cu_seqlens.shape[0] - 1
+    num_seqs = x.cu_seqlens.shape[0] - 1
     num_chunks = num_blocks(num_tokens, num_seqs, chunk)
     factors = g.new_empty(num_chunks, num_heads, 6, chunk, dtype=torch.float32)
     _decay_kernel[(num_chunks, triton.cdiv(num_heads, _HEADS))](
         g,
         dt,
-        cu_seqlens,
+        x.cu_seqlens,
         factors,
-        scale,
+        x.scale,
         num_seqs,
         g.stride(0),
         0 if dt is None else dt.stride(0),
@@ -198,7 +187,7 @@ def _decay_kernel(
     C: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ) -> None:
-    """One program: one chunk of BLOCK_H heads."""
+    """Make the factors of one chunk of BLOCK_H heads."""
     chunk = tl.program_id(0)
     seq = sequence_of_block(cu_seqlens, num_seqs, chunk, C)
     begin = tl.load(cu_seqlens + seq)
@@ -260,10 +249,10 @@ def _chunk_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V rows of the state of one head of one sequence, or of a segment of it.
+    """Walk the chunks of one sequence, or of a segment of it, with BLOCK_V rows of a head's state.
 
-    Tokens and channels are columns of all that it computes, so that the state and the values are
-    left sides of products, which stay in registers.
+    Tokens and channels are columns of all that it computes. So the state and the values are left
+    sides of products, which stay in registers.
     """
     NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
@@ -402,7 +391,7 @@ def _segment_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """One program: what one segment, which is not the last of its sequence, leaves in a state.
+    """Compute what one segment, which is not the last of its sequence, leaves in a state.
 
     The first segment starts from the sequence's own state, which is copied for those who read it
     later; the others from zero.

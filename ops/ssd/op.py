@@ -7,28 +7,24 @@ and mLSTM, which differ in their arguments alone; see README.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
-from torch_hybrid.ops.core.recurrence import (
-    DEFAULT_CHUNK_SIZE,
-    check_chunk_size,
-    check_heads,
-    check_slots,
-    check_tokens,
+from torch_hybrid.ops.core.declare import (
+    NO_DEFAULT,
+    Dense,
+    Index,
+    Pool,
+    Rows,
+    StatefulOp,
+    define,
+    like,
 )
-from torch_hybrid.ops.core.registration import (
-    check_impl,
-    check_planned,
-    check_shapes,
-    define_op,
-    given,
-)
-from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
+from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -39,76 +35,69 @@ _CPP_CAPABILITY = Capability(
     dtypes=frozenset({torch.float32, torch.bfloat16}),
     available=compiler_missing,
 )
-
-RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = with_flashinfer(
-    "recurrent_ssd",
-    {
-        "cpp": Implementation(
-            capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-            launcher=f"{_CPU}:recurrent_ssd",
-        ),
-        "triton": Implementation(
-            capability=Capability(
-                devices=triton_devices(),
-                limits={"head_k_dim": 512},
-                features=frozenset({BATCH_INVARIANT}),
-                cuda_graph=True,
-                available=triton_missing,
-            ),
-            launcher="torch_hybrid.ops.ssd._triton:recurrent_ssd",
-        ),
-        "torch": Implementation(
-            capability=Capability(devices=frozenset({"cpu", "cuda"})),
-            launcher=f"{_TORCH}:recurrent_ssd",
-        ),
-    },
-    Implementation(
-        capability=Capability(
-            devices=frozenset({"cuda"}),
-            one_of={"head_k_dim": (64, 128, 256), "head_v_dim": (64, 128)},
-            cuda_graph=True,
-            available=flashinfer_missing(capabilities=HOPPER),
-        ),
-        launcher="torch_hybrid.ops.ssd._flashinfer:recurrent_ssd",
-        planner="torch_hybrid.ops.flashinfer.one_token:plan",
-        by_name="its exponentials are approximations, whose errors add up in the states",
-    ),
+_TRITON_CAPABILITY = Capability(
+    devices=triton_devices(),
+    limits={"head_k_dim": 256},
+    cuda_graph=True,
+    available=triton_missing,
 )
-CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_ssd"),
+_TORCH_CAPABILITY = Capability(devices=frozenset({"cpu", "cuda"}))
+
+RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": Implementation(
+        capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
+        launcher=f"{_CPU}:recurrent_ssd",
+        checks_indices=True,
+    ),
     "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"head_k_dim": 256},
-            cuda_graph=True,
-            available=triton_missing,
+        capability=replace(
+            _TRITON_CAPABILITY,
+            limits={"head_k_dim": 512},
+            features=frozenset({BATCH_INVARIANT}),
         ),
-        launcher="torch_hybrid.ops.ssd._triton_chunk:chunk_ssd",
+        launcher="torch_hybrid.ops.ssd._triton:recurrent_ssd",
     ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"})),
-        launcher=f"{_TORCH}:chunk_ssd",
+    "torch": Implementation(capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:recurrent_ssd"),
+}
+CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": Implementation(
+        capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_ssd", checks_indices=True
     ),
+    "triton": Implementation(
+        capability=_TRITON_CAPABILITY, launcher="torch_hybrid.ops.ssd._triton_chunk:chunk_ssd"
+    ),
+    "torch": Implementation(capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:chunk_ssd"),
 }
 
 
-def recurrent_ssd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    scale: float,
-    planned: Sequence[Tensor] = (),
-    impl: str,
-) -> Tensor:
-    """Walk token by token and advance the state of every sequence.
+@dataclass(slots=True)
+class Ssd(StatefulOp):
+    """Arguments of both execution forms."""
+
+    q: Annotated[Tensor, Rows("G", "K")]
+    k: Annotated[Tensor, Rows("G", "K")]
+    v: Annotated[Tensor, Rows("H", "V")]
+    g: Annotated[Tensor, Rows("H", dtype=torch.float32)]
+    dt: Annotated[Tensor | None, Rows("H", dtype=torch.float32)]
+    D: Annotated[Tensor | None, Dense("H", dtype=torch.float32)]
+    state: Annotated[Tensor, Pool("H", "V", "K", dtype=torch.float32)]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+    scale: float = field(kw_only=True)
+
+    def check(self) -> None:
+        """Raise ValueError unless groups divide the heads."""
+        num_groups, num_heads = self.k.shape[1], self.v.shape[1]
+        if num_heads % num_groups:
+            raise ValueError(
+                f"v must have a multiple of the {num_groups} heads of k, got {num_heads}"
+            )
+
+
+@dataclass(slots=True)
+class RecurrentSsd(Ssd):
+    """Linear attention that walks token by token and advances the state of every sequence.
 
     Per head: ``S = e^g S + (dt v) k^T; o = scale S q + D v``, so that a token reads itself,
     undecayed. Head ``h`` reads group ``h // (H // G)`` of q and k. All arithmetic is float32.
@@ -133,59 +122,23 @@ def recurrent_ssd(
         state_indices: [N] int32 slot that receives the state of each sequence, distinct except
             for 0: that state is not stored.
         scale: factor on q: 1 in Mamba2 and MiniMax-01, ``K ** -0.5`` in Ring-2.5 and mLSTM.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
         impl: a name in RECURRENT_IMPLEMENTATIONS.
 
     Returns:
         [T, H, V] outputs in v's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, ``impl`` is unknown, or, where reading
-            them is free (on a CPU), an index is out of range.
+        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown. Where reading
+            them is free (on a CPU): an index is out of range.
 
     From "Transformers are SSMs" (Mamba2, arXiv 2405.21060), "Lightning Attention-2"
     (arXiv 2401.04658) and "xLSTM" (mLSTM, arXiv 2405.04517).
     """
-    sizes = {"head_k_dim": q.shape[-1], "head_v_dim": v.shape[-1]}
-    check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
-    check_planned(impl, RECURRENT_IMPLEMENTATIONS, planned)
-    _check_inputs(q, k, v, g, dt, D, state, cu_seqlens, initial_indices, state_indices)
-    out: Tensor = _RECURRENT(
-        q,
-        k,
-        v,
-        g,
-        dt,
-        D,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        scale=scale,
-        impl=impl,
-        **given(planned),
-    )
-    return out
 
 
-def chunk_ssd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    scale: float,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
-    impl: str,
-) -> Tensor:
-    """Walk chunk by chunk: the same function, as matrix products.
+@dataclass(slots=True)
+class ChunkSsd(Ssd):
+    """Linear attention that walks chunk by chunk: the same function, as matrix products.
 
     Chunks are counted from the first token of each sequence in this call, so the result for a
     sequence does not depend on its neighbours. Arguments, mutation and result are those of
@@ -196,73 +149,16 @@ def chunk_ssd(
             takes chunks of its own.
         impl: a name in CHUNK_IMPLEMENTATIONS.
     """
-    sizes = {"head_k_dim": q.shape[-1]}
-    check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
-    check_chunk_size(chunk_size)
-    _check_inputs(q, k, v, g, dt, D, state, cu_seqlens, initial_indices, state_indices)
-    out: Tensor = _CHUNK(
-        q,
-        k,
-        v,
-        g,
-        dt,
-        D,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        scale=scale,
-        chunk_size=chunk_size,
-        impl=impl,
-    )
-    return out
+
+    chunk_size: Annotated[int, NO_DEFAULT] = field(default=DEFAULT_CHUNK_SIZE, kw_only=True)
+
+    def check(self) -> None:
+        """Raise ValueError unless groups divide the heads, and chunks are of a known size."""
+        check_chunk_size(self.chunk_size)
+        Ssd.check(self)
 
 
-def _check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> None:
-    check_heads(q=q, v=v)
-    num_tokens, num_groups, k_dim = q.shape
-    num_heads, v_dim = v.shape[1:]
-    check_tokens(
-        {
-            "q": (q, q.shape, q.dtype),
-            "k": (k, q.shape, q.dtype),
-            "v": (v, (num_tokens, num_heads, v_dim), q.dtype),
-            "g": (g, (num_tokens, num_heads), torch.float32),
-            "dt": (dt, (num_tokens, num_heads), torch.float32),
-        }
-    )
-    check_shapes({"D": (D, (num_heads,))})
-    if D is not None and D.dtype != torch.float32:
-        raise ValueError(f"D must have dtype {torch.float32}, got {D.dtype}")
-    if D is not None and not D.is_contiguous():
-        raise ValueError(f"D must be contiguous, got strides {list(D.stride())}")
-    check_slots(state, (num_heads, v_dim, k_dim), cu_seqlens, initial_indices, state_indices)
-    if num_heads % num_groups:
-        raise ValueError(f"v must have a multiple of the {num_groups} heads of k, got {num_heads}")
-
-
-_TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? dt, Tensor? D, Tensor(a!) state, "
-    "Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices"
+recurrent_ssd = define(
+    RecurrentSsd, RECURRENT_IMPLEMENTATIONS, returns=like("v"), limited={"head_k_dim": "K"}
 )
-_RECURRENT = define_op(
-    f"recurrent_ssd({_TENSORS}, *, float scale, str impl, Tensor[]? planned=None) -> Tensor",
-    like=["v"],
-    implementations=RECURRENT_IMPLEMENTATIONS,
-)
-_CHUNK = define_op(
-    f"chunk_ssd({_TENSORS}, *, float scale, int chunk_size, str impl) -> Tensor",
-    like=["v"],
-    implementations=CHUNK_IMPLEMENTATIONS,
-)
+chunk_ssd = define(ChunkSsd, CHUNK_IMPLEMENTATIONS, returns=like("v"), limited={"head_k_dim": "K"})

@@ -5,42 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.ssd.op import Ssd
 
-def ssd_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
-    """The oracle of both ops: same arguments, any float dtype, ``state`` updated in place.
 
-    It computes in float32, or in float64 when ``v`` is float64.
-    """
+def ssd_reference(x: Ssd) -> Tensor:
+    """Compute both ops one token at a time, in float32 or, where ``v`` is float64, in float64."""
+    k, v, g, state = x.k, x.v, x.g, x.state
     compute = torch.promote_types(v.dtype, torch.float32)
-    dt = torch.ones_like(g) if dt is None else dt
-    D = g.new_zeros(g.shape[1]) if D is None else D
+    dt = torch.ones_like(g) if x.dt is None else x.dt
+    D = g.new_zeros(g.shape[1]) if x.D is None else x.D
     group = v.shape[1] // k.shape[1]
-    q, k = (x.to(compute).repeat_interleave(group, dim=1) for x in (q, k))
-    g, dt, D = (x.to(compute) for x in (g, dt, D))
+    q, k = (y.to(compute).repeat_interleave(group, dim=1) for y in (x.q, k))
+    g, dt, D = (y.to(compute) for y in (g, dt, D))
 
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    offsets = cu_seqlens.tolist()
-    slots = zip(initial_indices.tolist(), state_indices.tolist(), strict=True)
+    offsets = x.cu_seqlens.tolist()
+    slots = zip(x.initial_indices.tolist(), x.state_indices.tolist(), strict=True)
     for n, (initial, slot) in enumerate(slots):
         if offsets[n] == offsets[n + 1]:
             continue
         S = state[initial].to(compute) if initial else _zero_state(k, v, compute)
         for t in range(offsets[n], offsets[n + 1]):
             v_t = v[t].to(compute)
-            S, o = ssd_step(S, scale * q[t], k[t], v_t, g[t], dt[t])
+            S, o = ssd_step(S, x.scale * q[t], k[t], v_t, g[t], dt[t])
             out[t] = o + D[:, None] * v_t
         if slot:
             state[slot] = S

@@ -31,8 +31,9 @@ TH_CALL(Call,
   const void *conv_weight, *conv_bias, *A_log, *dt_bias, *D, *norm_weight;  // wide: in float32
   void* conv_state;  // [S, W - 1, C]
   float* state;      // [S, H, V, K]
-  void* records;     // [S, D, R]; null, as accepted, where each sequence has one token
-  const int32_t *cu_seqlens, *initial_indices, *state_indices, *accepted;
+  const int32_t *cu_seqlens, *initial_indices, *state_indices;
+  void* records;  // [S, D, R]; null, as accepted, where no drafts are verified
+  const int32_t* accepted;
   void* out;  // [T, H V], contiguous
   int64_t num_tokens, num_seqs, num_slots, channels, width, num_v_heads, v_dim, k_dim;
   int64_t num_records, record_width;              // D, R
@@ -366,24 +367,22 @@ void run_several(const Call& call) {
   }
 }
 
-bool dispatch_several(const Call& call) {
+void dispatch_several(const Call& call) {
   th::with_width(call.width, [&](auto width) {
     constexpr int W = decltype(width)::value;
     call.is_bf16 ? run_several<W, th::bf16>(call) : run_several<W, float>(call);
   });
-  return true;
 }
 
 }  // namespace mamba2
 
 TH_EXPORT_CALL(ssd_step, mamba2::Call) {
-  if (!th::indices_are_valid(*call) || !th::verify::slots_are_valid(*call)) return false;
-  if (!mamba2::one_token_each(*call)) return mamba2::dispatch_several(*call);
-  call->is_bf16 ? mamba2::dispatch<th::bf16>(*call) : mamba2::dispatch<float>(*call);
+  if (!th::indices_are_valid(*call)) return false;
+  if (!(call->accepted ? th::verify::records_are_valid(*call) : th::verify::slots_are_valid(*call)))
+    return false;
+  if (call->accepted || !mamba2::one_token_each(*call))
+    mamba2::dispatch_several(*call);
+  else
+    call->is_bf16 ? mamba2::dispatch<th::bf16>(*call) : mamba2::dispatch<float>(*call);
   return true;
-}
-
-TH_EXPORT_CALL(ssd_verify, mamba2::Call) {
-  if (!th::indices_are_valid(*call) || !th::verify::records_are_valid(*call)) return false;
-  return mamba2::dispatch_several(*call);
 }

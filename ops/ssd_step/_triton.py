@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton" of both steps: a convolution, the states block by block, and what is
+"""Implementation "triton": a convolution, the states block by block, and what is
 normed.
 
 Three launches, each of which begins while the one before it ends, where a GPU can; see README.md.
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from torch_hybrid.ops.ssd_step.op import SsdStep, empty_outputs
 from torch_hybrid.ops.triton.conv_step import (
     convolve,
     last_inputs,
@@ -28,220 +29,112 @@ from torch_hybrid.ops.triton.state import Tile, zero_rows
 _BLOCK_CHANNELS = 256
 
 
-def ssd_step(
-    xBC: Tensor,
-    z: Tensor | None,
-    dt: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    D: Tensor,
-    norm_weight: Tensor | None,
-    conv_state: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    activation: str,
-    dt_min: float,
-    dt_max: float,
-    norm_before_gate: bool,
-    norm_groups: int,
-    norm_eps: float,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::ssd_step``."""
-    inner = state.shape[1] * state.shape[2]
-    if state_indices.shape[0] == 0:
-        return xBC.new_zeros(xBC.shape[0], inner)
-    early = launches_early(xBC.device)
-    index = (cu_seqlens, initial_indices, state_indices)
-    mixed = _convolve(xBC, conv_weight, conv_bias, conv_state, *index, activation, early)
-    gate = z if norm_weight is None else None
-    bounds = (dt_min, dt_max)
-    out = _advance(mixed, gate, dt, A_log, dt_bias, D, state, *index, *bounds, early)
-    if norm_weight is not None:
-        assert z is not None
-        _norm(out, z, norm_weight, cu_seqlens, norm_eps, norm_groups, norm_before_gate, early)
+def ssd_step(x: SsdStep) -> Tensor:
+    """Launch a convolution, a walk over the states and, where there is one, the norm."""
+    if x.state_indices.shape[0] == 0:
+        return x.xBC.new_zeros(x.xBC.shape[0], x.inner)
+    early = launches_early(x.xBC.device)
+    mixed = _convolve(x, early) if x.records is None else _convolve_drafts(x, x.records, early)
+    out = _walk(x, mixed, early)
+    if x.norm_weight is not None:
+        _norm(x, out, early)
     return out
 
 
-def ssd_verify(
-    xBC: Tensor,
-    z: Tensor | None,
-    dt: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    D: Tensor,
-    norm_weight: Tensor | None,
-    conv_state: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    records: Tensor,
-    accepted: Tensor,
-    *,
-    activation: str,
-    dt_min: float,
-    dt_max: float,
-    norm_before_gate: bool,
-    norm_groups: int,
-    norm_eps: float,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::ssd_verify``."""
-    num_tokens, num_seqs = xBC.shape[0], state_indices.shape[0]
-    _, num_heads, head_dim_v, head_dim_k = state.shape
-    inner = num_heads * head_dim_v
-    if num_seqs == 0:
-        return xBC.new_zeros(num_tokens, inner)
-    early = launches_early(xBC.device)
-    index = (cu_seqlens, initial_indices, state_indices, accepted)
-    _, num_drafts, width = records.shape
-    num_channels, conv_width = conv_weight.shape
-    blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS) + triton.cdiv(num_heads, _BLOCK_CHANNELS)
-    # Inputs of the recurrence: of new tokens, and after them of each sequence's records.
-    mixed = xBC.new_empty(num_tokens + num_seqs * num_drafts, width)
-    _verify_conv_kernel[(blocks * num_seqs,)](
-        xBC,
-        dt,
-        conv_weight,
-        conv_bias,
-        conv_state,
-        *index,
-        records,
-        mixed,
-        num_tokens,
-        xBC.stride(0),
-        dt.stride(0),
-        C=num_channels,
-        H=num_heads,
-        W=conv_width,
-        DRAFTS=num_drafts,
-        BLOCK=_BLOCK_CHANNELS,
-        SILU=activation == "silu",
-        EARLY=early,
-        num_warps=2,
-    )
-    gate = z if norm_weight is None else None
-    out = xBC.new_empty(num_tokens, inner)
-    tile = Tile.of(head_dim_v, head_dim_k)
-    num_blocks = triton.cdiv(head_dim_v, tile.block_v)
-    _verify_kernel[(num_blocks * num_heads * num_seqs,)](
-        mixed,
-        gate,
-        A_log,
-        dt_bias,
-        D,
-        state,
-        *index,
-        out,
-        dt_min,
-        dt_max,
-        num_tokens,
-        num_seqs,
-        0 if gate is None else gate.stride(0),
-        G=(num_channels - inner) // (2 * head_dim_k),
-        H=num_heads,
-        K=head_dim_k,
-        V=head_dim_v,
-        DRAFTS=num_drafts,
-        BLOCK_K=tile.block_k,
-        BLOCK_V=tile.block_v,
-        EARLY=early,
-        num_warps=1,
-        enable_fp_fusion=False,
-        launch_pdl=early,
-    )
-    if norm_weight is not None:
-        assert z is not None
-        _norm(out, z, norm_weight, cu_seqlens, norm_eps, norm_groups, norm_before_gate, early)
-    return out
-
-
-def _convolve(
-    xBC: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    activation: str,
-    early: bool,
-) -> Tensor:
-    """The inputs after their convolution; rows of padding tokens are left as they are."""
-    mixed = torch.empty_like(xBC, memory_format=torch.contiguous_format)
-    num_channels, width = weight.shape
+def _convolve(x: SsdStep, early: bool) -> Tensor:
+    """Convolve the inputs; rows of padding tokens are left as they are."""
+    mixed = torch.empty_like(x.xBC, memory_format=torch.contiguous_format)
+    num_channels, width = x.conv_weight.shape
     blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS)
-    _conv_kernel[(blocks * state_indices.shape[0],)](
-        xBC,
-        weight,
-        bias,
-        conv_state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
+    _conv_kernel[(blocks * x.state_indices.shape[0],)](
+        x.xBC,
+        x.conv_weight,
+        x.conv_bias,
+        x.conv_state,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
         mixed,
-        xBC.stride(0),
+        x.xBC.stride(0),
         C=num_channels,
         W=width,
         BLOCK=_BLOCK_CHANNELS,
-        SILU=activation == "silu",
+        SILU=x.activation == "silu",
         EARLY=early,
         num_warps=2,
     )
     return mixed
 
 
-def _advance(
-    mixed: Tensor,
-    z: Tensor | None,
-    dt: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    D: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    dt_min: float,
-    dt_max: float,
-    early: bool,
-) -> Tensor:
-    """What is read from the states after they have taken the tokens, gated if there is a gate."""
-    num_tokens, num_channels = mixed.shape
-    _, num_heads, head_dim_v, head_dim_k = state.shape
-    inner = num_heads * head_dim_v
-    num_seqs = state_indices.shape[0]
-    out = mixed.new_empty(num_tokens, inner)
+def _convolve_drafts(x: SsdStep, records: Tensor, early: bool) -> Tensor:
+    """Convolve the inputs of new tokens and, behind them, of each sequence's records; each row is
+    followed by what step sizes are made of."""
+    num_tokens, num_seqs = x.xBC.shape[0], x.state_indices.shape[0]
+    num_channels, conv_width = x.conv_weight.shape
+    num_heads = x.state.shape[1]
+    _, num_drafts, width = records.shape
+    blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS) + triton.cdiv(num_heads, _BLOCK_CHANNELS)
+    mixed = x.xBC.new_empty(num_tokens + num_seqs * num_drafts, width)
+    _verify_conv_kernel[(blocks * num_seqs,)](
+        x.xBC,
+        x.dt,
+        x.conv_weight,
+        x.conv_bias,
+        x.conv_state,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        x.accepted,
+        records,
+        mixed,
+        num_tokens,
+        x.xBC.stride(0),
+        x.dt.stride(0),
+        C=num_channels,
+        H=num_heads,
+        W=conv_width,
+        DRAFTS=num_drafts,
+        BLOCK=_BLOCK_CHANNELS,
+        SILU=x.activation == "silu",
+        EARLY=early,
+        num_warps=2,
+    )
+    return mixed
+
+
+def _walk(x: SsdStep, mixed: Tensor, early: bool) -> Tensor:
+    """Read from the states once they have taken the tokens, and gate it if nothing is normed."""
+    num_tokens, num_channels = x.xBC.shape
+    num_seqs = x.state_indices.shape[0]
+    _, num_heads, head_dim_v, head_dim_k = x.state.shape
+    z = x.z if x.norm_weight is None else None
+    out = empty_outputs(x)
     tile = Tile.of(head_dim_v, head_dim_k)
     num_blocks = triton.cdiv(head_dim_v, tile.block_v)
-    _step_kernel[(num_blocks * num_heads * num_seqs,)](
+    _walk_kernel[(num_blocks * num_heads * num_seqs,)](
         mixed,
         z,
-        dt,
-        A_log,
-        dt_bias,
-        D,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
+        x.dt,
+        x.A_log,
+        x.dt_bias,
+        x.D,
+        x.state,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        x.accepted,
         out,
-        dt_min,
-        dt_max,
+        x.dt_min,
+        x.dt_max,
         num_tokens,
         num_seqs,
         0 if z is None else z.stride(0),
-        dt.stride(0),
-        G=(num_channels - inner) // (2 * head_dim_k),
+        x.dt.stride(0),
+        G=(num_channels - x.inner) // (2 * head_dim_k),
         H=num_heads,
         K=head_dim_k,
         V=head_dim_v,
+        DRAFTS=None if x.records is None else x.records.shape[1],
         BLOCK_K=tile.block_k,
         BLOCK_V=tile.block_v,
         EARLY=early,
@@ -252,32 +145,24 @@ def _advance(
     return out
 
 
-def _norm(
-    out: Tensor,
-    z: Tensor,
-    weight: Tensor,
-    cu_seqlens: Tensor,
-    eps: float,
-    num_groups: int,
-    before_gate: bool,
-    early: bool,
-) -> None:
+def _norm(x: SsdStep, out: Tensor, early: bool) -> None:
     """Gate and norm the outputs in place."""
+    assert x.z is not None
     num_tokens, inner = out.shape
-    width = inner // num_groups
+    width = inner // x.norm_groups
     block = triton.next_power_of_2(width)
-    _norm_kernel[(num_tokens * num_groups,)](
+    _norm_kernel[(num_tokens * x.norm_groups,)](
         out,
-        z,
-        weight,
-        cu_seqlens,
-        eps,
-        cu_seqlens.shape[0] - 1,
-        z.stride(0),
-        GROUPS=num_groups,
+        x.z,
+        x.norm_weight,
+        x.cu_seqlens,
+        x.norm_eps,
+        x.cu_seqlens.shape[0] - 1,
+        x.z.stride(0),
+        GROUPS=x.norm_groups,
         WIDTH=width,
         BLOCK=block,
-        BEFORE_GATE=before_gate,
+        BEFORE_GATE=x.norm_before_gate,
         EARLY=early,
         num_warps=min(16, max(1, block // 512)),
         launch_pdl=early,
@@ -301,7 +186,7 @@ def _conv_kernel(
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: BLOCK channels of one sequence's token.
+    """Convolve BLOCK channels of one sequence's token.
 
     It alone reads and writes their state, which therefore may move in place.
     """
@@ -327,17 +212,17 @@ def _conv_kernel(
 
 @triton.jit
 def _step_size(x_dt: tl.tensor, dt_min: tl.tensor, dt_max: tl.tensor) -> tl.tensor:
-    """The step of a head's token, of what stands before its activation."""
+    """Make the step of a head's token, of what stands before its activation."""
     return tl.clamp(softplus(x_dt), dt_min, dt_max, tl.PropagateNan.ALL)
 
 
-# A state is to have the same bits whichever kernel advanced it: nothing is fused in these but what
-# is written as ``fma``, as the compiler would choose by what stands beside.
+# A state is to have the same bits with drafts and without: nothing is fused in these but what is
+# written as ``fma``, as the compiler would choose by what stands beside.
 @triton.jit
 def _next_state(
     b_s: tl.tensor, b_x: tl.tensor, b_b: tl.tensor, step: tl.tensor, decay: tl.tensor
 ) -> tl.tensor:
-    """Rows of a head's state after one token."""
+    """Advance rows of a head's state by one token."""
     return tl.fma((b_x * step)[:, None], b_b[None, :], b_s * decay)
 
 
@@ -350,95 +235,11 @@ def _read(
     b_z: tl.tensor | None,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """What is read from rows of a head's state, rounded, and gated if there is a gate."""
+    """Read from rows of a head's state, rounded, and gated if there is a gate."""
     b_o = tl.fma(b_x, skip, tl.sum(b_s * b_c[None, :], 1)).to(dtype)
     if b_z is not None:
         b_o = (b_o.to(tl.float32) * b_z / (1.0 + tl.exp(-b_z))).to(dtype)
     return b_o
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
-def _step_kernel(
-    mixed: tl.tensor,
-    z: tl.tensor | None,
-    dt: tl.tensor,
-    A_log: tl.tensor,
-    dt_bias: tl.tensor,
-    D: tl.tensor,
-    state: tl.tensor,
-    cu_seqlens: tl.tensor,
-    initial_indices: tl.tensor,
-    state_indices: tl.tensor,
-    out: tl.tensor,
-    dt_min: tl.tensor,
-    dt_max: tl.tensor,
-    num_tokens: tl.tensor,
-    num_seqs: tl.tensor,
-    stride_z: tl.tensor,
-    stride_dt: tl.tensor,
-    G: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """One program: BLOCK_V rows of the state of one head of one sequence.
-
-    They, the step and the gate are asked for before the convolution has ended. Every program waits
-    for it, also one without a token: what comes after this launch then comes after that one too.
-    """
-    if EARLY:
-        gdc_launch_dependents()
-    C: tl.constexpr = H * V + 2 * G * K
-    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    pid = tl.program_id(0)
-    seq = pid // (blocks * H)
-    head = pid // blocks % H
-    index_k = tl.arange(0, BLOCK_K)
-    index_v = pid % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask_k = index_k < K
-    mask_v = index_v < V
-    mask_s = mask_v[:, None] & mask_k[None, :]
-
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    if begin < end:
-        initial = tl.load(initial_indices + seq).to(tl.int64)
-        slot = tl.load(state_indices + seq).to(tl.int64)
-        token = begin.to(tl.int64)
-        channel_x = head * V + index_v
-        channel_b = H * V + head // (H // G) * K + index_k
-        x_dt = tl.load(dt + token * stride_dt + head).to(tl.float32)
-        x_dt += tl.load(dt_bias + head).to(tl.float32)
-        rate = tl.load(A_log + head).to(tl.float32)
-        skip = tl.load(D + head).to(tl.float32)
-        b_z = None
-        if z is not None:
-            b_z = tl.load(z + token * stride_z + channel_x, mask=mask_v, other=0.0).to(tl.float32)
-        tile_s = head * V * K + index_v[:, None] * K + index_k[None, :]
-        p_s = state + initial * H * V * K + tile_s
-        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
-        step = _step_size(x_dt, dt_min, dt_max)
-        decay = exp(-exp(rate) * step)
-
-        if EARLY:
-            gdc_wait()
-        p_x = mixed + token * C
-        b_x = tl.load(p_x + channel_x, mask=mask_v, other=0.0).to(tl.float32)
-        b_b = tl.load(p_x + channel_b, mask=mask_k, other=0.0).to(tl.float32)
-        b_c = tl.load(p_x + G * K + channel_b, mask=mask_k, other=0.0).to(tl.float32)
-        b_s = _next_state(b_s, b_x, b_b, step, decay)
-        tl.store(state + slot * H * V * K + tile_s, b_s, mask=mask_s & (slot != 0))
-        b_o = _read(b_s, b_x, b_c, skip, b_z, out.dtype.element_ty)
-        tl.store(out + token * H * V + channel_x, b_o, mask=mask_v)
-
-    if EARLY:
-        gdc_wait()
-    # The rows past the last sequence are dealt out to the sequences in turn.
-    padding = tl.load(cu_seqlens + num_seqs) + seq
-    zero_rows(out, padding, num_tokens, num_seqs, head, index_v, mask_v, H, V)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -465,7 +266,7 @@ def _verify_conv_kernel(
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: BLOCK channels of all tokens of one sequence, or steps of so many heads.
+    """Convolve BLOCK channels of all tokens of one sequence, or copy steps of so many heads.
 
     It alone reads and writes them in the convolution's state and in records. Steps are only
     copied: programs of a head's rows read them when its records may be others.
@@ -535,9 +336,10 @@ def _verify_conv_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
-def _verify_kernel(
+def _walk_kernel(
     mixed: tl.tensor,
     z: tl.tensor | None,
+    dt: tl.tensor,
     A_log: tl.tensor,
     dt_bias: tl.tensor,
     D: tl.tensor,
@@ -545,13 +347,14 @@ def _verify_kernel(
     cu_seqlens: tl.tensor,
     initial_indices: tl.tensor,
     state_indices: tl.tensor,
-    accepted: tl.tensor,
+    accepted: tl.tensor | None,
     out: tl.tensor,
     dt_min: tl.tensor,
     dt_max: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
     stride_z: tl.tensor,
+    stride_dt: tl.tensor,
     G: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -561,11 +364,19 @@ def _verify_kernel(
     BLOCK_V: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V rows of the state of one head of one sequence, which go through the
-    accepted records and the new tokens in registers, and are stored after the first of these."""
+    """Walk the tokens of a sequence with BLOCK_V rows of the state of one head, in registers.
+
+    The grid has a program of one warp for each block of rows, head and sequence. Accepted records
+    go before the new tokens, and the rows are stored after the first of these. In decode steps,
+    where DRAFTS is None, a sequence has one token or none, whose step size is read from ``dt``.
+    There the state, the step and the gate are asked for before the convolution has ended. Every
+    program waits for it, also one without a token: what comes after this launch then comes after
+    that one too.
+    """
     if EARLY:
         gdc_launch_dependents()
-    R: tl.constexpr = H * V + 2 * G * K + H
+    C: tl.constexpr = H * V + 2 * G * K
+    R: tl.constexpr = C if DRAFTS is None else C + H
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     seq = pid // (blocks * H)
@@ -578,44 +389,66 @@ def _verify_kernel(
 
     begin = tl.load(cu_seqlens + seq)
     num_new = tl.load(cu_seqlens + seq + 1) - begin
-    num_replayed = tl.load(accepted + seq)
-    if num_new + num_replayed > 0:
+    num_walked = num_new
+    if DRAFTS is not None:
+        num_replayed = tl.load(accepted + seq)
+        num_walked += num_replayed
+    if num_walked > 0:
         initial = tl.load(initial_indices + seq).to(tl.int64)
         slot = tl.load(state_indices + seq).to(tl.int64)
         token = begin.to(tl.int64)
-        last_certain = num_replayed + tl.minimum(num_new, 1) - 1
         channel_x = head * V + index_v
         channel_b = H * V + head // (H // G) * K + index_k
+        if DRAFTS is None:
+            x_dt = tl.load(dt + token * stride_dt + head).to(tl.float32)
         bias = tl.load(dt_bias + head).to(tl.float32)
         rate = tl.load(A_log + head).to(tl.float32)
         skip = tl.load(D + head).to(tl.float32)
+        b_z = None
+        if DRAFTS is None and z is not None:
+            b_z = tl.load(z + token * stride_z + channel_x, mask=mask_v, other=0.0).to(tl.float32)
         tile_s = head * V * K + index_v[:, None] * K + index_k[None, :]
         p_s = state + initial * H * V * K + tile_s
         b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
-        p_mixed = mixed + token * R
-        p_before = mixed + (num_tokens.to(tl.int64) + seq * DRAFTS) * R
 
-        if EARLY:
-            gdc_wait()
-        for i in range(num_replayed + num_new):
-            is_new = i >= num_replayed
-            place = i - num_replayed
-            p_x = tl.where(is_new, p_mixed + place * R, p_before + i * R)
+        if DRAFTS is None:
+            step = _step_size(x_dt + bias, dt_min, dt_max)
+            decay = exp(-exp(rate) * step)
+            if EARLY:
+                gdc_wait()
+            p_x = mixed + token * R
             b_x = tl.load(p_x + channel_x, mask=mask_v, other=0.0).to(tl.float32)
             b_b = tl.load(p_x + channel_b, mask=mask_k, other=0.0).to(tl.float32)
-            x_dt = tl.load(p_x + R - H + head).to(tl.float32) + bias
-            step = _step_size(x_dt, dt_min, dt_max)
-            b_s = _next_state(b_s, b_x, b_b, step, exp(-exp(rate) * step))
-            if i == last_certain:
-                tl.store(state + slot * H * V * K + tile_s, b_s, mask=mask_s & (slot != 0))
-            if is_new:
-                b_c = tl.load(p_x + G * K + channel_b, mask=mask_k, other=0.0).to(tl.float32)
-                b_z = None
-                if z is not None:
-                    p_z = z + (token + place) * stride_z + channel_x
-                    b_z = tl.load(p_z, mask=mask_v, other=0.0).to(tl.float32)
-                b_o = _read(b_s, b_x, b_c, skip, b_z, out.dtype.element_ty)
-                tl.store(out + (token + place) * H * V + channel_x, b_o, mask=mask_v)
+            b_c = tl.load(p_x + G * K + channel_b, mask=mask_k, other=0.0).to(tl.float32)
+            b_s = _next_state(b_s, b_x, b_b, step, decay)
+            tl.store(state + slot * H * V * K + tile_s, b_s, mask=mask_s & (slot != 0))
+            b_o = _read(b_s, b_x, b_c, skip, b_z, out.dtype.element_ty)
+            tl.store(out + token * H * V + channel_x, b_o, mask=mask_v)
+        else:
+            last_certain = num_replayed + tl.minimum(num_new, 1) - 1
+            p_mixed = mixed + token * R
+            p_before = mixed + (num_tokens.to(tl.int64) + seq * DRAFTS) * R
+            if EARLY:
+                gdc_wait()
+            for i in range(num_walked):
+                is_new = i >= num_replayed
+                place = i - num_replayed
+                p_x = tl.where(is_new, p_mixed + place * R, p_before + i * R)
+                b_x = tl.load(p_x + channel_x, mask=mask_v, other=0.0).to(tl.float32)
+                b_b = tl.load(p_x + channel_b, mask=mask_k, other=0.0).to(tl.float32)
+                x_dt = tl.load(p_x + C + head).to(tl.float32) + bias
+                step = _step_size(x_dt, dt_min, dt_max)
+                b_s = _next_state(b_s, b_x, b_b, step, exp(-exp(rate) * step))
+                if i == last_certain:
+                    tl.store(state + slot * H * V * K + tile_s, b_s, mask=mask_s & (slot != 0))
+                if is_new:
+                    b_c = tl.load(p_x + G * K + channel_b, mask=mask_k, other=0.0).to(tl.float32)
+                    b_g = None
+                    if z is not None:
+                        p_z = z + (token + place) * stride_z + channel_x
+                        b_g = tl.load(p_z, mask=mask_v, other=0.0).to(tl.float32)
+                    b_o = _read(b_s, b_x, b_c, skip, b_g, out.dtype.element_ty)
+                    tl.store(out + (token + place) * H * V + channel_x, b_o, mask=mask_v)
 
     if EARLY:
         gdc_wait()
@@ -639,7 +472,7 @@ def _norm_kernel(
     BEFORE_GATE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: the gate and the norm of one group of a token's channels, in place."""
+    """Gate and norm one group of a token's channels, in place."""
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     index = tl.arange(0, BLOCK)
     # Rows of padding stay zeros, whatever their gates are.

@@ -6,46 +6,26 @@ each by itself takes little, and costs as much again to be called.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
+import torch
 from torch import Tensor
 
-from torch_hybrid.ops.conv_step import check_activation
-from torch_hybrid.ops.core.registration import check_impl, define_op
-from torch_hybrid.ops.ssd_step.validate import check_inputs, check_options
-from torch_hybrid.ops.step_implementations import step_implementations, verify_implementations
-from torch_hybrid.ops.verify import SCHEMA as RECORDS
-from torch_hybrid.ops.verify import check_records
+from torch_hybrid.ops.conv_step import check_activation, check_width
+from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, define, made
+from torch_hybrid.ops.step_implementations import step_implementations
+from torch_hybrid.ops.verify import StepOp
 
 IMPLEMENTATIONS = step_implementations("ssd_step", limits={"head_k_dim": 512})
-VERIFY_IMPLEMENTATIONS = verify_implementations(IMPLEMENTATIONS, "ssd_verify")
 
 
-def ssd_step(
-    xBC: Tensor,
-    z: Tensor | None,
-    dt: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    D: Tensor,
-    norm_weight: Tensor | None,
-    conv_state: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    activation: str,
-    dt_min: float,
-    dt_max: float,
-    norm_before_gate: bool,
-    norm_groups: int,
-    norm_eps: float,
-    impl: str,
-) -> Tensor:
-    """Convolve, advance the states by one token, and gate and norm what is read from them.
+@dataclass(slots=True)
+class SsdStep(StepOp):
+    """Step of a mixer: convolve, advance the states by one token, and gate and norm what is read
+    from them; or verify drafts.
 
         x, B, C = act(convolution of xBC and the last inputs), rounded to the dtype
         step = clamp(softplus(dt + dt_bias), dt_min, dt_max)         of each head
@@ -54,9 +34,14 @@ def ssd_step(
         y = o silu(z);  out = norm_weight y / rms(y)                 or, norm before gate:
         y = o;          out = norm_weight y / rms(y) silu(z)
 
-    It is what ``causal_conv1d``, the step sizes, ``recurrent_ssd`` and the gated norm of a layer
-    compute one after the other, with the same roundings between them; head ``h`` reads group
+    It is ``causal_conv1d``, the step sizes, ``recurrent_ssd`` and the gated norm of a layer one
+    after the other, with the same roundings between them. Head ``h`` reads group
     ``h // (H // G)`` of B and C, and all arithmetic is float32.
+
+    With ``records`` each sequence has one certain token and up to R drafts after it. Its accepted
+    records are replayed, its first token runs and its states are left; further tokens are run and
+    not stored, and leave their inputs as records (``ops.verify``). In native implementations states
+    have the bits that as many steps of the same tokens leave, one by one.
 
     Args:
         xBC: [T, H V + 2 G K] inputs of the convolution, a row for each token. Float dtype; rows
@@ -86,173 +71,100 @@ def ssd_step(
         norm_before_gate: whether o is normed, and not its product with the gate.
         norm_groups: equal parts of a token's H V channels, each normed by itself.
         norm_eps: added to the mean square of a part.
-        impl: a name in IMPLEMENTATIONS.
+        impl: a name in IMPLEMENTATIONS; with records, of an implementation that has the feature
+            "verify".
+        records: [S, R, H V + 2 G K + H] a row ``[xBC | dt]`` of inputs for each draft, in xBC's
+            dtype, where the step verifies drafts; else None. **Mutated**: slot
+            ``state_indices[n]`` receives those of the second token on.
+        accepted: [N] int32, 0 to R: the records in slot ``initial_indices[n]`` that are certain.
+            Given where records are.
 
     Returns:
         [T, H V] in xBC's dtype; rows of padding tokens are exactly 0.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, an option is unknown, or, where
-            reading them is free (on a CPU), an index is out of range or a sequence has more tokens
-            than the implementation takes.
+        ValueError: a shape, dtype or layout is not as above, or an option is unknown. Where
+            reading them is free (on a CPU): an index or a count is out of range, or a sequence has
+            more tokens than the implementation takes.
 
     The mixer of "Transformers are SSMs" (Mamba2, arXiv 2405.21060), as in Nemotron-H.
     """
-    sizes = {"head_k_dim": state.shape[-1]}
-    check_impl(impl, IMPLEMENTATIONS, xBC.device, sizes, dtype=xBC.dtype)
-    tensors = (
-        xBC,
-        z,
-        dt,
-        conv_weight,
-        conv_bias,
-        A_log,
-        dt_bias,
-        D,
-        norm_weight,
-        conv_state,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-    )
-    check_activation(activation)
-    check_inputs(*tensors)
-    width = state.shape[1] * state.shape[2]
-    check_options(dt_min=dt_min, dt_max=dt_max, norm_groups=norm_groups, width=width)
-    out: Tensor = _STEP(
-        *tensors,
-        activation=activation,
-        dt_min=dt_min,
-        dt_max=dt_max,
-        norm_before_gate=norm_before_gate,
-        norm_groups=norm_groups,
-        norm_eps=norm_eps,
-        impl=impl,
-    )
-    return out
+
+    implementations: ClassVar[Mapping[str, Implementation]] = IMPLEMENTATIONS
+
+    xBC: Annotated[Tensor, Rows("C")]
+    z: Annotated[Tensor | None, Rows("H * V")]
+    dt: Annotated[Tensor, Rows("H", counts=False)]
+    conv_weight: Annotated[Tensor, Dense("C", "W")]
+    conv_bias: Annotated[Tensor | None, Dense("C")]
+    A_log: Annotated[Tensor, Dense("H", or_float32=True, counts=False)]
+    dt_bias: Annotated[Tensor, Dense("H", or_float32=True, counts=False)]
+    D: Annotated[Tensor, Dense("H", or_float32=True, counts=False)]
+    norm_weight: Annotated[Tensor | None, Dense("H * V", or_float32=True)]
+    conv_state: Annotated[Tensor, Pool("W - 1", "C", counts=False)]
+    state: Annotated[Tensor, Pool("H", "V", "K", dtype=torch.float32)]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+    activation: str = field(kw_only=True)
+    dt_min: float = field(kw_only=True)
+    dt_max: float = field(kw_only=True)
+    norm_before_gate: bool = field(kw_only=True)
+    norm_groups: int = field(kw_only=True)
+    norm_eps: float = field(kw_only=True)
+    records: Annotated[Tensor | None, Pool("D_", "C + H")] = field(default=None, kw_only=True)
+
+    @property
+    def inner(self) -> int:
+        """Channels of x, and of the outputs."""
+        return self.state.shape[1] * self.state.shape[2]
+
+    def check_form(self) -> None:
+        """Raise ValueError for filters without a kernel, for a norm without a gate, and unless B
+        and C take what x leaves."""
+        for name, tensor, dims in (
+            ("xBC", self.xBC, 2),
+            ("state", self.state, 4),
+            ("conv_weight", self.conv_weight, 2),
+        ):
+            if tensor.ndim != dims:
+                raise ValueError(f"{name} must have {dims} dimensions, got {list(tensor.shape)}")
+        if self.z is None and self.norm_weight is not None:
+            raise ValueError("norm_weight must be None where z is None: what is normed has a gate")
+        check_width(self.conv_weight)
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Raise ValueError unless B and C are whole groups, which divide the heads."""
+        channels, (num_heads, _, k_dim) = self.xBC.shape[1], self.state.shape[1:]
+        of_groups = channels - self.inner
+        num_groups = of_groups // (2 * k_dim)
+        if num_groups < 1 or of_groups % (2 * k_dim) or num_heads % num_groups:
+            raise ValueError(
+                f"xBC must have {self.inner} + 2 G {k_dim} channels, where G divides the "
+                f"{num_heads} heads of state, got {channels}"
+            )
+
+    def check(self) -> None:
+        """Raise ValueError for an unknown activation, bounds that leave no step size, groups that
+        do not divide the channels, and records without counts."""
+        StepOp.check(self)
+        check_activation(self.activation)
+        if not 0 <= self.dt_min <= self.dt_max:
+            raise ValueError(
+                f"dt_min and dt_max must rise from 0, got {self.dt_min} and {self.dt_max}"
+            )
+        if self.norm_groups < 1 or self.inner % self.norm_groups:
+            raise ValueError(
+                f"norm_groups must divide the {self.inner} channels of x, got {self.norm_groups}"
+            )
 
 
-def ssd_verify(
-    xBC: Tensor,
-    z: Tensor | None,
-    dt: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    D: Tensor,
-    norm_weight: Tensor | None,
-    conv_state: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    records: Tensor,
-    accepted: Tensor,
-    *,
-    activation: str,
-    dt_min: float,
-    dt_max: float,
-    norm_before_gate: bool,
-    norm_groups: int,
-    norm_eps: float,
-    impl: str,
-) -> Tensor:
-    """``ssd_step`` of one certain token of each sequence and drafts after it.
-
-    The accepted records of a sequence are replayed, its first token runs and its states are left;
-    further tokens are run and not stored, and leave their inputs as records (``ops.verify``). In
-    native implementations states have the bits that ``ssd_step`` leaves after the same tokens, one
-    by one.
-
-    Args:
-        xBC, z, dt, conv_weight, conv_bias, A_log, dt_bias, D, norm_weight: as of the step.
-        conv_state, state: as of the step. **Mutated**: slot ``state_indices[n]`` receives what is
-            there after the accepted records and the first token of sequence n.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has R + 1 tokens at
-            most, and the first is certain. Tokens at or past ``cu_seqlens[N]`` are padding.
-        initial_indices, state_indices: as of the step; a sequence's records lie in the slots of its
-            states.
-        records: [S, R, H V + 2 G K + H] a row ``[xBC | dt]`` of inputs for each draft, in xBC's
-            dtype. **Mutated**: slot ``state_indices[n]`` receives those of the second token on.
-        accepted: [N] int32, 0 to R: the records in slot ``initial_indices[n]`` that are certain.
-        activation, dt_min, dt_max, norm_before_gate, norm_groups, norm_eps: as of the step.
-        impl: a name in VERIFY_IMPLEMENTATIONS.
-
-    Returns:
-        [T, H V] in xBC's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: as of the step, and, on a CPU, a count is not as above.
-    """
-    sizes = {"head_k_dim": state.shape[-1]}
-    check_impl(impl, VERIFY_IMPLEMENTATIONS, xBC.device, sizes, dtype=xBC.dtype)
-    tensors = (
-        xBC,
-        z,
-        dt,
-        conv_weight,
-        conv_bias,
-        A_log,
-        dt_bias,
-        D,
-        norm_weight,
-        conv_state,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-    )
-    check_activation(activation)
-    check_inputs(*tensors)
-    width = state.shape[1] * state.shape[2]
-    check_options(dt_min=dt_min, dt_max=dt_max, norm_groups=norm_groups, width=width)
-    check_records(
-        records,
-        accepted,
-        num_slots=state.shape[0],
-        width=xBC.shape[1] + dt.shape[1],
-        dtype=xBC.dtype,
-        num_seqs=state_indices.shape[0],
-    )
-    out: Tensor = _VERIFY(
-        *tensors,
-        records,
-        accepted,
-        activation=activation,
-        dt_min=dt_min,
-        dt_max=dt_max,
-        norm_before_gate=norm_before_gate,
-        norm_groups=norm_groups,
-        norm_eps=norm_eps,
-        impl=impl,
-    )
-    return out
+def empty_outputs(x: SsdStep) -> Tensor:
+    """Make the outputs of all heads, of which ``state`` knows."""
+    return x.xBC.new_empty(x.xBC.shape[0], x.inner)
 
 
-def _like_x(xBC: Tensor, *args: Any, **_: Any) -> Tensor:
-    """The outputs of all heads, of which ``state`` knows."""
-    state: Tensor = args[9]
-    return xBC.new_empty(xBC.shape[0], state.shape[1] * state.shape[2])
-
-
-_TENSORS = (
-    "Tensor xBC, Tensor? z, Tensor dt, Tensor conv_weight, Tensor? conv_bias, Tensor A_log, "
-    "Tensor dt_bias, Tensor D, Tensor? norm_weight, Tensor(a!) conv_state, Tensor(b!) state, "
-    "Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices"
-)
-_OPTIONS = (
-    "str activation, float dt_min, float dt_max, bool norm_before_gate, int norm_groups, "
-    "float norm_eps, str impl"
-)
-_STEP = define_op(
-    f"ssd_step({_TENSORS}, *, {_OPTIONS}) -> Tensor",
-    fake=_like_x,
-    implementations=IMPLEMENTATIONS,
-)
-_VERIFY = define_op(
-    f"ssd_verify({_TENSORS}, {RECORDS}, *, {_OPTIONS}) -> Tensor",
-    fake=_like_x,
-    implementations=VERIFY_IMPLEMENTATIONS,
+ssd_step = define(
+    SsdStep, IMPLEMENTATIONS, returns=made(empty_outputs), limited={"head_k_dim": "K"}
 )

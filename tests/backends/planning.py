@@ -21,7 +21,6 @@ from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
 from torch_hybrid.ops.paged_attention import _torch
 from torch_hybrid.ops.paged_attention.op import FEATURES, PagedAttention
 from torch_hybrid.ops.ragged_attention import _torch as _ragged
-from torch_hybrid.ops.ssd import _torch as _ssd
 
 LAUNCHED: list[tuple[int, ...]] = []  # the values that each launch was given
 PLANNING = Implementation(
@@ -137,9 +136,3 @@ def recurrent_gated_delta_rule(x: RecurrentGatedDeltaRule) -> Tensor:
     assert x.planned is not None
     _check_slots(x.cu_seqlens, x.initial_indices, x.state_indices, x.planned)
     return _delta.recurrent_delta_rule(x)
-
-
-def recurrent_ssd(*tensors: Any, planned: Sequence[Tensor], **options: Any) -> Tensor:
-    """As implementation "torch", where the slots that were planned are of this step."""
-    _check_slots(*tensors[-3:], planned)
-    return _ssd.recurrent_ssd(*tensors, **options)

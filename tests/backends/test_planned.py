@@ -15,7 +15,6 @@ from torch_hybrid.ops.delta_rule import op as delta_op
 from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
 from torch_hybrid.ops.paged_attention import op
 from torch_hybrid.ops.ragged_attention import op as ragged_op
-from torch_hybrid.ops.ssd import op as ssd_op
 
 SIZES = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 256}
 PLANNING = th.Backends(full="planning")
@@ -108,8 +107,6 @@ def test_rules_are_planned_with_what_is_known_of_their_layers(family: str, rule:
     ("model_type", "recurrent", "op"),
     [
         ("qwen3_next", delta_op.GATED_RECURRENT_IMPLEMENTATIONS, "recurrent_gated_delta_rule"),
-        ("bamba", ssd_op.RECURRENT_IMPLEMENTATIONS, "recurrent_ssd"),
-        ("minimax", ssd_op.RECURRENT_IMPLEMENTATIONS, "recurrent_ssd"),
     ],
 )
 def test_a_recurrence_of_one_token_is_given_the_slots_of_its_step(

@@ -197,8 +197,8 @@ SIZES_OF_HEADS = {"head_k_dim": 128, "head_v_dim": 128, "num_v_heads": 32}
     [
         ("gated_delta_step", gated_delta_step.IMPLEMENTATIONS),
         ("kimi_delta_step", kimi_delta_step.IMPLEMENTATIONS),
-        ("ssd_verify", ssd_step.VERIFY_IMPLEMENTATIONS),
-        ("lightning_verify", lightning_step.VERIFY_IMPLEMENTATIONS),
+        ("ssd_step", ssd_step.IMPLEMENTATIONS),
+        ("lightning_step", lightning_step.IMPLEMENTATIONS),
     ],
 )
 def test_what_a_gpu_takes_can_be_captured(op: str, implementations: dict[str, Implementation]):

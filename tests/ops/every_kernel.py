@@ -78,8 +78,6 @@ from torch_hybrid.ops import (
 )
 from torch_hybrid.ops import ssd as ssd_ops
 from torch_hybrid.ops.delta_rule import op as delta_op
-from torch_hybrid.ops.flashinfer.one_token import APART
-from torch_hybrid.ops.ssd import op as ssd_op
 from torch_hybrid.ops.triton.devices import runs_gluon
 from torch_hybrid.ops.triton.padding import set_padding
 
@@ -142,11 +140,11 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     for gate in ("before_norm", "no_norm"):
         mamba2 = ssd_step_cases.Case(lengths=(1, 0, 1), num_padding_tokens=3, gate=gate, **ODD)
         inputs = ssd_step_cases.make_inputs(mamba2, dtype)
-        op, verify = ssd_step.ssd_step, ssd_step.ssd_verify
+        op = ssd_step.ssd_step
         yield f"{op.__name__}, {gate}", partial(run, op, inputs.args(), inputs.options())
         inputs = ssd_step_cases.make_inputs(replace(mamba2, lengths=DRAFTED), dtype)
         given = with_records(inputs, inputs.xBC.shape[1] + inputs.dt.shape[1], dtype)
-        yield f"{verify.__name__}, {gate}", partial(run, verify, *given)
+        yield f"{op.__name__}, drafts, {gate}", partial(run, op, *given)
     for gated in (True, False):
         mixer = lightning_step_cases.Case(
             lengths=(1, 0, 1), num_padding_tokens=3, gated=gated, dim=27, rotary_dim=6
@@ -156,9 +154,8 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         name = op.__name__ if gated else f"{op.__name__} without a gate"
         yield name, partial(run, op, inputs.args(), inputs.options())
         inputs = lightning_step_cases.make_inputs(replace(mixer, lengths=DRAFTED), dtype)
-        verify, width = lightning_step.lightning_verify, 2 * mixer.num_heads * mixer.dim
-        given = with_records(inputs, width, torch.float32)
-        yield name.replace("step", "verify"), partial(run, verify, *given)
+        given = with_records(inputs, 2 * mixer.num_heads * mixer.dim, torch.float32)
+        yield f"{name}, drafts", partial(run, op, *given)
     unit = rg_lru_cases.make_inputs(rg_lru_cases.Case(head_dim=19, **LENGTHS), dtype)
     yield "rg_lru", partial(run, rg_lru.rg_lru, unit.args(), {})
     lengths = {"lengths": (150, 0, 33), "num_padding_tokens": 2}
@@ -355,15 +352,10 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
     """The kernels that translate for FlashInfer; in its place stands what fills outputs with 0."""
     delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, k_dim=128, v_dim=128)
     inputs = gdn.make_inputs(delta, torch.bfloat16)
-    mamba2 = ssd.Case(lengths=(1, 1, 0), num_padding_tokens=1, k_dim=128, v_dim=64)
-    ssd_step = ssd.make_inputs(mamba2, torch.bfloat16)
 
     def prefill(*_: Any, output: Tensor, output_state: Tensor, **__: Any) -> None:
         output.zero_()
         output_state.zero_()
-
-    def state_update(*_: Any, out: Tensor, **__: Any) -> None:
-        out.zero_()
 
     def beside(theirs: Callable[..., None], place: str, launch: Callable[[], Tensor]) -> Tensor:
         module, _, function = place.partition(":")
@@ -379,21 +371,12 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
             prefill, "flashinfer.gdn_prefill:chunk_gated_delta_rule", partial(launcher, x)
         )
 
-    def one_token(device: str) -> Tensor:
-        launcher = ssd_op.RECURRENT_IMPLEMENTATIONS["flashinfer"].load()
-        planned = [torch.tensor([0, 1, -1]).int(), torch.tensor([APART])]
-        launch = partial(
-            launcher, *moved(ssd_step.args(), device), planned=planned, **ssd_step.options()
-        )
-        return beside(state_update, "flashinfer.mamba:selective_state_update", launch)
-
     def padding(device: str) -> Tensor:
         out, lse = torch.randn(7, 3, 19, device=device), torch.randn(7, 3, device=device)
         set_padding(out, lse, torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
         return out
 
     yield "chunk_gated_delta_rule around FlashInfer", chunk_rule
-    yield "one token around FlashInfer's flashinfer.mamba:selective_state_update", one_token
     yield "rows of padding", padding
 
 

@@ -310,7 +310,7 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "lightning_step": lambda: _recurrent(
         lightning_step.make_inputs(lightning_step.Case(**_ONE_EACH))
     ),
-    "lightning_verify": _lightning_verify,
+    "lightning_step, drafts": _lightning_verify,
     "linear": lambda: _without_indices(*linears.make_inputs(linears.CASES["five_rows_odd"])),
     "merge_states": lambda: _without_indices(*(torch.randn(2, 3, 16), torch.randn(2, 3)) * 2),
     "ngram_embedding": _ngram_embedding,
@@ -328,7 +328,7 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "route": lambda: _without_indices(torch.randn(5, 16), None, 3, score="softmax"),
     "select_blocks": _select_blocks,
     "ssd_step": lambda: _recurrent(ssd_step.make_inputs(ssd_step.Case(**_ONE_EACH))),
-    "ssd_verify": _ssd_verify,
+    "ssd_step, drafts": _ssd_verify,
     "state_copy": _state_copy,
     "store_latents": _store_latents,
     "top_k": lambda: _without_indices(torch.randn(5, 37), 3),

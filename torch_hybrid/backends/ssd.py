@@ -8,7 +8,6 @@ from functools import partial
 
 from torch import Tensor
 
-from torch_hybrid.backends.planned import planned_for
 from torch_hybrid.backends.recurrent import (
     CONVOLUTION,
     OpChoice,
@@ -34,8 +33,7 @@ def _mlstm_sizes(spec: MlstmSpec) -> dict[str, int]:
     return {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.memory_dim}
 
 
-STEP, VERIFY = "ssd_step", "ssd_verify"
-LIGHTNING_STEP, LIGHTNING_VERIFY = "lightning_step", "lightning_verify"
+STEP, LIGHTNING_STEP = "ssd_step", "lightning_step"
 
 _RULE = partial(
     chunked_rule,
@@ -83,8 +81,6 @@ def apply_ssd(
     Mutates the pool ``state`` at the slots that the plan names.
     """
     rule, impl = rule_of(plan, _FORMS)
-    planned = planned_for(plan.planned, {"head_k_dim": q.shape[-1], "head_v_dim": v.shape[-1]})
-    options = {"planned": planned} if planned else {}
     return rule(
         q,
         k,
@@ -98,5 +94,4 @@ def apply_ssd(
         plan.state_indices,
         scale=scale,
         impl=impl,
-        **options,
     )

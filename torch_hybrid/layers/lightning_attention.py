@@ -5,22 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.recurrent import RecurrentPlan, walk_layer, whole_impl
-from torch_hybrid.backends.ssd import LIGHTNING_STEP, LIGHTNING_VERIFY, apply_ssd
+from torch_hybrid.backends.recurrent import RecurrentPlan, drafts_of, walk_layer, whole_impl
+from torch_hybrid.backends.ssd import LIGHTNING_STEP, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.lightning_step import lightning_step, lightning_verify
+from torch_hybrid.ops.lightning_step import lightning_step
 from torch_hybrid.ranks import Ranks, own_means
-from torch_hybrid.specs import RECORDS, LightningSpec
+from torch_hybrid.specs import LightningSpec
 
 
 def geometric_slopes(num_heads: int) -> Tensor:
@@ -107,7 +106,7 @@ class LightningAttention(nn.Module):
         """
         channels = self.spec.channels
         qkv, gate = columns(self.in_proj, x, [3 * channels, channels])
-        impl = whole_impl(plan, LIGHTNING_STEP, LIGHTNING_VERIFY)
+        impl = whole_impl(plan, LIGHTNING_STEP)
         if impl is None:
             y = self._mix_by_parts(qkv, gate, plan, cache, rotary)
         else:
@@ -130,7 +129,7 @@ class LightningAttention(nn.Module):
         """
         spec, gated = self.spec, not self._shares_groups
         cos, sin = rotary or (None, None)
-        tensors = (
+        y: Tensor = lightning_step(
             qkv,
             gate if gated else None,
             self.q_norm_weight,
@@ -143,18 +142,13 @@ class LightningAttention(nn.Module):
             plan.cu_seqlens,
             plan.initial_indices,
             plan.state_indices,
+            activation=spec.activation,
+            scale=spec.scale,
+            norm_groups=spec.norm_groups,
+            norm_eps=spec.norm_eps,
+            impl=impl,
+            **drafts_of(plan, cache),
         )
-        options: dict[str, Any] = {
-            "activation": spec.activation,
-            "scale": spec.scale,
-            "norm_groups": spec.norm_groups,
-            "norm_eps": spec.norm_eps,
-            "impl": impl,
-        }
-        if plan.accepted is None:
-            y = lightning_step(*tensors, **options)
-        else:
-            y = lightning_verify(*tensors, cache[RECORDS], plan.accepted, **options)
         return y if gated else self._gated_norm(y, gate)
 
     def _mix_by_parts(

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, walk_layer, whole_impl
-from torch_hybrid.backends.ssd import STEP, VERIFY, apply_ssd
+from torch_hybrid.backends.recurrent import (
+    RecurrentPlan,
+    convolve,
+    drafts_of,
+    walk_layer,
+    whole_impl,
+)
+from torch_hybrid.backends.ssd import STEP, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.ssd_step import ssd_step, ssd_verify
+from torch_hybrid.ops.ssd_step import ssd_step
 from torch_hybrid.ranks import Ranks, own_means
-from torch_hybrid.specs import RECORDS, Mamba2Spec
+from torch_hybrid.specs import Mamba2Spec
 
 
 class Mamba2(nn.Module):
@@ -92,7 +97,7 @@ class Mamba2(nn.Module):
             [T, dim].
         """
         z, mixed, dt = columns(self.in_proj, x, self._widths)
-        impl = whole_impl(plan, STEP, VERIFY)
+        impl = whole_impl(plan, STEP)
 
         def mix(
             advancing: Sequence[Tensor], reading: Sequence[Tensor], plan: RecurrentPlan
@@ -119,7 +124,7 @@ class Mamba2(nn.Module):
         If several ranks share a group of the norm, gate and norm run after the op.
         """
         spec, gated = self.spec, not self._shares_groups
-        tensors = (
+        y: Tensor = ssd_step(
             mixed,
             z if gated else None,
             dt,
@@ -134,20 +139,15 @@ class Mamba2(nn.Module):
             plan.cu_seqlens,
             plan.initial_indices,
             plan.state_indices,
+            activation=spec.activation,
+            dt_min=spec.dt_min,
+            dt_max=spec.dt_max,
+            norm_before_gate=spec.gate == "after_norm",
+            norm_groups=spec.norm_groups,
+            norm_eps=spec.norm_eps,
+            impl=impl,
+            **drafts_of(plan, cache),
         )
-        options: dict[str, Any] = {
-            "activation": spec.activation,
-            "dt_min": spec.dt_min,
-            "dt_max": spec.dt_max,
-            "norm_before_gate": spec.gate == "after_norm",
-            "norm_groups": spec.norm_groups,
-            "norm_eps": spec.norm_eps,
-            "impl": impl,
-        }
-        if plan.accepted is None:
-            y = ssd_step(*tensors, **options)
-        else:
-            y = ssd_verify(*tensors, cache[RECORDS], plan.accepted, **options)
         return y if gated else self._gate(y, z)
 
     def _mix_by_parts(

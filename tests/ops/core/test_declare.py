@@ -214,6 +214,7 @@ class DeclaredHeads(Op):
     heads: Annotated[Tensor, Rows("H", "E", apart=2, counts="H")]
     rates: Annotated[Tensor, Dense("E", or_float32=True)]
     gate: Annotated[Tensor | None, Rows("D")]
+    decay: Annotated[Tensor | None, Rows("H", dtype=torch.float32)]
     size: Annotated[int, NO_DEFAULT] = field(default=32, kw_only=True)
 
 
@@ -236,6 +237,7 @@ def given_heads(**changes: Tensor) -> dict[str, Any]:
         "heads": torch.ones(2, 3, 5).bfloat16().transpose(0, 1),
         "rates": torch.ones(5).bfloat16(),
         "gate": None,
+        "decay": None,
     }
     return values | changes
 
@@ -245,6 +247,12 @@ def test_a_default_may_be_the_public_functions_alone():
     assert torch.equal(declared_heads(**given_heads(), size=32, impl="torch"), out)
     schema = str(torch.ops.torch_hybrid.declared_heads.default._schema)
     assert "*, int size, str impl)" in schema
+
+
+def test_rows_may_have_a_dtype_of_their_own():
+    declared_heads(**given_heads(decay=torch.ones(3, 2)), impl="torch")
+    with pytest.raises(ValueError, match=r"^decay must have dtype torch.float32, got .*bfloat16"):
+        declared_heads(**given_heads(decay=torch.ones(3, 2).bfloat16()), impl="torch")
 
 
 def test_parameters_may_be_float32():
@@ -284,8 +292,8 @@ def test_the_call_of_a_cpp_kernel(monkeypatch: pytest.MonkeyPatch):
     )
     wide = {"gate": torch.ones(3, 12)[:, :10], "rates": torch.ones(5)}
     out = [launch(DeclaredHeads(**given_heads(**given), impl="cpp")) for given in ({}, wide)]
-    assert [call[4] is result for call, result in zip(calls, out, strict=True)] == [True, True]
-    assert [call[5:] for call in calls] == [
+    assert [call[5] is result for call, result in zip(calls, out, strict=True)] == [True, True]
+    assert [call[6:] for call in calls] == [
         (3, 2, 5, 5, 15, 0, True, False, False),
         (3, 2, 5, 5, 15, 12, True, True, True),
     ]

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 from tests.ops.lightning_step.cases import CASES, make_inputs
 from tests.ops.step_family import Family
 from torch_hybrid.ops.lightning_step import lightning_step
-from torch_hybrid.ops.lightning_step.op import IMPLEMENTATIONS
+from torch_hybrid.ops.lightning_step.op import IMPLEMENTATIONS, LightningStep
 from torch_hybrid.ops.lightning_step.reference import lightning_step_reference
+
+
+def reference(*tensors: Tensor | None, **options: Any) -> Tensor:
+    return lightning_step_reference(LightningStep(*tensors, **options, impl="reference"))
+
 
 FAMILY = Family(
     op=lightning_step,
     implementations=IMPLEMENTATIONS,
-    reference=lightning_step_reference,
+    reference=reference,
     cases=CASES,
     make_inputs=make_inputs,
 )

@@ -9,21 +9,26 @@ from torch import Tensor
 
 from tests.ops.lightning_step.family import FAMILY
 from tests.ops.verify_contract import MOST_DRAFTS, VerifyContract
-from torch_hybrid.ops.lightning_step import lightning_verify
-from torch_hybrid.ops.lightning_step.op import VERIFY_IMPLEMENTATIONS
-from torch_hybrid.ops.lightning_step.reference import lightning_verify_reference
+from torch_hybrid.ops.lightning_step import lightning_step
+from torch_hybrid.ops.lightning_step.op import IMPLEMENTATIONS, LightningStep
+from torch_hybrid.ops.lightning_step.reference import lightning_step_reference
+
+
+def by_reference(*tensors: Tensor | None, **options: Any) -> Tensor:
+    *of_step, records, accepted = tensors
+    drafts = {"records": records, "accepted": accepted}
+    x = LightningStep(*of_step, **options, **drafts, impl="reference")
+    return lightning_step_reference(x)
 
 
 class TestContract(VerifyContract):
     family = FAMILY
-    verify = lightning_verify
-    implementations = VERIFY_IMPLEMENTATIONS
+    verify = lightning_step
+    implementations = IMPLEMENTATIONS
     records_are_inputs = False
-    by_reference = lightning_verify_reference
+    by_reference = by_reference
 
     def empty_records(self, inputs: Any) -> Tensor:
         """Of k and v as the recurrence takes them."""
         num_slots, num_heads, dim, _ = inputs.state.shape
         return inputs.state.new_full((num_slots, MOST_DRAFTS, 2 * num_heads * dim), torch.nan)
-
-    test_records_go_with_counts = None  # the op cannot be called without

@@ -14,7 +14,6 @@ from tests.ops.ssd_step.family import FAMILY as SSD
 from tests.ops.step_contract import assert_same_pools
 from tests.ops.step_family import Family
 from torch_hybrid.ops.native import compiler_missing, cpu_tuning
-from torch_hybrid.ops.ssd_step import _cpu as ssd_step
 
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
 
@@ -32,7 +31,7 @@ class Form:
 @pytest.mark.parametrize(("k_dim", "v_dim"), [(192, 64), (128, 64), (96, 100), (64, 37), (19, 70)])
 @pytest.mark.parametrize(
     ("family", "caller"),
-    [(SSD, ssd_step), (GATED_DELTA, cpu_tuning), (KIMI_DELTA, cpu_tuning)],
+    [(SSD, cpu_tuning), (GATED_DELTA, cpu_tuning), (KIMI_DELTA, cpu_tuning)],
     ids=["ssd", "gated_delta", "kimi_delta"],
 )
 def test_streams_change_no_bit(

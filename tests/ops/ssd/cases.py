@@ -5,13 +5,15 @@ Legend: N sequences, T tokens, G groups of q and k, H heads, K and V head dims, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.declared import RecurrentInputs
 from tests.ops.pages import offsets
+from torch_hybrid.ops.ssd.op import Ssd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,53 +31,11 @@ class Case:
     num_padding_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """The tensors of a call, in the op's order, and its scale."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(RecurrentInputs, Ssd):
+    """The arguments of one call."""
 
-    q: Tensor  # [T, G, K]
-    k: Tensor  # [T, G, K]
-    v: Tensor  # [T, H, V]
-    g: Tensor  # [T, H]
-    dt: Tensor | None  # [T, H]
-    D: Tensor | None  # [H]
-    state: Tensor  # [S, H, V, K]
-    cu_seqlens: Tensor  # [N + 1]
-    initial_indices: Tensor  # [N]
-    state_indices: Tensor  # [N]
-    scale: float
-
-    def args(self) -> tuple[Tensor | None, ...]:
-        return (
-            self.q,
-            self.k,
-            self.v,
-            self.g,
-            self.dt,
-            self.D,
-            self.state,
-            self.cu_seqlens,
-            self.initial_indices,
-            self.state_indices,
-        )
-
-    def options(self) -> dict[str, float]:
-        return {"scale": self.scale}
-
-    def copy(self) -> Inputs:
-        """The same inputs with a state of their own."""
-        return replace(self, state=self.state.clone())
-
-    def exact(self) -> Inputs:
-        """The same values in float64."""
-        floats = {name: x.double() for name, x in self.tokens(slice(None)).items()}
-        D = None if self.D is None else self.D.double()
-        return replace(self, D=D, state=self.state.double(), **floats)
-
-    def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
-        """The per-token tensors at ``index``."""
-        names = ("q", "k", "v", "g") if self.dt is None else ("q", "k", "v", "g", "dt")
-        return {name: getattr(self, name)[index] for name in names}
+    impl: str = ""
 
 
 CASES = {

@@ -106,8 +106,8 @@ def test_reference_agrees_with_the_scan_of_bamba():
     """Theirs has a batch dimension; states, groups and D are as here, and q has no scale."""
     inputs, initial = _one_sequence(lightning=False), _one_sequence(lightning=False)
     slot, A = int(inputs.state_indices[0]), inputs.g[:1] / inputs.dt[:1]
-    inputs = replace(inputs, g=inputs.dt * A)
-    out = ssd_reference(*inputs.args(), scale=1.0)
+    inputs = replace(inputs, g=inputs.dt * A, scale=1.0)
+    out = ssd_reference(inputs)
     theirs, final = bamba.mamba2_chunk_scan(
         inputs.v[None],
         inputs.dt[None],
@@ -126,8 +126,8 @@ def test_reference_agrees_with_the_scan_of_bamba():
 def test_reference_agrees_with_the_step_of_bamba():
     inputs, initial = _one_sequence(lightning=False), _one_sequence(lightning=False)
     slot, A = int(inputs.state_indices[0]), inputs.g[:1] / inputs.dt[:1]
-    inputs = replace(inputs, g=inputs.dt * A)
-    out = ssd_reference(*inputs.args(), scale=1.0)
+    inputs = replace(inputs, g=inputs.dt * A, scale=1.0)
+    out = ssd_reference(inputs)
     state = initial.state[slot][None].clone()
     for t in range(len(out)):
         theirs = bamba.mamba2_selective_state_update(
@@ -160,11 +160,20 @@ def test_reference_agrees_with_the_lightning_attention_of_minimax():
         qkv = theirs.act_fn(theirs.qkv_proj(x[0])).unflatten(1, (3, 48))
         q, k, v = (part.contiguous() for part in qkv.split(16, dim=2))
         state = torch.zeros(2, 3, 16, 16)
-        out = ssd_reference(
-            *(q, k, v, -theirs.slope_rate.flatten().expand(70, 3), None, None, state),
-            *(offsets([70]), torch.tensor([0]), torch.tensor([1])),
+        given = Inputs(
+            q=q,
+            k=k,
+            v=v,
+            g=-theirs.slope_rate.flatten().expand(70, 3),
+            dt=None,
+            D=None,
+            state=state,
+            cu_seqlens=offsets([70]),
+            initial_indices=torch.tensor([0]),
+            state_indices=torch.tensor([1]),
             scale=1.0,
         )
+        out = ssd_reference(given)
         gate = theirs.output_gate(x[0]).sigmoid()
         out = theirs.out_proj(gate * theirs.norm(out.flatten(1)))
     torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-5)
@@ -192,8 +201,7 @@ torch_hybrid::recurrent_ssd(Tensor q
   Tensor state_indices
   *
   float scale
-  str impl
-  Tensor[]? planned=None) -> Tensor
+  str impl) -> Tensor
 torch_hybrid::chunk_ssd(Tensor q
   Tensor k
   Tensor v

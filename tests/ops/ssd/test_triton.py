@@ -22,6 +22,7 @@ from tests.ops.triton_compile import (
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.ssd import recurrent_ssd
+from torch_hybrid.ops.ssd.op import RecurrentSsd
 from torch_hybrid.ops.ssd.reference import ssd_reference
 
 # What of the contract the interpreter can do in seconds; it takes milliseconds a token and head.
@@ -92,8 +93,8 @@ def call(inputs: Inputs) -> Tensor:
 
 def assert_as_exact(inputs: Inputs, out: Tensor, state: Tensor) -> None:
     exact, reference = inputs.exact(), inputs.copy()
-    out_exact = ssd_reference(*exact.args(), **exact.options())
-    out_reference = ssd_reference(*reference.args(), **reference.options())
+    out_exact = ssd_reference(exact)
+    out_reference = ssd_reference(reference)
     assert_within_budget(out, out_exact, out_reference)
     num_tokens = int(inputs.cu_seqlens[-1])
     assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
@@ -165,16 +166,19 @@ def record_launches(
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
     with launches_on(target) as launches:
         _triton.recurrent_ssd(
-            q.unflatten(1, (num_groups, k_dim)),
-            k.unflatten(1, (num_groups, k_dim)),
-            v.unflatten(1, (num_heads, v_dim)),
-            per_head if "dt" in args else per_head[:1].expand_as(per_head),
-            per_head if "dt" in args else None,
-            per_head[0] if "D" in args else None,
-            torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
-            indices,
-            indices[1:],
-            indices[1:],
-            scale=1.0,
+            RecurrentSsd(
+                q=q.unflatten(1, (num_groups, k_dim)),
+                k=k.unflatten(1, (num_groups, k_dim)),
+                v=v.unflatten(1, (num_heads, v_dim)),
+                g=per_head if "dt" in args else per_head[:1].expand_as(per_head),
+                dt=per_head if "dt" in args else None,
+                D=per_head[0] if "D" in args else None,
+                state=torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
+                cu_seqlens=indices,
+                initial_indices=indices[1:],
+                state_indices=indices[1:],
+                scale=1.0,
+                impl="triton",
+            )
         )
     return launches

@@ -21,6 +21,7 @@ from tests.ops.triton_compile import (
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.ssd import chunk_ssd
+from torch_hybrid.ops.ssd.op import ChunkSsd
 
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/ssd -k triton
@@ -165,17 +166,20 @@ def record_launches(
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
     with launches_on(target) as launches:
         _triton_chunk.chunk_ssd(
-            q.unflatten(1, (num_groups, k_dim)),
-            k.unflatten(1, (num_groups, k_dim)),
-            v.unflatten(1, (num_heads, v_dim)),
-            per_head if "dt" in args else per_head[:1].expand_as(per_head),
-            per_head if "dt" in args else None,
-            per_head[0] if "D" in args else None,
-            torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
-            indices,
-            indices[1:],
-            indices[1:],
-            scale=1.0,
-            chunk_size=chunk_size,
+            ChunkSsd(
+                q=q.unflatten(1, (num_groups, k_dim)),
+                k=k.unflatten(1, (num_groups, k_dim)),
+                v=v.unflatten(1, (num_heads, v_dim)),
+                g=per_head if "dt" in args else per_head[:1].expand_as(per_head),
+                dt=per_head if "dt" in args else None,
+                D=per_head[0] if "D" in args else None,
+                state=torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
+                cu_seqlens=indices,
+                initial_indices=indices[1:],
+                state_indices=indices[1:],
+                scale=1.0,
+                chunk_size=chunk_size,
+                impl="triton",
+            )
         )
     return launches

@@ -17,7 +17,6 @@ from tests.ops.ssd_step.family import FAMILY
 from tests.ops.step_contract import StepContract
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 from torch_hybrid.ops.ssd import recurrent_ssd
-from torch_hybrid.ops.ssd_step.reference import ssd_step_reference
 
 
 class TestContract(StepContract):
@@ -63,7 +62,7 @@ def test_the_reference_is_its_parts(gate: str):
         "no_norm": lambda: o * F.silu(parts.z),
         "none": lambda: o,
     }[gate]()
-    out = ssd_step_reference(*inputs.args(), **inputs.options())
+    out = FAMILY.by_reference(inputs)
     torch.testing.assert_close(out, expected)
     slots = inputs.written_slots()
     assert torch.equal(inputs.conv_state[slots], parts.conv_state[slots])
@@ -144,5 +143,7 @@ torch_hybrid::ssd_step(Tensor xBC
   bool norm_before_gate
   int norm_groups
   float norm_eps
-  str impl) -> Tensor""",
+  str impl
+  Tensor(c!)? records=None
+  Tensor? accepted=None) -> Tensor""",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.ops.triton_compile import (
 )
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
+from torch_hybrid.ops.ssd_step.op import SsdStep
 
 # What of the contract the interpreter can do in seconds. It cuts bfloat16 off where a GPU rounds,
 # and here numbers are rounded four times, one after the other.
@@ -61,10 +63,11 @@ SHAPES = {
 @needs_cross_compiler
 def test_compiles_without_spills() -> None:
     rows = [
-        resources_of(launch, target, label)
+        resources_of(launch, target, label + ", drafts" * name.endswith(", drafts"))
         for label, shape in SHAPES.items()
         for target in SHARED_LIMITS
-        for launch in record_launches(target, *shape).values()
+        for name, launch in record_launches(target, *shape).items()
+        if name != "_norm_kernel, drafts"
     ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
@@ -73,7 +76,7 @@ def test_compiles_without_spills() -> None:
 def test_both_steps_sum_in_one_order() -> None:
     """As they must, to leave the same bits; nothing is fused but what both write so."""
     launches = record_launches("sm_90", *SHAPES["Nemotron-H decode 64"])
-    step, verify = (launches[name] for name in ("_step_kernel", "_verify_kernel"))
+    step, verify = (launches[f"_walk_kernel{form}"] for form in ("", ", drafts"))
     assert orders_of_sums(step, "sm_90") == orders_of_sums(verify, "sm_90") != []
     assert not step.kwargs["enable_fp_fusion"]
     assert not verify.kwargs["enable_fp_fusion"]
@@ -124,8 +127,11 @@ def record_launches(
         "norm_eps": 1e-5,
     }
     records = empty(num_seqs + 1, 3, channels + num_heads)
+    step = SsdStep(*tensors, **options, impl="triton")
+    drafted = replace(step, records=records, accepted=indices[1:])
     with launches_on(target) as verified:
-        _triton.ssd_verify(*tensors, records, indices[1:], **options)
+        _triton.ssd_step(drafted)
     with launches_on(target) as launches:
-        _triton.ssd_step(*tensors, **options)
-    return verified | launches
+        _triton.ssd_step(step)
+    drafts = {f"{name}, drafts": launch for name, launch in verified.items()}
+    return launches | drafts

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from tests.ops.ssd_step.family import FAMILY
 from tests.ops.verify_contract import VerifyContract
-from torch_hybrid.ops.ssd_step import ssd_verify
-from torch_hybrid.ops.ssd_step.by_steps import verify_by_ssd_steps
-from torch_hybrid.ops.ssd_step.op import VERIFY_IMPLEMENTATIONS
+from torch_hybrid.ops.ssd_step import ssd_step
+from torch_hybrid.ops.ssd_step._torch import verify_by_ssd_steps
+from torch_hybrid.ops.ssd_step.op import IMPLEMENTATIONS, SsdStep
 from torch_hybrid.ops.ssd_step.reference import ssd_step_reference
+
+
+def by_reference(*tensors: Tensor | None, **options: Any) -> Tensor:
+    *of_step, records, accepted = tensors
+    drafts = {"records": records, "accepted": accepted}
+    x = SsdStep(*of_step, **options, **drafts, impl="reference")
+    return verify_by_ssd_steps(ssd_step_reference, x)
 
 
 class TestContract(VerifyContract):
     family = FAMILY
-    verify = ssd_verify
-    implementations = VERIFY_IMPLEMENTATIONS
+    verify = ssd_step
+    implementations = IMPLEMENTATIONS
     recorded = ("xBC", "dt")
-    by_reference = partial(verify_by_ssd_steps, ssd_step_reference)
-    test_records_go_with_counts = None  # the op cannot be called without
+    by_reference = by_reference
