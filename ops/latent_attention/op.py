@@ -62,12 +62,14 @@ def _attention(function: str) -> dict[str, Implementation]:
         "cpp": Implementation(capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}"),
         "cpp_invariant": Implementation(
             capability=replace(cpp, features=cpp.features | {BATCH_INVARIANT}),
-            launcher=f"{_PACKAGE}._cpu_invariant:{function}",
+            launcher=f"{_PACKAGE}._cpu:{function}",
+            options={"is_invariant": True},
         ),
         "triton": Implementation(capability=triton, launcher=f"{_PACKAGE}._triton:{function}"),
         "triton_invariant": Implementation(
             capability=replace(triton, features=triton.features | {BATCH_INVARIANT}),
-            launcher=f"{_PACKAGE}._triton_invariant:{function}",
+            launcher=f"{_PACKAGE}._triton:{function}",
+            options={"is_invariant": True},
         ),
         "torch": Implementation(capability=plain, launcher=f"{_PACKAGE}._torch:{function}"),
     }
