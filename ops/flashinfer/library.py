@@ -32,10 +32,8 @@ def with_flashinfer(
     op: str,
     implementations: Mapping[str, Implementation],
     flashinfer: Implementation,
-    **others: Implementation,
 ) -> dict[str, Implementation]:
-    """The implementations of an op with FlashInfer's beside Triton's, in the order of choice; the
-    ``others`` that it has come last."""
+    """Put FlashInfer's implementation beside Triton's, in the order of choice."""
     ordered: dict[str, Implementation] = {}
     for name, implementation in implementations.items():
         pair = {name: implementation}
@@ -43,7 +41,7 @@ def with_flashinfer(
             added = {"flashinfer": flashinfer}
             pair = added | pair if op in FIRST else pair | added
         ordered |= pair
-    return ordered | others
+    return ordered
 
 
 def flashinfer_missing(
