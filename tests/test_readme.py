@@ -87,8 +87,6 @@ SHOWN = {
     "triton_invariant": "Triton (batch-invariant)",
     "flashinfer": "FlashInfer",
     "triton_rounded": "Triton (rounded)",
-    "flashinfer_trtllm": "FlashInfer with TensorRT-LLM (Blackwell, never run)",
-    "flashinfer_cute_dsl": "FlashInfer with CuTe DSL (Blackwell, never run)",
     "torch": "torch",
 }
 

@@ -21,9 +21,7 @@ from torch_hybrid.ops.triton.devices import triton_missing
 
 TESTED = ((0, 7, 2), (0, 8))  # from the one version to before the other
 HOPPER = frozenset({(9, 0)})
-BLACKWELL = frozenset({(10, 0), (10, 3)})
 _INSTALL = "pip install torch-hybrid[flashinfer]"
-NEVER_RAN = "it never ran on a GPU of its kind, only its translation was tested"
 
 # Ops for which FlashInfer comes before the own Triton kernels where both can serve ("auto"). An op
 # is named here when a measurement on the GPUs that FlashInfer serves says so.
@@ -34,10 +32,8 @@ def with_flashinfer(
     op: str,
     implementations: Mapping[str, Implementation],
     flashinfer: Implementation,
-    **others: Implementation,
 ) -> dict[str, Implementation]:
-    """The implementations of an op with FlashInfer's beside Triton's, in the order of choice; the
-    ``others`` that it has come last."""
+    """Put FlashInfer's implementation beside Triton's, in the order of choice."""
     ordered: dict[str, Implementation] = {}
     for name, implementation in implementations.items():
         pair = {name: implementation}
@@ -45,7 +41,7 @@ def with_flashinfer(
             added = {"flashinfer": flashinfer}
             pair = added | pair if op in FIRST else pair | added
         ordered |= pair
-    return ordered | others
+    return ordered
 
 
 def flashinfer_missing(

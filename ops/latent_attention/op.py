@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -23,13 +22,7 @@ from torch_hybrid.ops.core.registration import (
     define_op,
     given,
 )
-from torch_hybrid.ops.flashinfer.library import (
-    BLACKWELL,
-    HOPPER,
-    NEVER_RAN,
-    flashinfer_missing,
-    with_flashinfer,
-)
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.formats import fp8_kv
 from torch_hybrid.ops.latent_attention.validate import check_attention, check_gather, check_store
 from torch_hybrid.ops.native import compiler_missing
@@ -62,12 +55,14 @@ def _attention(function: str) -> dict[str, Implementation]:
         "cpp": Implementation(capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}"),
         "cpp_invariant": Implementation(
             capability=replace(cpp, features=cpp.features | {BATCH_INVARIANT}),
-            launcher=f"{_PACKAGE}._cpu_invariant:{function}",
+            launcher=f"{_PACKAGE}._cpu:{function}",
+            options={"is_invariant": True},
         ),
         "triton": Implementation(capability=triton, launcher=f"{_PACKAGE}._triton:{function}"),
         "triton_invariant": Implementation(
             capability=replace(triton, features=triton.features | {BATCH_INVARIANT}),
-            launcher=f"{_PACKAGE}._triton_invariant:{function}",
+            launcher=f"{_PACKAGE}._triton:{function}",
+            options={"is_invariant": True},
         ),
         "torch": Implementation(capability=plain, launcher=f"{_PACKAGE}._torch:{function}"),
     }
@@ -86,45 +81,6 @@ def _attention(function: str) -> dict[str, Implementation]:
             launcher=f"{_PACKAGE}._flashinfer:{function}",
             planner=f"{_PACKAGE}._flashinfer:plan",
         ),
-        flashinfer_trtllm=Implementation(
-            capability=_on_blackwell(
-                one_of={
-                    "rank": (256, 512),
-                    "rope_dim": (64,),
-                    "num_heads": (8, 16, 32, 64, 128),
-                    "page_size": (32, 64),
-                }
-            ),
-            launcher=f"{_PACKAGE}._flashinfer_blackwell:by_trtllm",
-            planner="torch_hybrid.ops.flashinfer.blackwell:plan_decode",
-            by_name=NEVER_RAN,
-        ),
-        flashinfer_cute_dsl=Implementation(
-            capability=_on_blackwell(
-                limits={"num_heads": 128},
-                one_of={"rank": (512,), "rope_dim": (64,), "page_size": (16, 32, 64, 128)},
-                cutlass_dsl=True,
-            ),
-            launcher=f"{_PACKAGE}._flashinfer_blackwell:by_cute_dsl",
-            planner="torch_hybrid.ops.flashinfer.blackwell:plan_decode",
-            by_name=NEVER_RAN,
-        ),
-    )
-
-
-def _on_blackwell(
-    *,
-    one_of: Mapping[str, tuple[int, ...]],
-    limits: Mapping[str, int] = MappingProxyType({}),
-    cutlass_dsl: bool = False,
-) -> Capability:
-    return Capability(
-        devices=frozenset({"cuda"}),
-        dtypes=frozenset({torch.bfloat16}),
-        limits=limits,
-        one_of=one_of,
-        cuda_graph=True,
-        available=flashinfer_missing(capabilities=BLACKWELL, cutlass_dsl=cutlass_dsl),
     )
 
 
