@@ -222,6 +222,8 @@ def pair_made(fake: Callable[[Any], tuple[Tensor, Tensor]]) -> Returns[tuple[Ten
 NOTHING: Returns[None] = Returns(num_tensors=0)
 NO_DEFAULT = "no default in the schema"  # beside an option's type
 
+DECLARED: dict[str, Declaration] = {}  # by the op's name, in the order of definition
+
 _SCHEMA_TYPES = {
     float: "float",
     int: "int",
@@ -253,6 +255,7 @@ def define(
         names_ndim: whether the error for a number of dimensions names theirs, not the shape.
     """
     declaration = Declaration(cast(type[Op], op))
+    DECLARED[declaration.name] = declaration
     make_fake = returns.fake
 
     def pack(*args: Any, impl: str, **options: Any) -> Op:
