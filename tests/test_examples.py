@@ -19,6 +19,7 @@ PRINTED = {
     "export_decode_step": "packaged, without a compiler, against eager",
     "overlap_two_processes": "of the time in flight was hidden",
     "own_module": "1, 2 and 5 sequences, as they come: 3 graphs",
+    "own_op": "compiled and exported agree with eager",
     "runner_by_hand": "chunks against one piece",
     "serve_checkpoint": "length after",
     "write_a_pass": "with the pass and without: 0.0e+00",

@@ -250,6 +250,8 @@ MUTATED = "mutated"  # beside the type of tensors of any number
 
 _PLANNED = "planned"  # field
 
+DECLARED: dict[str, Declaration] = {}  # by the op's name, in the order of definition
+
 _SCHEMA_TYPES = {
     float: "float",
     int: "int",
@@ -282,6 +284,7 @@ def define(
         names_ndim: whether the error for a number of dimensions names theirs, not the shape.
     """
     declaration = Declaration(cast(type[Op], op))
+    DECLARED[declaration.name] = declaration
     make_fake = returns.fake
 
     def pack(*args: Any, impl: str, **options: Any) -> Op:

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from tests.ops.contract import (
     assert_same_bits,
-    assert_traces_once,
     impls_on,
-    pool_clones,
     skip_reason,
     written_slots,
 )
@@ -135,50 +133,6 @@ class VectorStateContract:
         assert_same_bits(before, inputs.state)
         slots = written_slots(in_place)
         assert torch.equal(after[slots], in_place.state[slots])
-
-    def test_a_state_that_is_not_stored_changes_nothing(self, impl: str):
-        """A look ahead: the outputs, and every slot as it was."""
-        inputs = self.family.mixed()
-        tried = replace(inputs.copy(), state_indices=torch.zeros_like(inputs.state_indices))
-        stored = self.family.run(inputs.copy(), impl)
-        assert torch.equal(self.family.run(tried, impl), stored)
-        assert_same_bits(tried.state, inputs.state)
-
-    @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)], ids=str)
-    def test_nothing_to_do(self, impl: str, lengths: tuple[int, ...]):
-        inputs = self.family.mixed(lengths=lengths, num_padding_tokens=2)
-        before = inputs.state.clone()
-        first = next(iter(inputs.tokens(slice(None)).values()))  # which outputs are like
-        assert torch.equal(self.family.run(inputs, impl), torch.zeros_like(first))
-        assert_same_bits(inputs.state, before)
-
-    def test_opcheck(self, impl: str):
-        inputs = self.family.mixed()
-        inputs = replace(inputs, state=inputs.state.nan_to_num())
-        overload = getattr(torch.ops.torch_hybrid, self.family.op.__name__).default
-        torch.library.opcheck(overload, inputs.args(), {"impl": impl})
-
-    def test_one_trace_serves_all_batches(self, impl: str):
-        def step(*args: Tensor) -> Tensor:
-            return self.family.op(*args, impl=impl) * 2
-
-        inputs = self.family.mixed()
-        state = torch.randn(23, *inputs.state.shape[1:])
-        batches = [
-            replace(self.family.mixed(lengths=lengths, num_padding_tokens=0), state=state).args()
-            for lengths in [(3, 1, 2, 5, 1, 1, 7), (1,) * 4, (5, 6), (40, 1, 1, 7, 9)]
-        ]
-        assert_traces_once(step, batches)
-
-    @pytest.mark.slow
-    def test_no_clone_of_the_state_pool(self):
-        """Whatever computes it: the compiler sees its schema alone."""
-
-        def step(*args: Tensor) -> Tensor:
-            return self.family.op(*args, impl="torch") * 2
-
-        inputs = self.family.mixed()
-        assert pool_clones(step, inputs.args(), [inputs.state]) == []
 
 
 def check_on_a_gpu(family: Family, case: Any, dtype: torch.dtype) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -14,10 +13,8 @@ from torch import Tensor
 
 from tests.ops.block_attention.cases import CASES, SMALL, Case, Inputs, make_inputs
 from tests.ops.contract import (
-    assert_traces_once,
     assert_within_budget,
     impls_on,
-    pool_clones,
     skip_reason,
 )
 from tests.ops.pages import offsets
@@ -176,61 +173,6 @@ def test_latents_are_keys_that_are_their_values(impl: str):
     k, kv = inputs.k[:, None], inputs.kv[:, :, None]
     twice = replace(inputs, k=k, v=k, kv=torch.stack([kv, kv]))
     assert torch.equal(attend(inputs, impl)[0], attend(twice, impl)[0])
-
-
-# ---- the op as the compiler sees it ----------------------------------------------------------
-
-
-def test_schema():
-    schema = str(torch.ops.torch_hybrid.block_attention.default._schema)
-    assert_expected_inline(
-        schema.replace(", ", ",\n"),
-        """\
-torch_hybrid::block_attention(Tensor q,
-Tensor k,
-Tensor? v,
-Tensor(a!) kv,
-Tensor blocks,
-Tensor cu_seqlens,
-Tensor seq_lens,
-Tensor page_table,
-Tensor slot_mapping,
-*,
-int block_size,
-float scale,
-str impl) -> Tensor""",
-    )
-
-
-def test_opcheck(impl: str):
-    options = {"block_size": 4, "scale": 0.2, "impl": impl}
-    args = make_inputs(SMALL, unused=0.0).args()
-    torch.library.opcheck(torch.ops.torch_hybrid.block_attention.default, args, options)
-
-
-def layers(impl: str) -> Callable[..., Tensor]:
-    def step(*args: Tensor) -> Tensor:
-        """Two layers on one pool, the second fed by the first."""
-        q, k, *rest = args
-        out = block_attention(q, k, *rest, block_size=4, scale=0.2, impl=impl)
-        return block_attention(out * 2, k + 1, *rest, block_size=4, scale=0.2, impl=impl)
-
-    return step
-
-
-def test_compiles_once(impl: str):
-    first = ((1, 90), (9, 30), (1, 18), (1, 1), (2, 2), (4, 5))
-    others = [((1, 23), (9, 30)), ((1, 9), (1, 7), (1, 8), (1, 2)), ((40, 40), (2, 3)) * 3]
-    batches = [
-        make_inputs(replace(SMALL, pages=replace(SMALL.pages, lengths=lengths))).args()
-        for lengths in (first, *others)
-    ]
-    assert_traces_once(layers(impl), batches)
-
-
-def test_no_pool_clone(impl: str):
-    args = make_inputs(SMALL).args()
-    assert pool_clones(layers(impl), args, [args[3]]) == []
 
 
 # ---- errors ----------------------------------------------------------------------------------

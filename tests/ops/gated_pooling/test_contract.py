@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,10 +13,8 @@ from transformers import Glm5NextTextConfig
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 
 from tests.ops.contract import (
-    assert_traces_once,
     assert_within_budget,
     impls_on,
-    pool_clones,
     skip_reason,
 )
 from tests.ops.gated_pooling.cases import CASES, Case, Inputs, make_inputs
@@ -101,60 +98,6 @@ def test_large_gates_do_not_overflow(impl: str):
     assert out.abs().max() < inputs.keys.abs().max() + 4
 
 
-# ---- the op as the compiler sees it ----------------------------------------------------------
-
-
-def test_schema():
-    schema = str(torch.ops.torch_hybrid.gated_pooling.default._schema)
-    assert_expected_inline(
-        schema.replace(", ", ",\n"),
-        """\
-torch_hybrid::gated_pooling(Tensor keys,
-Tensor gates,
-Tensor bias,
-Tensor(a!) state,
-Tensor cu_seqlens,
-Tensor seq_lens,
-Tensor initial_indices,
-Tensor state_indices,
-*,
-str impl) -> Tensor""",
-    )
-
-
-def test_opcheck(impl: str):
-    inputs = make_inputs(CASES["mixed"])
-    args = replace(inputs, state=inputs.state.nan_to_num(0.0)).args()
-    torch.library.opcheck(torch.ops.torch_hybrid.gated_pooling.default, args, {"impl": impl})
-
-
-def layers(impl: str) -> Callable[..., Tensor]:
-    def step(keys: Tensor, *args: Tensor) -> Tensor:
-        """Two steps of the same sequences."""
-        first = gated_pooling(keys, *args, impl=impl)
-        return first + gated_pooling(first + 1, *args, impl=impl)
-
-    return step
-
-
-def test_compiles_once(impl: str):
-    # Sizes that are not tied to one another differ.
-    batches = [
-        make_inputs(Case(lengths=lengths)).args()
-        for lengths in (
-            ((1, 1), (90, 93), (9, 9), (3, 40), (18, 18)),
-            ((1, 7),) * 6,
-            ((64, 64), (5, 9), (7, 8)),
-        )
-    ]
-    assert_traces_once(layers(impl), batches)
-
-
-def test_no_pool_clone(impl: str):
-    args = make_inputs(CASES["mixed"]).args()
-    assert pool_clones(layers(impl), args, [args[3]]) == []
-
-
 # ---- errors ----------------------------------------------------------------------------------
 
 
@@ -162,34 +105,6 @@ def failing(impl: str, **changes: Tensor) -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
         pool(replace(make_inputs(CASES["decode"]), **changes), impl)
     return str(error.value)
-
-
-def test_error_texts():
-    good = make_inputs(CASES["decode"])
-    errors = [
-        failing("torch", keys=good.keys[0]),
-        failing("torch", keys=good.keys.long()),
-        failing("torch", gates=good.gates[:3]),
-        failing("torch", gates=good.gates.bfloat16()),
-        failing("torch", bias=good.bias[:3]),
-        failing("torch", bias=good.bias[:, :3]),
-        failing("torch", state=good.state.double()),
-        failing("torch", seq_lens=good.seq_lens.long()),
-        failing("tpu"),
-    ]
-    assert_expected_inline(
-        "\n".join(errors),
-        """\
-keys must have 2 dimensions, got [24]
-keys must be a floating point tensor, got torch.int64
-gates must have shape [5, 24], got [3, 24]
-gates must have dtype torch.float32, got torch.bfloat16
-state must have shape [15, 2, 2, 24], got [15, 3, 2, 24]
-bias must have shape [4, 24], got [4, 3]
-state must have dtype torch.float32, got torch.float64
-seq_lens must have dtype torch.int32, got torch.int64
-impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
-    )
 
 
 def test_indices_out_of_range(impl: str):

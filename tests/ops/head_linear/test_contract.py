@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import assert_traces_once, impls_on, skip_reason
+from tests.ops.contract import impls_on, skip_reason
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.head_linear import head_linear, reference
 from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS, HeadLinear
@@ -82,24 +81,6 @@ def assert_same_bits_in_any_batch(x: Tensor, weight: Tensor, impl: str) -> None:
         for tokens in (slice(1), slice(1, 2), slice(5, 22), slice(63, 65), slice(69, None)):
             alone = head_linear(x[tokens], weight, bias=bias, impl=impl)
             assert torch.equal(alone, whole[tokens])
-
-
-def test_traces_once(impl: str) -> None:
-    def project(x: Tensor, weight: Tensor) -> Tensor:
-        return head_linear(x, weight, impl=impl)
-
-    sizes = (5, 9, 2)
-    assert_traces_once(
-        project, [inputs(n, is_transposed=False, dtype=torch.float32) for n in sizes]
-    )
-
-
-def test_schema_is_pinned() -> None:
-    schema = torch.ops.torch_hybrid.head_linear.default._schema
-    assert_expected_inline(
-        str(schema),
-        """torch_hybrid::head_linear(Tensor x, Tensor weight, *, str impl, Tensor? bias=None) -> Tensor""",  # noqa: E501
-    )
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import assert_traces_once, assert_within_budget, impls_on, skip_reason
+from tests.ops.contract import assert_within_budget, impls_on, skip_reason
 from torch_hybrid.ops.merge_states import merge_states, reference
 from torch_hybrid.ops.merge_states.op import IMPLEMENTATIONS, MergeStates
 
@@ -117,42 +116,6 @@ def test_extreme_lse_does_not_overflow(impl: str, lse: float) -> None:
     out, merged = merge_states(o, lse_a, o, lse_b, impl=impl)
     torch.testing.assert_close(out, o)
     torch.testing.assert_close(merged[1], torch.maximum(lse_a, lse_b)[1])
-
-
-# ---- the op as the compiler sees it ----------------------------------------------------------
-
-
-def test_schema() -> None:
-    schema = str(torch.ops.torch_hybrid.merge_states.default._schema)
-    assert_expected_inline(
-        schema.replace(", ", ",\n"),
-        """\
-torch_hybrid::merge_states(Tensor o_a,
-Tensor lse_a,
-Tensor o_b,
-Tensor lse_b,
-*,
-str impl) -> (Tensor,
-Tensor)""",
-    )
-
-
-def test_opcheck(impl: str) -> None:
-    a, b = make_states(2)
-    torch.library.opcheck(torch.ops.torch_hybrid.merge_states.default, (*a, *b), {"impl": impl})
-
-
-def fold(impl: str) -> Callable[..., State]:
-    def step(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> State:
-        merged = merge_states(o_a, lse_a, o_b, lse_b, impl=impl)
-        return merge_states(*merged, o_b + 1, lse_b * 2, impl=impl)
-
-    return step
-
-
-def test_compiles_once(impl: str) -> None:
-    batches = [[x for state in make_states(2, n) for x in state] for n in (7, 2, 30)]
-    assert_traces_once(fold(impl), batches)
 
 
 # ---- errors ----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
-from tests.ops.contract import assert_traces_once, impls_on, pool_clones, skip_reason
+from tests.ops.contract import impls_on, skip_reason
 from tests.ops.ngram_embedding.cases import CASES, EOS, Case, Inputs, make_inputs
 from tests.ops.pages import offsets
 from torch_hybrid.ops.ngram_embedding import ngram_embedding, reference
@@ -102,58 +101,6 @@ def test_texts_do_not_reach_across_their_end(impl: str):
         alone = replace(inputs, tokens=text[first:end], cu_seqlens=offsets([end - first]))
         assert torch.equal(look_up(alone, impl)[0], out[first:end])
     assert not torch.equal(out[2], out[7])
-
-
-# ---- the op as the compiler sees it ----------------------------------------------------------
-
-
-def test_schema():
-    schema = str(torch.ops.torch_hybrid.ngram_embedding.default._schema)
-    assert_expected_inline(
-        schema.replace(", ", ",\n"),
-        """\
-torch_hybrid::ngram_embedding(Tensor tokens,
-Tensor table,
-Tensor multipliers,
-Tensor head_sizes,
-Tensor head_offsets,
-Tensor(a!) history,
-Tensor cu_seqlens,
-Tensor initial_indices,
-Tensor state_indices,
-*,
-int eos,
-str impl) -> Tensor""",
-    )
-
-
-def test_opcheck(impl: str):
-    args = make_inputs(CASES["mixed"]).args()
-    op = torch.ops.torch_hybrid.ngram_embedding.default
-    torch.library.opcheck(op, args, {"eos": EOS, "impl": impl})
-
-
-def layers(impl: str) -> Callable[..., Tensor]:
-    def step(*args: Tensor) -> Tensor:
-        """Two steps of the same sequences."""
-        first = ngram_embedding(*args, eos=EOS, impl=impl)
-        return first + ngram_embedding(args[0] + 1, *args[1:], eos=EOS, impl=impl)
-
-    return step
-
-
-def test_compiles_once(impl: str):
-    # Sizes that are not tied to one another differ.
-    batches = [
-        make_inputs(Case(lengths=lengths)).args()
-        for lengths in ((1, 90, 9, 3, 18), (1,) * 5 + (2,), (64, 5, 7))
-    ]
-    assert_traces_once(layers(impl), batches)
-
-
-def test_no_pool_clone(impl: str):
-    args = make_inputs(CASES["mixed"]).args()
-    assert pool_clones(layers(impl), args, [args[5]]) == []
 
 
 # ---- errors ----------------------------------------------------------------------------------

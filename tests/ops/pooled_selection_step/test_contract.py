@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,10 +10,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from tests.ops.contract import (
-    assert_traces_once,
     assert_within_budget,
     impls_on,
-    pool_clones,
     skip_reason,
 )
 from tests.ops.pooled_selection_step.cases import CASES, SMALL, Case, Inputs, make_inputs
@@ -100,62 +97,6 @@ def test_a_text_step_by_step(impl: str):
         assert_same(*steps)
         kept, expected = ([state, pool] for _, state, pool in steps)
     assert kept[1][1:3].flatten(0, 1)[6].isfinite().all()
-
-
-# ---- the op as the compiler sees it ----------------------------------------------------------
-
-
-def test_schema():
-    schema = str(torch.ops.torch_hybrid.pooled_selection_step.default._schema)
-    assert_expected_inline(
-        schema.replace(", ", ",\n"),
-        """\
-torch_hybrid::pooled_selection_step(Tensor q,
-Tensor keys,
-Tensor gates,
-Tensor bias,
-Tensor? weights,
-Tensor(a!) state,
-Tensor(b!) block_keys,
-Tensor cu_seqlens,
-Tensor seq_lens,
-Tensor page_table,
-Tensor slot_mapping,
-Tensor initial_indices,
-Tensor state_indices,
-*,
-int top_k,
-str impl) -> Tensor""",
-    )
-
-
-def test_opcheck(impl: str):
-    inputs = make_inputs(SMALL)
-    pools = {name: getattr(inputs, name).nan_to_num(1.0) for name in ("state", "block_keys")}
-    op = torch.ops.torch_hybrid.pooled_selection_step.default
-    torch.library.opcheck(op, replace(inputs, **pools).args(), {"top_k": 3, "impl": impl})
-
-
-def layers(impl: str) -> Callable[..., Tensor]:
-    def run(q: Tensor, *args: Tensor) -> Tensor:
-        """Two layers on one pool."""
-        first = pooled_selection_step(q, *args, top_k=3, impl=impl)
-        return first + pooled_selection_step(q + 1, *args, top_k=3, impl=impl)
-
-    return run
-
-
-def test_compiles_once(impl: str):
-    # Sizes that are not tied to one another differ.
-    first = ((1, 100), (1, 30), (1, 18), (0, 1), (1, 2), (1, 5))
-    others = [((1, 23), (1, 30)), ((1, 9), (1, 7), (1, 8), (0, 2)), ((1, 40), (1, 3)) * 3]
-    batches = [make_inputs(replace(SMALL, lengths=n)).args() for n in (first, *others)]
-    assert_traces_once(layers(impl), batches)
-
-
-def test_no_pool_clone(impl: str):
-    args = make_inputs(SMALL).args()
-    assert pool_clones(layers(impl), args, [args[STATE], args[BLOCK_KEYS]]) == []
 
 
 # ---- errors ----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.contract import (
-    assert_traces_once,
     assert_within_budget,
     impls_on,
     rows_apart,
@@ -29,7 +28,7 @@ from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.power_sum import power_sum, reference
-from torch_hybrid.ops.power_sum.op import IMPLEMENTATIONS, POWER_SUM, PowerSum
+from torch_hybrid.ops.power_sum.op import IMPLEMENTATIONS, PowerSum
 from torch_hybrid.ops.triton.devices import interpreted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -189,29 +188,6 @@ def test_sums_of_what_is_added_up_have_the_same_order() -> None:
                 _triton.power_sum(PowerSum(x, 2, addend, impl="triton"))
             orders.append(orders_of_sums(launches["_power_sum_kernel"], "sm_90"))
         assert orders[0] == orders[1]
-
-
-# ---- the op as the compiler sees it ----------------------------------------------------------
-
-
-def test_schema() -> None:
-    assert_expected_inline(
-        str(POWER_SUM._schema),
-        """torch_hybrid::power_sum(Tensor x, int power, Tensor? addend=None, *, str impl) -> Tensor""",  # noqa: E501
-    )
-
-
-def test_opcheck(impl: str) -> None:
-    x = torch.randn(3, 20)
-    torch.library.opcheck(POWER_SUM, (x, 2), {"impl": impl})
-    torch.library.opcheck(POWER_SUM, (x, 1, x + 1), {"impl": impl})
-
-
-def test_traces_once(impl: str) -> None:
-    def step(x: Tensor) -> Tensor:
-        return x * power_sum(x + 1, 2, x, impl=impl)[:, None]
-
-    assert_traces_once(step, [[torch.randn(n, 20)] for n in (7, 2, 30)])
 
 
 # ---- errors ----------------------------------------------------------------------------------

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import assert_traces_once, impls_on, pool_clones, skip_reason
+from tests.ops.contract import impls_on, skip_reason
 from tests.ops.pages import offsets
-from tests.ops.previous_rows.cases import CASES, NUM_KEPT, Case, make_inputs
+from tests.ops.previous_rows.cases import CASES, NUM_KEPT, make_inputs
 from torch_hybrid.ops.previous_rows import previous_rows, reference
 from torch_hybrid.ops.previous_rows.op import IMPLEMENTATIONS
 
@@ -68,53 +66,6 @@ def test_steps_are_the_whole(impl: str):
         last = torch.arange(max(0, held - NUM_KEPT + drafts - right), held)
         assert torch.equal(kept[2, last % NUM_KEPT], x[last])
         assert torch.equal(kept_tokens[2, last % NUM_KEPT], last)
-
-
-# ---- the op as the compiler sees it ----------------------------------------------------------
-
-
-def test_schema():
-    assert_expected_inline(
-        str(torch.ops.torch_hybrid.previous_rows.default._schema).replace(", ", ",\n"),
-        """\
-torch_hybrid::previous_rows(Tensor x,
-Tensor tokens,
-Tensor(a!) kept,
-Tensor(b!) kept_tokens,
-Tensor cu_seqlens,
-Tensor seq_lens,
-Tensor initial_indices,
-Tensor state_indices,
-*,
-str impl) -> Tensor""",
-    )
-
-
-def test_opcheck(impl: str):
-    op = torch.ops.torch_hybrid.previous_rows.default
-    torch.library.opcheck(op, make_inputs(CASES["verify"]).args(), {"impl": impl})
-
-
-def layers(impl: str) -> Callable[..., Tensor]:
-    def step(*args: Any) -> Tensor:
-        """Two steps of the same sequences."""
-        first = previous_rows(*args, impl=impl)
-        return first + previous_rows(args[0] + 1, *args[1:], impl=impl)
-
-    return step
-
-
-def test_compiles_once(impl: str):
-    batches = [
-        make_inputs(Case(lengths=lengths)).args()
-        for lengths in ((1, 4, 3, 2, 4), (1,) * 7, (3, 2, 4))
-    ]
-    assert_traces_once(layers(impl), batches)
-
-
-def test_no_pool_clone(impl: str):
-    args = make_inputs(CASES["verify"]).args()
-    assert pool_clones(layers(impl), args, [args[2], args[3]]) == []
 
 
 # ---- errors ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.contract import assert_traces_once, impls_on, rows_apart, skip_reason
+from tests.ops.contract import impls_on, rows_apart, skip_reason
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
@@ -167,26 +167,11 @@ def test_compiles_without_spills() -> None:
 # ---- the op as the compiler sees it ----------------------------------------------------------
 
 
-def test_schema() -> None:
-    assert_expected_inline(
-        str(ROUTE._schema),
-        """torch_hybrid::route(Tensor logits, Tensor? bias, int k, *, str score, int num_groups, int num_best_groups, bool renormalise, float epsilon, float scale, ScalarType dtype, str impl) -> (Tensor, Tensor)""",  # noqa: E501
-    )
-
-
 def test_opcheck(impl: str) -> None:
     case = CASES["one_group"]
     options = {"num_groups": 1, "num_best_groups": 1, "renormalise": True, **case.options}
     options |= {"dtype": torch.bfloat16, "impl": impl}
     torch.library.opcheck(ROUTE, make_inputs(case, torch.float32), options)
-
-
-def test_compiles_once(impl: str) -> None:
-    def step(logits: Tensor) -> Tensor:
-        weights, ids = route(logits * 2, None, 3, score="softmax", impl=impl)
-        return weights + ids
-
-    assert_traces_once(step, [[torch.randn(n, 20)] for n in (7, 2, 30)])
 
 
 # ---- errors ----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -11,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import assert_traces_once, impls_on, pool_clones, rows_apart, skip_reason
+from tests.ops.contract import impls_on, rows_apart, skip_reason
 from tests.ops.pages import offsets
 from tests.ops.select_blocks.cases import CASES, SMALL, Case, Inputs, make_inputs, picked
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT
@@ -146,58 +145,6 @@ def test_rows_may_lie_apart(impl: str):
     gated = torch.cat([inputs.q, torch.full_like(inputs.q, torch.nan)], 2)[..., :128]
     apart = replace(inputs, q=gated, keys=rows_apart(inputs.keys))
     assert torch.equal(select(apart, impl)[0], select(inputs, impl)[0])
-
-
-# ---- the op as the compiler sees it ----------------------------------------------------------
-
-
-def test_schema():
-    schema = str(torch.ops.torch_hybrid.select_blocks.default._schema)
-    assert_expected_inline(
-        schema.replace(", ", ",\n"),
-        """\
-torch_hybrid::select_blocks(Tensor q,
-Tensor keys,
-Tensor? weights,
-Tensor(a!) block_keys,
-Tensor cu_seqlens,
-Tensor seq_lens,
-Tensor page_table,
-Tensor slot_mapping,
-*,
-int block_size,
-int top_k,
-str impl) -> Tensor""",
-    )
-
-
-def test_opcheck(impl: str):
-    options = {"block_size": 4, "top_k": 3, "impl": impl}
-    args = make_inputs(SMALL, unused=0.0)
-    args = replace(args, keys=args.keys.nan_to_num(1.0)).args()
-    torch.library.opcheck(torch.ops.torch_hybrid.select_blocks.default, args, options)
-
-
-def layers(impl: str) -> Callable[..., Tensor]:
-    def step(*args: Tensor) -> Tensor:
-        """Two layers on one pool."""
-        q, keys, *rest = args
-        first = select_blocks(q, keys, *rest, block_size=4, top_k=3, impl=impl)
-        return first + select_blocks(q + 1, keys, *rest, block_size=4, top_k=3, impl=impl)
-
-    return step
-
-
-def test_compiles_once(impl: str):
-    first = ((1, 90), (9, 30), (1, 18), (1, 1), (2, 2), (4, 5))
-    others = [((1, 23), (9, 30)), ((1, 9), (1, 7), (1, 8), (1, 2)), ((40, 40), (2, 3)) * 3]
-    batches = [make_inputs(replace(SMALL, lengths=n)).args() for n in (first, *others)]
-    assert_traces_once(layers(impl), batches)
-
-
-def test_no_pool_clone(impl: str):
-    args = make_inputs(SMALL).args()
-    assert pool_clones(layers(impl), args, [args[3]]) == []
 
 
 # ---- errors ----------------------------------------------------------------------------------

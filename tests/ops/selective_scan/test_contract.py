@@ -6,14 +6,13 @@ import re
 from dataclasses import replace
 from functools import cache
 
-import expecttest
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.mamba import modeling_mamba as mamba
 
 from tests.ops.contract import assert_same_bits
-from tests.ops.recurrent_contract import Expected, Family, Form, RecurrentContract, schemas
+from tests.ops.recurrent_contract import Expected, Family, Form, RecurrentContract
 from tests.ops.selective_scan.cases import CASES, Case, Inputs, make_inputs
 from torch_hybrid.ops.selective_scan import chunk_selective_scan, recurrent_selective_scan
 from torch_hybrid.ops.selective_scan.op import (
@@ -197,40 +196,3 @@ def test_reference_agrees_with_the_step_of_transformers(bias: str):
         )
         torch.testing.assert_close(out[t : t + 1], theirs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(inputs.state[slot], state[0], rtol=1e-5, atol=1e-5)
-
-
-class TestSchemas(expecttest.TestCase):
-    def test_schemas(self):
-        self.assertExpectedInline(
-            schemas(recurrent_selective_scan, chunk_selective_scan),
-            """\
-torch_hybrid::recurrent_selective_scan(Tensor x
-  Tensor dt
-  Tensor B
-  Tensor C
-  Tensor? z
-  Tensor A_log
-  Tensor D
-  Tensor(a!) state
-  Tensor cu_seqlens
-  Tensor initial_indices
-  Tensor state_indices
-  *
-  str impl
-  Tensor? dt_bias=None) -> Tensor
-torch_hybrid::chunk_selective_scan(Tensor x
-  Tensor dt
-  Tensor B
-  Tensor C
-  Tensor? z
-  Tensor A_log
-  Tensor D
-  Tensor(a!) state
-  Tensor cu_seqlens
-  Tensor initial_indices
-  Tensor state_indices
-  *
-  int chunk_size
-  str impl
-  Tensor? dt_bias=None) -> Tensor""",
-        )

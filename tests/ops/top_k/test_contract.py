@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.contract import assert_traces_once, impls_on, skip_reason
+from tests.ops.contract import impls_on, skip_reason
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     launches_on,
@@ -20,7 +20,7 @@ from tests.ops.triton_compile import (
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.top_k import reference, top_k
-from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TOP_K, TopK
+from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TopK
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # (leading dims, elements in a row, k)
@@ -115,28 +115,6 @@ def test_compiles_without_spills() -> None:
             launch = launches["_top_k_kernel"]
             rows.append(resources_of(launch, target, f"{k} of {num_columns}"))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
-
-
-# ---- the op as the compiler sees it ----------------------------------------------------------
-
-
-def test_schema() -> None:
-    assert_expected_inline(
-        str(TOP_K._schema),
-        """torch_hybrid::top_k(Tensor x, int k, *, str impl) -> (Tensor, Tensor)""",
-    )
-
-
-def test_opcheck(impl: str) -> None:
-    torch.library.opcheck(TOP_K, (torch.randn(3, 20), 4), {"impl": impl})
-
-
-def test_compiles_once(impl: str) -> None:
-    def step(x: Tensor) -> Tensor:
-        values, places = top_k(x * 2, 3, impl=impl)
-        return values + places
-
-    assert_traces_once(step, [[torch.randn(n, 20)] for n in (7, 2, 30)])
 
 
 # ---- errors ----------------------------------------------------------------------------------

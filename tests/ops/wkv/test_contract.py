@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
-import expecttest
 import pytest
 import torch
 from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
@@ -53,34 +51,6 @@ class TestContract(VectorStateContract):
         assert (out[0] - inputs.v[0]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"k": torch.zeros(8, 2, 24)}, "k must have 2 dimensions, got [8, 2, 24]"),
-        ({"v": torch.zeros(8, 24)}, "v must have shape [8, 48], got [8, 24]"),
-        (
-            {"v": torch.zeros(8, 48).half()},
-            "v must have dtype torch.float32, got torch.float16",
-        ),
-        ({"v": torch.zeros(48, 8).T}, "v must have contiguous rows, got strides [1, 8]"),
-        ({"log_decay": torch.zeros(24)}, "log_decay must have shape [48], got [24]"),
-        (
-            {"bonus": torch.zeros(48).double()},
-            "bonus must have dtype torch.float32, got torch.float64",
-        ),
-        ({"state": torch.zeros(5, 48)}, "state must have shape [5, 3, 48], got [5, 48]"),
-        (
-            {"initial_indices": torch.zeros(2)},
-            "initial_indices must have dtype torch.int32, got torch.float32",
-        ),
-    ],
-)
-def test_errors_name_the_argument(changes: dict[str, object], message: str):
-    inputs = replace(make_inputs(Case(lengths=(5, 3))), **changes)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        FAMILY.run(inputs, "torch")
-
-
 def test_reference_agrees_with_transformers():
     """From nothing, and on from a state."""
     inputs = make_inputs(Case(lengths=(30,), num_channels=16))
@@ -98,22 +68,3 @@ def test_reference_agrees_with_transformers():
         out = wkv_reference(replace(inputs, initial_indices=initial))
         torch.testing.assert_close(out, expected[0])
         torch.testing.assert_close(inputs.state[slot], torch.cat(after))
-
-
-class TestSchema(expecttest.TestCase):
-    def test_schema(self):
-        schema = str(torch.ops.torch_hybrid.wkv.default._schema)
-        self.assertExpectedInline(
-            schema.replace(", ", "\n  "),
-            """\
-torch_hybrid::wkv(Tensor k
-  Tensor v
-  Tensor log_decay
-  Tensor bonus
-  Tensor(a!) state
-  Tensor cu_seqlens
-  Tensor initial_indices
-  Tensor state_indices
-  *
-  str impl) -> Tensor""",
-        )

@@ -1,0 +1,342 @@
+"""What every declared op is held to, from its fields and one valid call of it.
+
+Inputs are those of ``tests/ops/every_op.py``: float32, sequences of several lengths, one of them
+empty, rows of padding behind. Indices out of range are ``tests/hostile/test_indices.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental import _config
+from torch.utils._pytree import tree_leaves
+
+from tests.ops.contract import assert_same_bits, assert_traces_once, assert_within_budget
+from tests.ops.every_op import CALLS, Call, call_of, impls_on_a_host
+from torch_hybrid.ops.core.declare import DECLARED, Declaration, Op, Pool, Rows, Strided
+from torch_hybrid.ops.core.registration import NAMESPACE, REGISTERED
+
+CALLED = {op: call_of(op) for op in CALLS}
+OPS = [op for op in CALLS if op in DECLARED]
+SCHEMAS = Path(__file__).with_name("schemas.txt")
+# What rows of no sequence hold, where it is not 0: places of blocks that were not chosen.
+PADDING = {"select_blocks": -1, "pooled_selection_step": -1}
+
+
+def forms(*, of: Callable[[str], bool] = lambda _: True) -> pytest.MarkDecorator:
+    """Parametrize a test over the declared ops that it is about, in each implementation."""
+    found = [
+        pytest.param(op, impl, id=f"{op}, {impl}", marks=pytest.mark.skipif(bool(why), reason=why))
+        for op in OPS
+        if of(op)
+        for impl, why in impls_on_a_host(op).items()
+    ]
+    return pytest.mark.parametrize(("op", "impl"), found)
+
+
+def has_sequences(op: str) -> bool:
+    return "cu_seqlens" in DECLARED[op].kinds
+
+
+def overload(op: str) -> Any:
+    return getattr(getattr(torch.ops, NAMESPACE), op).default
+
+
+def tensors(call: Call) -> dict[str, Tensor]:
+    return {name: x for name, x in call.given.items() if isinstance(x, Tensor)}
+
+
+def cut(call: Call, *, tokens: int, seqs: int | None = None) -> Call:
+    """Keep the first rows of a call, and its first sequences."""
+    sizes = {"T": tokens, "*x.shape": tokens}
+    if seqs is not None:
+        sizes |= {"N": seqs, "N + 1": seqs + 1}
+    given = dict(call.given)
+    for name, kind in DECLARED[call.op.__name__].kinds.items():
+        letter = kind.dims[0]
+        if given.get(name) is not None and letter in sizes:
+            given[name] = given[name][: sizes[letter]].clone()
+    return replace(call, given=given)
+
+
+def num_tokens(call: Call) -> int:
+    return len(next(iter(tensors(call).values())))
+
+
+def pools(call: Call) -> dict[str, Tensor]:
+    kinds = DECLARED[call.op.__name__].kinds
+    return {n: x for n, x in tensors(call).items() if isinstance(kinds[n], Pool)}
+
+
+def run(call: Call, impl: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Results, and the pools afterwards; the call's own tensors stay as they are."""
+    own = call.changed()
+    return tree_leaves(own.run(impl)), pools(own)
+
+
+# ---- as the compiler sees it -------------------------------------------------------------------
+
+
+def test_schemas() -> None:
+    """Rewrite the table with ``python -m tests.ops.test_declared_op``."""
+    assert SCHEMAS.read_text() == schemas()
+
+
+def schemas() -> str:
+    return "".join(f"{overload(op)._schema}\n" for op in CALLS)
+
+
+@forms()
+def test_opcheck(op: str, impl: str) -> None:
+    call = CALLED[op].changed()
+    for pool in call.mutated():
+        pool.nan_to_num_()  # opcheck compares what it leaves, and NaN is no equal of NaN
+    given = {**call.given, "impl": impl}
+    arguments = {each.name: each for each in overload(op)._schema.arguments}
+    defaults = inspect.signature(call.op).parameters
+    full = {n: given[n] if n in given else defaults[n].default for n in arguments}
+    args = tuple(full[n] for n, each in arguments.items() if not each.kwarg_only)
+    named = {n: full[n] for n, each in arguments.items() if each.kwarg_only}
+    torch.library.opcheck(overload(op), args, named)
+
+
+@forms()
+def test_one_trace_serves_all_sizes(op: str, impl: str) -> None:
+    call = CALLED[op]
+    names = list(tensors(call))
+    options = {n: x for n, x in call.given.items() if n not in names} | {"impl": impl}
+
+    def step(*args: Tensor) -> list[Tensor]:
+        given = dict(zip(names, args, strict=True))
+        return [x + 1 for x in tree_leaves(call.op(**given, **options))]
+
+    with _config.patch(use_duck_shape=False):
+        assert_traces_once(step, [[*tensors(each.changed()).values()] for each in sizes(call)])
+
+
+def sizes(call: Call) -> Iterator[Call]:
+    """The call, and smaller ones of it, with more slots in their pools."""
+    yield call
+    kinds = DECLARED[call.op.__name__].kinds
+    grown = {n: x.repeat_interleave(2, 0) for n, x in pools(call).items() if kinds[n].has_shape}
+    call = replace(call, given={**call.given, **grown})
+    if not has_sequences(call.op.__name__):
+        yield cut(call, tokens=2)
+        return
+    ends = call.given["cu_seqlens"]
+    for seqs in (3, 2):
+        yield cut(call, tokens=max(2, int(ends[seqs])), seqs=seqs)
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+@forms()
+def test_rows_may_lie_apart(op: str, impl: str) -> None:
+    """What is beside a row is not read."""
+    call, kinds = CALLED[op], DECLARED[op].kinds
+    rows = {n: x for n, x in tensors(call).items() if isinstance(kinds[n], Rows)}
+    dense = call.changed(**{n: x.contiguous() for n, x in rows.items()})
+    outs, left = run(dense, impl)
+    spread, spread_left = run_in_place(call.changed(**{n: apart(x) for n, x in rows.items()}), impl)
+    for a, b in zip([*outs, *left.values()], [*spread, *spread_left.values()], strict=True):
+        assert_same_bits(b, a)
+
+
+def apart(x: Tensor) -> Tensor:
+    """Copy x so that its rows are parts of wider ones, NaN beside them."""
+    flat = x.flatten(1)
+    wide = torch.cat([flat, torch.full_like(flat, torch.nan)], 1)
+    return wide[:, : flat.shape[1]].unflatten(1, x.shape[1:])
+
+
+def run_in_place(call: Call, impl: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    return tree_leaves(call.run(impl)), pools(call)
+
+
+def poisoned(call: Call) -> Call:
+    """Fill the slots and pages that no sequence reads, and rows of no sequence."""
+    op = call.op.__name__
+    given, kinds = call.changed().given, DECLARED[op].kinds
+    for name, pool in pools(call).items():
+        reads = "initial_indices" if is_of_slots(op, name) else "page_table"
+        poison = torch.nan if pool.is_floating_point() else -(2**40)
+        by_slot(op, name, given[name])[~is_in(given[reads], by_slot(op, name, pool))] = poison
+    end = int(given["cu_seqlens"][-1])
+    for name in tensors(call):
+        if isinstance(kinds[name], Rows):
+            given[name][end:] = torch.nan
+    return replace(call, given=given)
+
+
+@forms(of=has_sequences)
+def test_what_no_sequence_has_is_neither_read_nor_written(op: str, impl: str) -> None:
+    """Rows of padding come out as nothing, and slots that no sequence writes keep their bits."""
+    call = poisoned(CALLED[op])
+    outs, left = run(call, impl)
+    expected, written = run(CALLED[op], impl)
+    end = int(call.given["cu_seqlens"][-1])
+    assert end < num_tokens(call)
+    for out, same in zip(outs, expected, strict=True):
+        assert_same_bits(out, same)
+        assert torch.equal(out[end:], torch.full_like(out[end:], PADDING.get(op, 0)))
+    for name, before in pools(CALLED[op]).items():
+        pool, after, clean, before = (
+            by_slot(op, name, x) for x in (pools(call)[name], left[name], written[name], before)
+        )
+        kept, same, changed = ~differs(after, pool), ~differs(after, clean), differs(clean, before)
+        if is_of_slots(op, name):
+            assert kept[~is_in(call.given["state_indices"], pool)].all()
+        else:
+            assert kept[~is_in(call.given["page_table"], pool)][1:].all()
+            changed[0] = False  # the null page takes rows of padding
+        assert same[changed].all()
+        assert (same | kept)[1:].all()
+
+
+def is_of_slots(op: str, pool: str) -> bool:
+    """Tell a pool that ``state_indices`` name slots of from one of pages."""
+    return DECLARED[op].kinds[pool].dims[0] == "S" and "state_indices" in DECLARED[op].kinds
+
+
+def by_slot(op: str, name: str, pool: Tensor) -> Tensor:
+    """View a pool with slots or pages first, where keys and values stand before them."""
+    return pool if DECLARED[op].kinds[name].has_shape else pool.transpose(0, 1)
+
+
+def is_in(index: Tensor, pool: Tensor) -> Tensor:
+    """Tell of each slot of a pool whether an index names it; the null slot never is."""
+    named = torch.zeros(len(pool), dtype=torch.bool)
+    named[index.flatten().long()] = True
+    named[0] = False
+    return named
+
+
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    """Elements of which the bits are not the same."""
+    return (a != b) & ~((a != a) & (b != b))
+
+
+@forms(of=lambda op: "state_indices" in DECLARED[op].kinds)
+def test_the_null_slot_stores_nothing(op: str, impl: str) -> None:
+    call = CALLED[op]
+    ahead = call.changed(state_indices=torch.zeros_like(call.given["state_indices"]))
+    outs, left = run(ahead, impl)
+    for out, stored in zip(outs, run(call, impl)[0], strict=True):
+        assert torch.equal(out, stored)
+    for name, before in pools(call).items():
+        if is_of_slots(op, name):
+            assert_same_bits(left[name], before)
+
+
+@forms()
+def test_nothing_to_do(op: str, impl: str) -> None:
+    calls = [cut(CALLED[op], tokens=0, seqs=0 if has_sequences(op) else None)]
+    if has_sequences(op):
+        calls.append(cut(CALLED[op], tokens=2, seqs=0))
+        seqs = cut(CALLED[op], tokens=2, seqs=2)
+        calls.append(seqs.changed(cu_seqlens=torch.zeros_like(seqs.given["cu_seqlens"])))
+    for call in calls:
+        outs, left = run(call, impl)
+        for out in outs:
+            assert len(out) == num_tokens(call)
+            assert torch.equal(out, torch.full_like(out, PADDING.get(op, 0)))
+        for name, before in pools(call).items():
+            assert_same_bits(left[name], before)
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_errors_name_the_argument(op: str) -> None:
+    """Shapes, dtypes and layouts other than the fields', refused before any write."""
+    call = CALLED[op]
+    for name, wrong, text in wrong_ones(op, call):
+        tried = call.changed(**{name: wrong})
+        with pytest.raises(ValueError, match=f"^{name} must ") as error:
+            tried.run("torch")
+        assert text in str(error.value)
+        for pool in pools(call).keys() - {name}:
+            assert_same_bits(tried.given[pool], call.given[pool])
+    with pytest.raises(ValueError, match=r"^impl must be one of .*, got 'tpu'$"):
+        call.changed().run("tpu")
+
+
+def wrong_ones(op: str, call: Call) -> Iterator[tuple[str, Tensor, str]]:
+    """Change one tensor of a call; say what the error has to tell."""
+    declaration = DECLARED[op]
+    for name, x in tensors(call).items():
+        kind, shape = declaration.kinds[name], list(x.shape)
+        if isinstance(kind, Strided) or not kind.has_shape:
+            continue
+        yield name, x[None], "got "
+        for axis, letter in enumerate(kind.dims):
+            if declaration.bound.get(letter) != (name, axis):
+                longer = torch.cat([x, x.narrow(axis, 0, 1)], axis)
+                yield name, longer, f"{name} must have shape {shape}, got {list(longer.shape)}"
+        other = torch.float64 if x.is_floating_point() else torch.int16
+        if name != declaration.floating:
+            yield name, x.to(other), f"must have dtype {x.dtype}, got {other}"
+        yield name, x.repeat_interleave(2, -1)[..., ::2], "contiguous"
+
+
+# ---- digits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@forms()
+def test_it_is_as_exact_as_the_reference(op: str, impl: str, dtype: torch.dtype) -> None:
+    capability = REGISTERED[op][impl].capability
+    if dtype not in capability.dtypes:
+        pytest.skip(f"{impl} has no {dtype}")
+    call, oracle = in_dtype(CALLED[op], dtype), oracle_of(DECLARED[op])
+    doubles = {n: x.double() for n, x in tensors(call).items() if x.is_floating_point()}
+    exact, rounded = call.changed(**doubles), call.changed()
+    outs, left = run(call, impl)
+    expected = [tree_leaves(oracle(DECLARED[op].cls(**each.given)))
+                for each in (exact, rounded)]  # fmt: skip
+    found = [*zip(outs, *expected, strict=True)]
+    found += [(left[n], pools(exact)[n], pools(rounded)[n]) for n in left]
+    for actual, right, near in found:
+        if not actual.is_floating_point():
+            assert torch.equal(actual, right)
+            continue
+        seen = right.isfinite()
+        assert torch.equal(actual.isfinite(), seen)
+        assert_within_budget(actual[seen], right[seen].double(), near[seen])
+
+
+def in_dtype(call: Call, dtype: torch.dtype) -> Call:
+    """Round what has the dtype of the op's floating tensors."""
+    kinds = DECLARED[call.op.__name__].kinds
+    given = {n: x.to(dtype) for n, x in tensors(call).items() if kinds[n].dtype is None}
+    return call.changed(**given)
+
+
+def oracle_of(declaration: Declaration) -> Callable[[Op], Any]:
+    """Find the function of the family's reference.py that takes the op's class."""
+    module = import_module(f"{declaration.cls.__module__.removesuffix('.op')}.reference")
+    names = {cls.__name__ for cls in declaration.cls.__mro__}
+    (found,) = (
+        each
+        for each in vars(module).values()
+        if inspect.isfunction(each)
+        and each.__module__ == module.__name__
+        and set(each.__annotations__) == {*inspect.signature(each).parameters, "return"}
+        and len(each.__annotations__) == 2
+        and next(iter(each.__annotations__.values())) in names
+    )
+    return found
+
+
+if __name__ == "__main__":
+    SCHEMAS.write_text(schemas())
