@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_hybrid.ops.core.declare import cpp_launcher
-from torch_hybrid.ops.delta_step import DeltaStep
+from torch_hybrid.ops.delta_rule.op_step import DeltaStep
 
 _VALUES = {
     "silu": "x.activation == 'silu'",

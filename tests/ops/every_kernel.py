@@ -30,15 +30,14 @@ from tests.ops.block_attention import cases as blocks
 from tests.ops.causal_conv1d import cases as conv
 from tests.ops.delta_rule import gated as gdn
 from tests.ops.delta_rule import kimi as kda
+from tests.ops.delta_rule import step_gated_cases as gdn_step
+from tests.ops.delta_rule import step_kimi_cases as kda_step
 from tests.ops.delta_rule.cases import Case as DeltaCase
 from tests.ops.delta_rule.cases import chunked
 from tests.ops.delta_rule.kernels import on_device
 from tests.ops.fused_experts import cases as experts
-from tests.ops.gated_delta_step import cases as gdn_step
 from tests.ops.gated_pooling import cases as pooling
-from tests.ops.kimi_delta_step import cases as kda_step
 from tests.ops.latent_attention import cases as latents
-from tests.ops.lightning_step import cases as lightning_step_cases
 from tests.ops.linear import cases as linears
 from tests.ops.ngram_embedding import cases as ngrams
 from tests.ops.paged_attention import cases as paged
@@ -48,7 +47,8 @@ from tests.ops.rg_lru import cases as rg_lru_cases
 from tests.ops.select_blocks import cases as selection
 from tests.ops.selective_scan import cases as scans
 from tests.ops.ssd import cases as ssd
-from tests.ops.ssd_step import cases as ssd_step_cases
+from tests.ops.ssd import step_lightning_cases as lightning_step_cases
+from tests.ops.ssd import step_mamba2_cases as ssd_step_cases
 from tests.ops.wkv import cases as wkv_cases
 from torch_hybrid.ops import (
     block_attention,
@@ -56,12 +56,9 @@ from torch_hybrid.ops import (
     delta_rule,
     draw_tokens,
     fused_experts,
-    gated_delta_step,
     gated_pooling,
     head_linear,
-    kimi_delta_step,
     latent_attention,
-    lightning_step,
     linear,
     ngram_embedding,
     paged_attention,
@@ -72,7 +69,6 @@ from torch_hybrid.ops import (
     route,
     select_blocks,
     selective_scan,
-    ssd_step,
     top_k,
     wkv,
 )
@@ -126,8 +122,8 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     odd = {"num_padding_tokens": 3, "has_bias": True, **ODD}
     gdn_one = gdn_step.case(lengths=(1, 0, 1), **odd)
     for op, make_inputs, step in (
-        (gated_delta_step.gated_delta_step, gdn_step.make_inputs, gdn_one),
-        (kimi_delta_step.kimi_delta_step, kda_step.make_inputs, kda_step.case(1, 0, 1, **odd)),
+        (delta_rule.gated_delta_step, gdn_step.make_inputs, gdn_one),
+        (delta_rule.kimi_delta_step, kda_step.make_inputs, kda_step.case(1, 0, 1, **odd)),
     ):
         inputs = make_inputs(step, dtype)
         yield op.__name__, partial(run, op, inputs.args(), inputs.options())
@@ -140,7 +136,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     for gate in ("before_norm", "no_norm"):
         mamba2 = ssd_step_cases.Case(lengths=(1, 0, 1), num_padding_tokens=3, gate=gate, **ODD)
         inputs = ssd_step_cases.make_inputs(mamba2, dtype)
-        op = ssd_step.ssd_step
+        op = ssd_ops.ssd_step
         yield f"{op.__name__}, {gate}", partial(run, op, inputs.args(), inputs.options())
         inputs = ssd_step_cases.make_inputs(replace(mamba2, lengths=DRAFTED), dtype)
         given = with_records(inputs, inputs.xBC.shape[1] + inputs.dt.shape[1], dtype)
@@ -150,7 +146,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             lengths=(1, 0, 1), num_padding_tokens=3, gated=gated, dim=27, rotary_dim=6
         )
         inputs = lightning_step_cases.make_inputs(mixer, dtype)
-        op = lightning_step.lightning_step
+        op = ssd_ops.lightning_step
         name = op.__name__ if gated else f"{op.__name__} without a gate"
         yield name, partial(run, op, inputs.args(), inputs.options())
         inputs = lightning_step_cases.make_inputs(replace(mixer, lengths=DRAFTED), dtype)
@@ -434,7 +430,7 @@ def is_finite(result: Any) -> bool:
 def never_launched(launched: set[kernels.Kernel], *, gluon: bool) -> list[str]:
     """A line for each kernel that no call launched."""
     missing = kernels.all_kernels(gluon=gluon) - launched
-    return [f"never launched: {folder} {name}" for folder, name in sorted(missing)]
+    return [f"never launched: {module} {name}" for module, name in sorted(missing)]
 
 
 def main() -> None:
@@ -455,7 +451,7 @@ def main() -> None:
             if not options.dry and not is_finite(result):
                 wrong.append(f"{name}: not finite")
     if options.part[1] > 1:
-        print(*(f"launched: {folder} {name}" for folder, name in sorted(launched)), sep="\n")
+        print(*(f"launched: {module} {name}" for module, name in sorted(launched)), sep="\n")
     else:
         gluon = options.dry or runs_gluon(torch.device(device))
         wrong += never_launched(launched, gluon=gluon)

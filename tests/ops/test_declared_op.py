@@ -323,8 +323,9 @@ def in_dtype(call: Call, dtype: torch.dtype) -> Call:
 
 
 def oracle_of(declaration: Declaration) -> Callable[[Op], Any]:
-    """Find the function of the family's reference.py that takes the op's class."""
-    module = import_module(f"{declaration.cls.__module__.removesuffix('.op')}.reference")
+    """Find the function of the reference beside the op's file that takes the op's class."""
+    package, _, file = declaration.cls.__module__.rpartition(".")
+    module = import_module(f"{package}.{file.replace('op', 'reference', 1)}")
     names = {cls.__name__ for cls in declaration.cls.__mro__}
     (found,) = (
         each
