@@ -104,7 +104,8 @@ def ranks_of(
 
 @triton.jit
 def _rank_of(score: tl.tensor) -> tl.tensor:
-    """Map float32 scores to ranks: uint32 in int32's bits, of the same order, above 0; NaN is -inf."""
+    """Map float32 scores to ranks of the same order: uint32, in int32's bits, above 0; NaN is
+    -inf."""
     score = tl.where(score == score, score, -float("inf"))
     score = tl.where(score == 0.0, 0.0, score)  # of one sign
     bits = score.to(tl.int32, bitcast=True)

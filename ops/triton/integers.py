@@ -127,8 +127,8 @@ def few_products(
     """Multiply a weight tile by one row of x at p_x, outside the tensor cores.
 
     Returns:
-        [BLOCK_N, chunks, 16] float32 sums, one a byte, for the caller to add up.
-        With SUMMED, [BLOCK_N, chunks, 1]: a chunk is summed before it is scaled, with fewer roundings.
+        [BLOCK_N, chunks, 16] float32 sums, one a byte, for the caller to add up; with SUMMED,
+        [BLOCK_N, chunks, 1]: a chunk is summed before it is scaled, with fewer roundings.
     """
     CHUNK: tl.constexpr = chunk_of(GROUP)
     chunk = first // CHUNK + tl.arange(0, BLOCK_K // CHUNK)

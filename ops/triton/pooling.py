@@ -20,7 +20,7 @@ def rows_of_block(
     is_known: tl.tensor,
     D: tl.constexpr,
 ) -> tl.tensor:
-    """Load a block's rows [BLOCK, BLOCK_D]: new tokens, and held ones by their places in the slot."""
+    """Load a block's rows [BLOCK, BLOCK_D]: new tokens, and those that the slot holds, by place."""
     is_new = (token >= begin)[:, None]
     p_new = new + token.to(tl.int64)[:, None] * stride + index_d[None, :]
     p_held = held + place[:, None] * (2 * D) + index_d[None, :]
