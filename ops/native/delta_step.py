@@ -1,5 +1,4 @@
-"""Calls of the C++ library of a delta rule's step (delta_step.h), also of steps that verify drafts
-(delta_verify.h): alike for every mixer."""
+"""Launchers of the delta rules' C++ steps (delta_step.h), drafts included (delta_verify.h)."""
 
 from __future__ import annotations
 
