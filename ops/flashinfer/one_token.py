@@ -15,7 +15,7 @@ IN_PLACE, APART = 0, 1  # in the pool, or packed: see ``ops.flashinfer.states``
 
 
 def plan(lengths: Lengths, **_: object) -> Planned:
-    """The slots [N] that FlashInfer reads, and where they are.
+    """Plan a decode step: the slots [N] that FlashInfer reads, and whether they are in the pool.
 
     Raises:
         ValueError: a sequence has more than one token, or its row is not its own.
@@ -31,10 +31,10 @@ def plan(lengths: Lengths, **_: object) -> Planned:
 
 
 def has_tokens(lengths: Lengths) -> Tensor:
-    """[N] which sequences have a token.
+    """Tell which of N sequences have a token.
 
     Raises:
-        ValueError: one has more than one, or its row is not its own.
+        ValueError: a sequence has more than one token, or its row is not its own.
     """
     num_seqs, num_live = lengths.state_indices.shape[0], lengths.cu_seqlens[-1]
     row = torch.arange(num_seqs, dtype=torch.int32, device="cpu")
