@@ -269,9 +269,10 @@ def _products(
 def _add_product(
     acc: tl.tensor, lost: tl.tensor, x: tl.tensor, w: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """``acc + x @ w``, and what float32 sums lose to rounding, which the next one makes up for.
+    """Compute ``acc + x @ w``; in float32, compensate what the sum loses to rounding (Kahan's
+    ``lost``).
 
-    Each output is the sum of a whole row of weights, one product after the other.
+    Each output sums a whole row of weights, one product after the other.
     """
     if x.dtype == tl.float32:
         part = tl.dot(x, w, input_precision="ieee") - lost
@@ -303,7 +304,13 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N hidden activations of BLOCK_M pairs of one expert."""
+    """Compute BLOCK_N hidden activations of BLOCK_M pairs of one expert: a grouped GEMM with
+    activation.
+
+    Grid: blocks of pairs times columns, in one dimension; blocks past the last pair are idle. Tile:
+    BLOCK_M by BLOCK_N, in steps of BLOCK_K columns. Registers: one accumulator for gate, one for
+    up.
+    """
     NUM_COLUMNS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // NUM_COLUMNS
     expert, begin, end = rows_of_block(starts, block, E, BLOCK_E, BLOCK_M)
@@ -351,7 +358,11 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N outputs of BLOCK_M pairs of one expert."""
+    """Compute BLOCK_N outputs of BLOCK_M pairs of one expert: a grouped GEMM.
+
+    Grid: blocks of pairs times columns, in one dimension; blocks past the last pair are idle. Tile:
+    BLOCK_M by BLOCK_N, in steps of BLOCK_K columns. Registers: one accumulator.
+    """
     NUM_COLUMNS: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // NUM_COLUMNS
     expert, begin, end = rows_of_block(starts, block, E, BLOCK_E, BLOCK_M)
@@ -387,7 +398,10 @@ def _combine_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: BLOCK outputs of one token."""
+    """Sum BLOCK outputs of one token over its experts, by their weights.
+
+    Grid: (tokens, D / BLOCK). Pairs without an expert (E or more) are not read.
+    """
     token = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], dtype=tl.float32)

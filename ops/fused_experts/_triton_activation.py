@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What becomes of gate and up, in Triton."""
+"""Activation of gate and up projections, in Triton."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ def activate(
     LIMIT: tl.constexpr,
     SOFTCAPS: tl.constexpr,
 ) -> tl.tensor:
-    """``silu(gate) * up``, both within LIMIT where there is one; with SOFTCAPS, what the gate's
-    sigmoid is multiplied by and ``up`` are bound by these; without a gate, the square of the
-    positive part of ``up``."""
+    """Activate projections: ``silu(gate) * up``, or ``relu(up) ** 2`` without a gate.
+
+    LIMIT clamps gate from above, and up on both sides. SOFTCAPS bound the factor of the gate's
+    sigmoid, and up, by ``cap tanh(. / cap)``.
+    """
     if HAS_GATE:
         if LIMIT is not None:
             gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -35,7 +37,7 @@ def activate(
 
 @triton.jit
 def _tanh(x: tl.tensor) -> tl.tensor:
-    """To float32 precision: a polynomial near 0, where 1 - exp(-2x) would cancel."""
+    """Compute tanh to float32 precision: a polynomial near 0, where 1 - exp(-2x) would cancel."""
     t = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - t) / (1.0 + t)
     s = x * x

@@ -90,7 +90,12 @@ def _hidden_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N hidden activations of one pair of a token and an expert."""
+    """Compute BLOCK_N hidden activations of one pair of a token and an expert, outside the tensor
+    cores.
+
+    Grid: (pairs, I / BLOCK_N). Tile: BLOCK_N rows of weights by BLOCK_K columns. Pipeline: STAGES
+    tiles of weights. Registers: a partial sum for each element of a tile, for gate and for up.
+    """
     pair = tl.program_id(0)
     expert = tl.load(expert_ids + pair).to(tl.int64)
     if expert == E:
@@ -129,7 +134,13 @@ def _out_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N outputs of one token, the weighted sum over its experts."""
+    """Compute BLOCK_N outputs of one token, the weighted sum over its experts, outside the tensor
+    cores.
+
+    Grid: (tokens, D / BLOCK_N). Tile: BLOCK_N rows of weights by BLOCK_K columns; the loop runs
+    over all experts' columns. Pipeline: STAGES tiles. Registers: a partial sum for each element of
+    a tile.
+    """
     CHUNKS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     token = tl.program_id(0)
     index_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

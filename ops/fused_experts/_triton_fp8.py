@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Experts of 8 bits in Triton, each sum of 128 products scaled in float32.
+"""FP8 experts in Triton; each sum of 128 products is scaled in float32.
 
-Weights are widened in registers; or multiplied as they are, and tokens and hidden activations
-rounded as they are loaded. Pairs are grouped as ``_triton.py`` does it.
+Weights are widened in registers. Or they are multiplied as they are: then tokens and hidden
+activations are rounded to FP8 as they are loaded. Pairs are grouped as in ``_triton.py``.
 """
 
 from __future__ import annotations
@@ -203,7 +203,12 @@ def _fp8_hidden_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N hidden activations of one pair of a token and an expert."""
+    """Compute BLOCK_N hidden activations of one pair of a token and an FP8 expert, by widened
+    weights.
+
+    Grid: (pairs, I / BLOCK_N). Tile: BLOCK_N rows of weights by BLOCK_K columns, outside the tensor
+    cores. Pipeline: STAGES tiles. Registers: a partial sum for each element, for gate and for up.
+    """
     HIGH: tl.constexpr = (I + _BLOCK - 1) // _BLOCK
     WIDE: tl.constexpr = (D + _BLOCK - 1) // _BLOCK
     pair = tl.program_id(0)
@@ -251,7 +256,12 @@ def _fp8_out_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N outputs of one token, the weighted sum over its experts."""
+    """Compute BLOCK_N outputs of one token, the weighted sum over its FP8 experts, by widened
+    weights.
+
+    Grid: (tokens, D / BLOCK_N). Tile: BLOCK_N rows of weights by BLOCK_K columns, outside the
+    tensor cores; the loop runs over all experts' columns. Pipeline: STAGES tiles.
+    """
     CHUNKS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     HIGH: tl.constexpr = (D + _BLOCK - 1) // _BLOCK
     WIDE: tl.constexpr = (I + _BLOCK - 1) // _BLOCK
@@ -302,7 +312,13 @@ def _fp8_gate_up_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N hidden activations of BLOCK_M pairs of one expert."""
+    """Compute BLOCK_N hidden activations of BLOCK_M pairs of one FP8 expert: a grouped GEMM,
+    activated.
+
+    Grid: blocks of pairs times columns, in one dimension; blocks past the last pair are idle. Tile:
+    BLOCK_M by BLOCK_N, in steps of BLOCK_K columns, each step's sums scaled. Pipeline: STAGES
+    tiles.
+    """
     NUM_COLUMNS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     HIGH: tl.constexpr = (I + _BLOCK - 1) // _BLOCK
     WIDE: tl.constexpr = (D + _BLOCK - 1) // _BLOCK
@@ -356,7 +372,12 @@ def _fp8_down_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N outputs of BLOCK_M pairs of one expert."""
+    """Compute BLOCK_N outputs of BLOCK_M pairs of one FP8 expert: a grouped GEMM.
+
+    Grid: blocks of pairs times columns, in one dimension; blocks past the last pair are idle. Tile:
+    BLOCK_M by BLOCK_N, in steps of BLOCK_K columns, each step's sums scaled. Pipeline: STAGES
+    tiles.
+    """
     NUM_COLUMNS: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     HIGH: tl.constexpr = (D + _BLOCK - 1) // _BLOCK
     WIDE: tl.constexpr = (I + _BLOCK - 1) // _BLOCK

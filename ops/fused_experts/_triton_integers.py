@@ -188,7 +188,7 @@ def integer_products(
 
 @triton.jit
 def _row_scale(p_scale: tl.tensor, mask: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
-    """What the sums of rows are multiplied by."""
+    """Load the factors of rows' sums: INT8's scales, 1 for INT4, whose tiles are scaled already."""
     scale = tl.full(mask.shape, 1.0, dtype=tl.float32)
     if GROUP == 0:
         scale = tl.load(p_scale, mask=mask, other=0.0)
@@ -215,7 +215,11 @@ def _integer_hidden_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N hidden activations of one pair of a token and an expert."""
+    """Compute BLOCK_N hidden activations of one pair of a token and an INT8 or INT4 expert.
+
+    Grid: (pairs, I / BLOCK_N). Tile: BLOCK_N rows of weights by BLOCK_K columns, widened in
+    registers, outside the tensor cores. Registers: 16 partial sums for each row and chunk.
+    """
     pair = tl.program_id(0)
     expert = tl.load(expert_ids + pair).to(tl.int64)
     if expert == E:
@@ -256,7 +260,11 @@ def _integer_out_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N outputs of one token, the weighted sum over its experts."""
+    """Compute BLOCK_N outputs of one token, the weighted sum over its INT8 or INT4 experts.
+
+    Grid: (tokens, D / BLOCK_N). Tile: BLOCK_N rows of weights by BLOCK_K columns, widened in
+    registers, outside the tensor cores; the loop runs over all experts' columns.
+    """
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     token = tl.program_id(0)
     index_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -282,8 +290,10 @@ def _integer_out_kernel(
 def _add_product(
     acc: tl.tensor, lost: tl.tensor, w: tl.tensor, x: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """``acc`` and the products of rows of a wide tile and of x, and what float32 sums lose to
-    rounding, which the next one makes up for."""
+    """Compute ``acc + w @ x^T`` of a widened tile w.
+
+    In float32, compensate what the sum loses to rounding (Kahan's ``lost``).
+    """
     if x.dtype == tl.float32:
         part = dot(w, tl.trans(x), tl.zeros_like(acc)) - lost
         total = acc + part
@@ -318,7 +328,12 @@ def _integer_gate_up_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N hidden activations of BLOCK_M pairs of one expert."""
+    """Compute BLOCK_N hidden activations of BLOCK_M pairs of one expert: a grouped GEMM, activated.
+
+    Grid: blocks of pairs times columns, in one dimension; blocks past the last pair are idle. Tile:
+    BLOCK_N by BLOCK_M, in steps of BLOCK_K columns; INT8 or INT4 is widened in registers. Pipeline:
+    STAGES tiles.
+    """
     NUM_COLUMNS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // NUM_COLUMNS
     expert, begin, end = rows_of_block(starts, block, E, BLOCK_E, BLOCK_M)
@@ -371,7 +386,11 @@ def _integer_down_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N outputs of BLOCK_M pairs of one expert."""
+    """Compute BLOCK_N outputs of BLOCK_M pairs of one INT8 or INT4 expert: a grouped GEMM.
+
+    Grid: blocks of pairs times columns, in one dimension; blocks past the last pair are idle. Tile:
+    BLOCK_N by BLOCK_M, in steps of BLOCK_K columns, widened in registers. Pipeline: STAGES tiles.
+    """
     NUM_COLUMNS: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // NUM_COLUMNS
     expert, begin, end = rows_of_block(starts, block, E, BLOCK_E, BLOCK_M)
