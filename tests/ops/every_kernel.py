@@ -98,6 +98,10 @@ def run(op: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], 
     return op(*moved(args, device), **{"impl": "triton", **options})
 
 
+def linear_call(inputs: linears.Inputs, impl: str = "triton") -> Call:
+    return partial(run, linear.linear, inputs.args(), {**inputs.options(), "impl": impl})
+
+
 def with_records(inputs: Any, width: int, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """A decode step's inputs as those of a step that verifies drafts, of which some are accepted:
     arguments and options."""
@@ -295,24 +299,18 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             yield f"{name}, {stored}", partial(run, op, args, options)
     for num_rows in (3, 9):
         layers = linears.Case(num_rows=num_rows, depth=77, widths=(66, 7), biased=frozenset({1}))
-        args = linears.make_inputs(layers, dtype=dtype)
-        yield f"linear of {num_rows} rows", partial(run, linear.linear, args, {})
-        args, scales = linears.make_fp8_inputs(layers, dtype=dtype)
-        name = f"linear of {num_rows} rows, 8-bit weights"
-        yield name, partial(run, linear.linear, args, {"scales": scales})
-        options = {"scales": scales, "impl": "triton_fp8"}
-        yield f"linear of {num_rows} rows, in 8 bits", partial(run, linear.linear, args, options)
+        name = f"linear of {num_rows} rows"
+        yield name, linear_call(linears.make_inputs(layers, dtype=dtype))
+        fp8 = linears.make_fp8_inputs(layers, dtype=dtype)
+        yield f"{name}, 8-bit weights", linear_call(fp8)
+        yield f"{name}, in 8 bits", linear_call(fp8, impl="triton_fp8")
         if dtype == torch.bfloat16:
-            deep = replace(layers, depth=1030)
-            args, scales = linears.make_mixed_inputs(deep, dtype=dtype)
-            options = {"scales": scales, "impl": "triton_fp8"}
-            name = f"linear of {num_rows} rows, in 8 and 16 bits"
-            yield name, partial(run, linear.linear, args, options)
+            mixed = linears.make_mixed_inputs(replace(layers, depth=1030), dtype=dtype)
+            yield f"{name}, in 8 and 16 bits", linear_call(mixed, impl="triton_fp8")
     for num_rows, stored in product((1, 9, 70), ("int8", "int4_of_32")):
         layers = linears.Case(num_rows=num_rows, depth=77, widths=(66, 7), biased=frozenset({1}))
-        args, scales = linears.make_integer_inputs(layers, stored, dtype=dtype)
-        name = f"linear of {num_rows} rows, {stored}"
-        yield name, partial(run, linear.linear, args, {"scales": scales})
+        integers = linears.make_integer_inputs(layers, stored, dtype=dtype)
+        yield f"linear of {num_rows} rows, {stored}", linear_call(integers)
     args = (torch.randn(5, 3, 37).to(dtype), torch.randn(3, 27, 37).to(dtype))
     yield "head_linear", partial(run, head_linear.head_linear, args, {})
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})

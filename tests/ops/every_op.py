@@ -311,7 +311,7 @@ CALLS: dict[str, Callable[[], _Made]] = {
         lightning_step.make_inputs(lightning_step.Case(**_ONE_EACH))
     ),
     "lightning_step, drafts": _lightning_verify,
-    "linear": lambda: _without_indices(*linears.make_inputs(linears.CASES["five_rows_odd"])),
+    "linear": lambda: _without_indices(*linears.make_inputs(linears.CASES["five_rows_odd"]).args()),
     "merge_states": lambda: _without_indices(*(torch.randn(2, 3, 16), torch.randn(2, 3)) * 2),
     "ngram_embedding": _ngram_embedding,
     "paged_attention": _paged_attention,
