@@ -80,8 +80,11 @@ class Op:
 
     impl: str = field(kw_only=True)
 
-    def features(self) -> frozenset[str]:
-        """List the features that an implementation must have for these arguments."""
+    def features(self) -> frozenset[str] | None:
+        """List the features that an implementation must have for these arguments.
+
+        None asks for nothing: those that an implementation is made for need not be there either.
+        """
         return NO_FEATURES
 
     def check_form(self) -> None:
@@ -260,6 +263,8 @@ _SCHEMA_TYPES = {
     float | None: "float?",
     torch.dtype: "ScalarType",
     Sequence[Tensor]: "Tensor[]",
+    Sequence[Tensor] | None: "Tensor[]?",
+    Sequence[Tensor | None]: "Tensor?[]",
 }
 
 
@@ -417,7 +422,7 @@ class Declaration:
         sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
         asked = f"impl, implementations, {self.first}.device, {{{sizes}}}"
         asked += f", dtype={self.floating}.dtype" * bool(self.floating)
-        asked += ", features=_given.features() or None" * ("features" in own)
+        asked += ", features=_given.features()" * ("features" in own)
         lines += [f"    check_impl({asked})"]
         if self.takes_plan:
             lines += [f"    check_planned(impl, implementations, {_PLANNED})"]
