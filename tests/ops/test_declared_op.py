@@ -285,7 +285,9 @@ def wrong_ones(op: str, call: Call) -> Iterator[tuple[str, Tensor, str]]:
                 yield name, longer, f"{name} must have shape {shape}, got {list(longer.shape)}"
         other = torch.float64 if x.is_floating_point() else torch.int16
         if name != declaration.floating:
-            yield name, x.to(other), f"must have dtype {x.dtype}, got {other}"
+            allowed = kind.dtype if isinstance(kind.dtype, tuple) else (x.dtype,)
+            text = f"must have dtype {' or '.join(map(str, allowed))}, got {other}"
+            yield name, x.to(other), text
         yield name, x.repeat_interleave(2, -1)[..., ::2], "contiguous"
 
 
