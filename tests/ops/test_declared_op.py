@@ -319,8 +319,13 @@ def test_it_is_as_exact_as_the_reference(op: str, impl: str, dtype: torch.dtype)
 
 def in_dtype(call: Call, dtype: torch.dtype) -> Call:
     """Round what has the dtype of the op's floating tensors."""
-    kinds = DECLARED[call.op.__name__].kinds
-    given = {n: x.to(dtype) for n, x in tensors(call).items() if kinds[n].dtype is None}
+    kinds, floating = DECLARED[call.op.__name__].kinds, DECLARED[call.op.__name__].floating
+    own = call.given[floating].dtype if floating else None
+    given = {
+        name: x.to(dtype)
+        for name, x in tensors(call).items()
+        if kinds[name].dtype is None or (kinds[name].dtype == "any" and x.dtype == own)
+    }
     return call.changed(**given)
 
 
