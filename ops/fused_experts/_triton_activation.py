@@ -1,10 +1,25 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Activation of gate and up projections, in Triton."""
+"""Activation of gate and up in Triton, and what all kernels are told of an op."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+from torch_hybrid.ops.fused_experts.op import FusedExperts
+
+
+def activated(x: FusedExperts) -> dict[str, Any]:
+    """Return the constants of ``activate``, which are hashable."""
+    softcaps = None if x.softcaps is None else tuple(x.softcaps)
+    return {"HAS_GATE": x.has_gate, "LIMIT": x.limit, "SOFTCAPS": softcaps}
+
+
+def sizes(x: FusedExperts) -> dict[str, int]:
+    """Return the sizes of an op's weights, by their letters."""
+    return {"E": x.num_experts, "D": x.dim, "I": x.width}
 
 
 @triton.jit
@@ -15,11 +30,9 @@ def activate(
     LIMIT: tl.constexpr,
     SOFTCAPS: tl.constexpr,
 ) -> tl.tensor:
-    """Activate projections: ``silu(gate) * up``, or ``relu(up) ** 2`` without a gate.
-
-    LIMIT clamps gate from above, and up on both sides. SOFTCAPS bound the factor of the gate's
-    sigmoid, and up, by ``cap tanh(. / cap)``.
-    """
+    """``silu(gate) * up``, both within LIMIT where there is one; with SOFTCAPS, what the gate's
+    sigmoid is multiplied by and ``up`` are bound by these; without a gate, the square of the
+    positive part of ``up``."""
     if HAS_GATE:
         if LIMIT is not None:
             gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -37,7 +50,7 @@ def activate(
 
 @triton.jit
 def _tanh(x: tl.tensor) -> tl.tensor:
-    """Compute tanh to float32 precision: a polynomial near 0, where 1 - exp(-2x) would cancel."""
+    """To float32 precision: a polynomial near 0, where 1 - exp(-2x) would cancel."""
     t = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - t) / (1.0 + t)
     s = x * x

@@ -289,7 +289,9 @@ def wrong_ones(op: str, call: Call) -> Iterator[tuple[str, Tensor, str]]:
                 yield name, longer, f"{name} must have shape {shape}, got {list(longer.shape)}"
         other = torch.float64 if x.is_floating_point() else torch.int16
         if name != declaration.floating:
-            yield name, x.to(other), f"must have dtype {x.dtype}, got {other}"
+            allowed = kind.dtype if isinstance(kind.dtype, tuple) else (x.dtype,)
+            text = f"must have dtype {' or '.join(map(str, allowed))}, got {other}"
+            yield name, x.to(other), text
         yield name, x.repeat_interleave(2, -1)[..., ::2], "contiguous"
 
 
@@ -321,8 +323,13 @@ def test_it_is_as_exact_as_the_reference(op: str, impl: str, dtype: torch.dtype)
 
 def in_dtype(call: Call, dtype: torch.dtype) -> Call:
     """Round what has the dtype of the op's floating tensors."""
-    kinds = DECLARED[call.op.__name__].kinds
-    given = {n: x.to(dtype) for n, x in tensors(call).items() if kinds[n].dtype is None}
+    kinds, floating = DECLARED[call.op.__name__].kinds, DECLARED[call.op.__name__].floating
+    own = call.given[floating].dtype if floating else None
+    given = {
+        name: x.to(dtype)
+        for name, x in tensors(call).items()
+        if kinds[name].dtype is None or (kinds[name].dtype == "any" and x.dtype == own)
+    }
     several = {n: x for n, x in call.given.items() if isinstance(x, list)}
     given |= tree_map_only(Tensor, lambda x: x.to(dtype), several)
     return call.changed(**given)

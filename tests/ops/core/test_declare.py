@@ -666,3 +666,27 @@ def test_a_pool_whose_dtype_the_op_checks():
         op(x, kept.double(), impl="bytes")
     with pytest.raises(ValueError, match="kept must have shape"):
         op(x, kept[:, :2].contiguous(), impl="torch")
+
+
+def test_ids_of_either_width_and_numbers_of_an_option():
+    @dataclass(slots=True)
+    class DeclaredIds(Op):
+        """Add the first of some numbers to each element, and ids, which have two dtypes."""
+
+        x: Annotated[Tensor, Rows("D")]
+        ids: Annotated[Tensor, Dense("T", "D", dtype=(torch.int32, torch.int64))]
+        numbers: Sequence[float] | None = field(default=None, kw_only=True)
+
+    first = Implementation(
+        capability=ON_A_CPU,
+        launcher=lambda x: x.x + x.ids + (0 if x.numbers is None else x.numbers[0]),
+    )
+    op = define(DeclaredIds, {"torch": first}, returns=like("x"))
+    REGISTERED.pop("declared_ids")
+    x, ids = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.int64)
+    assert op(x, ids, impl="torch").eq(1).all()
+    assert op(x, ids.int(), numbers=(2.5, 1.0), impl="torch").eq(3.5).all()
+    with pytest.raises(ValueError, match=r"ids must have dtype torch\.int32 or torch\.int64, got"):
+        op(x, x, impl="torch")
+    schema = str(torch.ops.torch_hybrid.declared_ids.default._schema)
+    assert schema.endswith("(Tensor x, Tensor ids, *, float[]? numbers=None, str impl) -> Tensor")
