@@ -20,8 +20,15 @@ from torch import Tensor
 from torch.fx.experimental import _config
 from torch.utils._pytree import tree_leaves
 
-from tests.ops.contract import assert_same_bits, assert_traces_once, assert_within_budget
-from tests.ops.every_op import CALLS, Call, call_of, impls_on_a_host, op_of
+from tests.ops.contract import (
+    assert_same_bits,
+    assert_traces_once,
+    assert_within_budget,
+    impls_on,
+    skip_reason,
+)
+from tests.ops.every_op import CALLS, Call, call_of, op_of
+from tests.ops.triton_interpreter import Interpreter, needs_triton
 from torch_hybrid.ops.core.declare import DECLARED, Declaration, Op, Pool, Rows, Strided
 from torch_hybrid.ops.core.registration import NAMESPACE, REGISTERED
 
@@ -45,9 +52,18 @@ def forms(*, of: Callable[[str], bool] = lambda _: True) -> pytest.MarkDecorator
         pytest.param(op, impl, id=f"{op}, {impl}", marks=pytest.mark.skipif(bool(why), reason=why))
         for op in DECLARATIONS
         if of(op)
-        for impl, why in impls_on_a_host(op).items()
+        for impl, why in impls_here(op).items()
     ]
     return pytest.mark.parametrize(("op", "impl"), found)
+
+
+def impls_here(name: str) -> dict[str, str]:
+    """The implementations on a CPU, interpreted ones too; each with why it cannot run, or ""."""
+    features = DECLARATIONS[name].cls(**CALLED[name].given).features()
+    known = REGISTERED[op_of(name)]
+    return {
+        impl: skip_reason(known[impl], "cpu") or "" for impl in impls_on("cpu", known, features)
+    }
 
 
 def has_sequences(op: str) -> bool:
@@ -248,12 +264,16 @@ def differs(a: Tensor, b: Tensor) -> Tensor:
 @forms(of=lambda op: "state_indices" in DECLARATIONS[op].kinds)
 def test_the_null_slot_stores_nothing(op: str, impl: str) -> None:
     call = CALLED[op]
-    ahead = call.changed(state_indices=torch.zeros_like(call.given["state_indices"]))
-    outs, left = run(ahead, impl)
-    for out, stored in zip(outs, run(call, impl)[0], strict=True):
+    slots = torch.zeros_like(call.given["state_indices"])
+    slots[0] = kept = call.given["state_indices"][0]
+    outs, left = run(call.changed(state_indices=slots), impl)
+    expected, written = run(call, impl)
+    for out, stored in zip(outs, expected, strict=True):
         assert torch.equal(out, stored)
     for name, before in pools(call).items():
         if is_of_slots(call, name):
+            assert_same_bits(left[name][kept], written[name][kept])
+            left[name][kept] = before[kept]
             assert_same_bits(left[name], before)
 
 
@@ -271,6 +291,17 @@ def test_nothing_to_do(op: str, impl: str) -> None:
         assert_nothing(op, outs)
         for name, before in pools(call).items():
             assert_same_bits(left[name], before)
+
+
+@needs_triton
+def test_memory_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+) -> None:
+    interpreter.run(
+        record_property,
+        Path(__file__),
+        "triton and (no_sequence or null_slot or nothing_to_do or lie_apart)",
+    )
 
 
 # ---- errors ------------------------------------------------------------------------------------
