@@ -169,7 +169,7 @@ class Rows(_Kind):
         self,
         *dims: str,
         apart: int = 1,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Literal["any"] | None = None,
         counts: bool | str = True,
         last_dim: bool = False,
     ) -> None:
@@ -259,6 +259,7 @@ _SCHEMA_TYPES = {
     str: "str",
     float | None: "float?",
     torch.dtype: "ScalarType",
+    torch.dtype | None: "ScalarType?",
     Sequence[Tensor]: "Tensor[]",
 }
 
