@@ -1,8 +1,8 @@
 """Implementation "flashinfer": FlashInfer's fa3 kernel for decode over latents, for Hopper.
 
-One program on each processor (or pair of them) takes pieces of sequences that the host has dealt
-out, so that all have as many latents to read; those of a sequence that was cut are merged at the
-end of the same launch. The schedule is FlashInfer's own. It leaves room for 16384 pieces: what a
+One program on each processor (or pair of them) takes pieces of sequences. The host has dealt them
+out so that all have as many latents to read. Those of a sequence that was cut are merged at the end
+of the same launch. The schedule is FlashInfer's own. It leaves room for 16384 pieces: what a
 step of so many sequences can have is packed closer, since it is copied at every step.
 """
 

@@ -130,7 +130,12 @@ def _attend_kernel(
     NUM_SPLITS: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
 ) -> None:
-    """One program: a block of tokens, a block of heads, one split of the keys."""
+    """Attend from a block of tokens and heads to one split of the keys.
+
+    Grid: blocks of BLOCK_Q tokens, blocks of BLOCK_H heads, splits. Tile: BLOCK_M rows by BLOCK_KV
+    latents, which are taken in parts of BLOCK_PART elements. Pipeline: the compiler's, of two
+    stages. Memory: ``out`` and ``lse`` hold the splits in a row.
+    """
     BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_H
     PARTS: tl.constexpr = BLOCK_RANK // BLOCK_PART
     split = tl.program_id(2) if NUM_SPLITS > 1 else 0

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Attention to latents of 8 bits, which are fetched two by two.
+"""Attention to FP8 latents, which are fetched two by two.
 
-As in ``paged_attention``: two adjacent numbers of a row travel as one of 16 bits, which is what
-tensor cores are fed by, and part when they are widened, to a product each.
+As in ``paged_attention``, two adjacent numbers of a row travel as one int16, which is what tensor
+cores are fed by. They part when they are widened, to a product each.
 """
 
 from __future__ import annotations
@@ -111,7 +111,12 @@ def _attend_pairs_kernel(
     NUM_SPLITS: tl.constexpr,
     CONVERTS: tl.constexpr,
 ) -> None:
-    """One program: a block of tokens, a block of heads, one split of the keys."""
+    """Attend from a block of tokens and heads to one split of the keys, two numbers at a time.
+
+    Grid: blocks of BLOCK_Q tokens, blocks of BLOCK_H heads, splits. Tile: BLOCK_M rows by BLOCK_KV
+    latents. Pipeline: the compiler's, of two stages. Memory: pairs of FP8 numbers, widened in
+    registers; ``out`` and ``lse`` hold the splits in a row.
+    """
     BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_H
     WIDTH: tl.constexpr = (RANK + ROPE) // 2
     split = tl.program_id(2) if NUM_SPLITS > 1 else 0

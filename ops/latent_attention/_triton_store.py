@@ -56,7 +56,7 @@ def _store_kernel(
     BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
 ) -> None:
-    """Write the row of one token, in 8 bits where ``pool_scale`` is given.
+    """Write the row of one token, in FP8 where ``pool_scale`` is given.
 
     Grid: tokens; those of padding do nothing. Tile: a whole row. Pipeline: none. Memory: the row
     ``slot_mapping`` names.

@@ -38,7 +38,7 @@ class Tiles:
         """Choose tiles for sequences of at most as many keys as a row of ``page_table`` has.
 
         Args:
-            x: arguments of the op. Latents of 8 bits are widened in registers, which leaves some
+            x: arguments of the op. FP8 latents are widened in registers, which leaves some
                 for 32 rows.
             for_hopper: whether blocks of 64 rows have a form of their own. It is faster for 32
                 heads too, which fill half of it.

@@ -140,7 +140,7 @@ class Latents(Op):
         return StoreLatents(*rows, pool_scale=self.pool_scale, impl=self.impl)
 
     def features(self) -> frozenset[str]:
-        """List what not all implementations have: latents of 8 bits."""
+        """List what not all implementations have: FP8 latents."""
         return fp8_kv.features_of(self.pool.dtype)
 
     def check(self) -> None:
@@ -180,7 +180,7 @@ class LatentAttention(Latents):
         latent: [T, R], the normalised latent of the new tokens, which may be a slice.
         k_rope: [T, P], the part of the key that the heads share, which may be a slice.
         pool: [pages, page_size, R + P], dtype of q_latent or float8_e4m3fn, contiguous. Mutated:
-            the rows that ``slot_mapping`` names, rounded to 8 bits as ``ops.fp8_kv`` says; the new
+            the rows that ``slot_mapping`` names, rounded to FP8 as ``ops.fp8_kv`` says; the new
             tokens attend to what was rounded.
         cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
         seq_lens: [N] int32, total length of each sequence, new tokens included.
@@ -243,7 +243,7 @@ class StoreLatents(Op):
     )
 
     def check(self) -> None:
-        """Raise ValueError unless the pool is of the latents' dtype, or has 8 bits and a scale."""
+        """Raise ValueError unless the pool is of the latents' dtype, or FP8 and has a scale."""
         dtype = self.latent.dtype if self.pool.dtype == fp8_kv.DTYPE else self.pool.dtype
         check_dtypes({"latent": (self.latent, dtype), "k_rope": (self.k_rope, dtype)})
         fp8_kv.check_scales("pool_scale", self.pool, self.pool_scale, 1)
@@ -264,7 +264,7 @@ class GatherLatents(Op):
         pool: [pages, page_size, R + P], contiguous.
         rows: [Tk] int32, ``page * page_size + offset``; 0 is padding and stands for zeros.
         pool_scale: as of :func:`latent_attention`.
-        dtype: of what rows of 8 bits are worth; for a pool of 8 bits alone.
+        dtype: of what FP8 rows are worth; for an FP8 pool alone.
         impl: name in GATHER_IMPLEMENTATIONS.
 
     Returns:
@@ -282,7 +282,7 @@ class GatherLatents(Op):
     dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def check(self) -> None:
-        """Raise ValueError unless scale and dtype are given for a pool of 8 bits, and no other."""
+        """Raise ValueError unless scale and dtype are given for an FP8 pool, and for no other."""
         fp8_kv.check_scales("pool_scale", self.pool, self.pool_scale, 1)
         if (self.dtype is None) == (self.pool.dtype == fp8_kv.DTYPE):
             wanted = "must be given" if self.dtype is None else "must be None"
