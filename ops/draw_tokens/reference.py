@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.draw_tokens.counts import NOT_FINITE, as_counts, weights_of
+from torch_hybrid.ops.draw_tokens.op import DrawTokens
 
 
-def draw_tokens(logits: Tensor, settings: Tensor) -> list[int]:
+def draw_tokens(x: DrawTokens) -> Tensor:
     """Draw a token for each row; see the op."""
-    return [_drawn(row, *own) for row, own in zip(logits, settings.t().tolist(), strict=True)]
+    rows = zip(x.logits, x.settings.t().tolist(), strict=True)
+    return torch.tensor([_drawn(row, *own) for row, own in rows], dtype=torch.int64)
 
 
 def _drawn(

@@ -287,11 +287,11 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "chunk_selective_scan": lambda: _scan(chunk_size=16),
     "chunk_ssd": lambda: _ssd(chunk_size=16),
     "draw_tokens": lambda: _without_indices(
-        torch.randn(1, 37),
-        torch.tensor([[1.0], [0], [0], [1], [0]]).double(),
-        draws=False,
-        num_ranked=0,
-        has_wide_top_p=False,
+        torch.randn(3, 37),
+        torch.tensor([[1, 0, 0.5], [0.3, 0, 0.9], [5, 0, 0], [0.9, 1, 0.8], [0, 0, 0]]).double(),
+        draws=True,
+        num_ranked=5,
+        has_wide_top_p=True,
     ),
     "fused_experts": _fused_experts,
     "gated_delta_step": lambda: _recurrent(

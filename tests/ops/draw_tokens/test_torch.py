@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.ops.draw_tokens.test_contract import ALL, KINDS, logits_of, settings_of
-from torch_hybrid.ops.draw_tokens import draw_tokens, reference
+from tests.ops.draw_tokens.test_contract import ALL, KINDS, by_reference, logits_of, settings_of
+from torch_hybrid.ops.draw_tokens import draw_tokens
 from torch_hybrid.ops.draw_tokens._torch import draw_tokens as launch
 from torch_hybrid.ops.draw_tokens.op import DrawTokens
 
@@ -47,4 +47,4 @@ def test_the_end_of_a_nucleus_by_any_number_of_histograms(vocab: int) -> None:
     for seed in (0, 3):
         logits, settings = logits_of(3, vocab, seed, torch.float32), settings_of(rows, seed)
         drawn = draw_tokens(logits, settings, **options, impl="torch")
-        assert drawn.tolist() == reference.draw_tokens(logits, settings)
+        assert drawn.tolist() == by_reference(logits, settings)
