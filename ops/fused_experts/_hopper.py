@@ -45,8 +45,9 @@ def hopper_products(x: FusedExperts, order: Tensor, starts: Tensor, results: Ten
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from torch_hybrid.ops.fused_experts import _hopper_kernels as kernels
+    from torch_hybrid.ops.fused_experts import _hopper_tiles as tiles
 
-    blocks = cut_blocks(starts, x.num_pairs, kernels.NUM_GROUPS * kernels.GROUP_ROWS)
+    blocks = cut_blocks(starts, x.num_pairs, tiles.NUM_GROUPS * tiles.GROUP_ROWS)
     hidden = x.x.new_empty(x.num_pairs, x.width)
     kernels._hopper_gate_up_kernel[(PROCESSORS,)](
         x.x,
@@ -61,7 +62,7 @@ def hopper_products(x: FusedExperts, order: Tensor, starts: Tensor, results: Ten
         **sizes(x),
         num_warps=4,
     )
-    box = [kernels.GROUP_ROWS, kernels.DEPTH]
+    box = [tiles.GROUP_ROWS, kernels.DEPTH]
     kernels._hopper_down_kernel[(PROCESSORS,)](
         TensorDescriptor.from_tensor(hidden, box, kernels.rows_layout()),
         order,
@@ -95,8 +96,9 @@ def fp8_hopper_products(x: FusedExperts, order: Tensor, starts: Tensor, results:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from torch_hybrid.ops.fused_experts import _hopper_fp8_kernels as kernels
+    from torch_hybrid.ops.fused_experts import _hopper_tiles as tiles
 
-    blocks = cut_blocks(starts, x.num_pairs, kernels.NUM_GROUPS * kernels.GROUP_ROWS)
+    blocks = cut_blocks(starts, x.num_pairs, tiles.NUM_GROUPS * tiles.GROUP_ROWS)
     numbers, units = rounded_rows(x.x)
     hidden = x.x.new_empty(x.num_pairs, x.width)
     kernels._hopper_fp8_gate_up_kernel[(PROCESSORS,)](
@@ -115,13 +117,13 @@ def fp8_hopper_products(x: FusedExperts, order: Tensor, starts: Tensor, results:
         num_warps=4,
     )
     numbers, units = rounded_rows(hidden)
-    box = [kernels.GROUP_ROWS, kernels.DEPTH]
+    box = [tiles.GROUP_ROWS, kernels.DEPTH]
     kernel, options = kernels._hopper_fp8_down_kernel, dict[str, Any]()
     stages = kernels.held_stages(x.width)
     if stages > 0:
         kernel = kernels._hopper_fp8_down_held_kernel
-        tiles = math.gcd(kernels.HELD_TILES, x.dim // kernels.DEPTH)
-        options = {"TILES": tiles, "STAGES": stages}
+        num_tiles = math.gcd(kernels.HELD_TILES, x.dim // kernels.DEPTH)
+        options = {"TILES": num_tiles, "STAGES": stages}
     kernel[(PROCESSORS,)](
         TensorDescriptor.from_tensor(numbers, box, kernels.rows_layout()),
         units,

@@ -17,7 +17,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -25,9 +24,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-NUM_GROUPS = 3
+from torch_hybrid.ops.fused_experts._hopper_tiles import (
+    GROUP_ROWS,
+    NUM_GROUPS,
+    find_tile,
+    gather,
+    load,
+    load_weights,
+    make_ring,
+    shared_layout,
+    store,
+)
+
 HELD_TILES = 8  # of down, that share the rows which shared memory holds
-GROUP_ROWS = 64
 HALF = 64  # rows of weights of one copy: gate or up, or half of a tile of others
 _SHARED = 226 * 1024  # bytes of shared memory, beside those of barriers
 DEPTH = 128  # columns of rows and weights in a stage: 128 bytes, what TMA swizzles
@@ -46,20 +55,19 @@ _W_BYTES: gl.constexpr = gl.constexpr(2 * HALF * DEPTH)
 
 
 def rows_layout() -> gl.NVMMASharedLayout:
-    """Lay out rows of FP8 in shared memory, as WGMMA reads them."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    """Return the layout of rows in shared memory."""
+    return shared_layout(8, 2)
 
 
 def held_stages(width: int) -> int:
-    """Count the stages of weights that fit beside all columns of the rows; 0 if there are too
-    few."""
+    """Count the stages of weights that fit beside all columns of rows; 0 if too few."""
     stages = (_SHARED - NUM_GROUPS * GROUP_ROWS * width) // (2 * HALF * DEPTH)
     return min(stages, 6) if stages >= 4 else 0
 
 
 def weights_layout() -> gl.NVMMASharedLayout:
-    """Lay out rows of FP8 weights in shared memory, in five dimensions."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=5)
+    """Return the layout of rows of weights in shared memory, in five dimensions."""
+    return shared_layout(8, 5)
 
 
 _ROWS: gl.constexpr = gl.constexpr(rows_layout())
@@ -67,16 +75,6 @@ _WEIGHTS: gl.constexpr = gl.constexpr(weights_layout())
 _PRODUCT: gl.constexpr = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
 )
-_OUT: gl.constexpr = gl.constexpr(  # of the same registers, columns side by side
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 64],
-    )
-)
-_GATHER: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit(do_not_specialize=["num_blocks", "num_tokens"])
@@ -103,7 +101,7 @@ def _hopper_fp8_gate_up_kernel(
     weights come by TMA. Registers: a stage's products beside the sums.
     """
     # Each of the 128 threads that load arrives, and the one that announces the weights' bytes.
-    ring = _make_ring(x.dtype.element_ty, 129)
+    ring = make_ring(x.dtype.element_ty, 129, _STAGES, _HALF, _K, _ROWS, _WEIGHTS)
     tiles = (blocks, num_blocks)
     factors = (units, num_tokens, scales)
     gl.warp_specialize(
@@ -111,7 +109,7 @@ def _hopper_fp8_gate_up_kernel(
             (_multiply, (hidden, order, factors, tiles, ring, 0, ACTIVATION, TOP_K, E, D, I)),
             (_multiply, (hidden, order, factors, tiles, ring, 1, ACTIVATION, TOP_K, E, D, I)),
             (_multiply, (hidden, order, factors, tiles, ring, 2, ACTIVATION, TOP_K, E, D, I)),
-            (_gather, (x, order, gate_up, tiles, ring, ACTIVATION, TOP_K, E, D, I)),
+            (gather, (x, order, gate_up, tiles, ring, D, ACTIVATION, TOP_K, E, D, I)),
         ],
         [4, 4, 4],
         [_REGISTERS, _REGISTERS, _LOADER_REGISTERS],
@@ -133,12 +131,8 @@ def _hopper_fp8_down_kernel(
     D: gl.constexpr,
     I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
 ) -> None:
-    """Compute the experts' outputs of all pairs [P, D], each at the pair's own number.
-
-    Grid: persistent programs, one an SM. Tile: 192 pairs by 128 columns. Pipeline: a ring of stages
-    in shared memory, which TMA fills. Registers: a stage's products beside the sums.
-    """
-    ring = _make_ring(hidden.dtype, 1)
+    """Compute outputs of the experts for all pairs [P, D], each at its own number."""
+    ring = make_ring(hidden.dtype, 1, _STAGES, _HALF, _K, _ROWS, _WEIGHTS)
     tiles = (blocks, num_blocks)
     factors = (units, num_pairs, scales)
     gl.warp_specialize(
@@ -146,7 +140,7 @@ def _hopper_fp8_down_kernel(
             (_multiply, (results, order, factors, tiles, ring, 0, "", 1, E, I, D)),
             (_multiply, (results, order, factors, tiles, ring, 1, "", 1, E, I, D)),
             (_multiply, (results, order, factors, tiles, ring, 2, "", 1, E, I, D)),
-            (_load, (hidden, down, tiles, ring, E, I, D)),
+            (load, (hidden, down, tiles, ring, E, I, D)),
         ],
         [4, 4, 4],
         [_REGISTERS, _REGISTERS, _LOADER_REGISTERS],
@@ -205,159 +199,6 @@ def _hopper_fp8_down_held_kernel(
 
 
 @gluon.jit
-def _make_ring(dtype: gl.constexpr, arrivals: gl.constexpr) -> tl.tuple:
-    """Allocate the ring of stages: rows, halves of weights, and barriers of full and of empty
-    stages."""
-    rows = gl.allocate_shared_memory(dtype, [_STAGES * _GROUPS, _M, _K], _ROWS)
-    halves = gl.allocate_shared_memory(dtype, [_STAGES * 2, _HALF // 32, 4, 4, 2, _K], _WEIGHTS)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(_STAGES):
-        mbarrier.init(full.index(stage), count=arrivals)
-        mbarrier.init(empty.index(stage), count=_GROUPS)
-    fence_async_shared()
-    return rows, halves, full, empty
-
-
-@gluon.jit
-def _find_tile(
-    tiles: tl.tuple, wave: tl.tensor, COLUMNS: gl.constexpr, E: gl.constexpr, WIDTH: gl.constexpr
-) -> tl.tuple:
-    """Find the program's tile in a wave: expert, first row, number of rows, first of its COLUMNS.
-
-    The expert is E past the last tile. Tiles have the order of ``_hopper_kernels.py``.
-    """
-    blocks, num_blocks = tiles
-    PER_BLOCK: gl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    programs = gl.num_programs(0)
-    tile = wave * programs + (gl.program_id(0) + wave * PER_BLOCK) % programs
-    block = tile // PER_BLOCK
-    expert = gl.load(blocks + 4 * block, mask=block < num_blocks, other=E)
-    begin = gl.load(blocks + 4 * block + 1, mask=block < num_blocks, other=0)
-    count = gl.load(blocks + 4 * block + 2, mask=block < num_blocks, other=0)
-    return expert, begin, count, tile % PER_BLOCK * COLUMNS
-
-
-@gluon.jit
-def _gather(
-    x: tl.tensor,
-    order: tl.tensor,
-    gate_up: tl.tensor,
-    tiles: tl.tuple,
-    ring: tl.tuple,
-    ACTIVATION: gl.constexpr,
-    TOP_K: gl.constexpr,
-    E: gl.constexpr,
-    D: gl.constexpr,
-    I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
-) -> None:
-    """Load rows of tokens, wherever they lie, and weights of gate and up."""
-    HAS_GATE: gl.constexpr = ACTIVATION == "silu"
-    COLUMNS: gl.constexpr = _HALF if HAS_GATE else _N
-    rows, halves, full, empty = ring
-    step = 0
-    wave = 0
-    expert, begin, count, column = _find_tile(tiles, wave, COLUMNS, E, I)
-    while expert < E:
-        upper = expert * ((1 + HAS_GATE) * I) + column
-        lower = upper + (I if HAS_GATE else _HALF)
-        index = gl.arange(0, _M, gl.SliceLayout(1, _GATHER))
-        first = _offsets(order + begin + index, index < count, TOP_K, D)
-        index += _M
-        second = _offsets(order + begin + index, index < count, TOP_K, D)
-        index += _M
-        third = _offsets(order + begin + index, index < count, TOP_K, D)
-        for k in range(0, D, _K):
-            stage = step % _STAGES
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), (step // _STAGES) & 1 ^ 1)
-            mbarrier.expect(bar, _W_BYTES)
-            _load_weights(gate_up, upper, lower, k, halves, stage, bar)
-            _gather_rows(x + k, first, count, rows.index(stage * _GROUPS))
-            if count > _M:
-                _gather_rows(x + k, second, count - _M, rows.index(stage * _GROUPS + 1))
-            if count > 2 * _M:
-                _gather_rows(x + k, third, count - 2 * _M, rows.index(stage * _GROUPS + 2))
-            async_copy.mbarrier_arrive(bar, increment_count=False)
-            step += 1
-        wave += 1
-        expert, begin, count, column = _find_tile(tiles, wave, COLUMNS, E, I)
-
-
-@gluon.jit
-def _offsets(
-    p_order: tl.tensor, mask: tl.tensor, TOP_K: gl.constexpr, D: gl.constexpr
-) -> tl.tensor:
-    """Compute where 64 gathered rows' columns begin in x: int32, to save registers."""
-    token = gl.load(p_order, mask=mask, other=0) // TOP_K
-    column = gl.arange(0, _K, gl.SliceLayout(0, _GATHER))
-    return (token * D)[:, None] + column[None, :]
-
-
-@gluon.jit
-def _gather_rows(x: tl.tensor, offsets: tl.tensor, count: tl.tensor, rows: tl.tensor) -> None:
-    mask = gl.arange(0, _M, gl.SliceLayout(1, _GATHER)) < count
-    async_copy.async_copy_global_to_shared(rows, x + offsets, mask=mask[:, None])
-
-
-@gluon.jit
-def _load_weights(
-    weights: tl.tensor,
-    upper: tl.tensor,
-    lower: tl.tensor,
-    k: tl.tensor,
-    halves: tl.tensor,
-    stage: tl.tensor,
-    bar: tl.tensor,
-) -> None:
-    """Load 64 rows of weights from ``upper`` on and 64 from ``lower`` on, by TMA.
-
-    The descriptor's first dimension counts 32 rows.
-    """
-    half = halves.index(2 * stage)
-    tma.async_copy_global_to_shared(weights, [upper // 32, 0, 0, 0, k], bar, half)
-    half = halves.index(2 * stage + 1)
-    tma.async_copy_global_to_shared(weights, [lower // 32, 0, 0, 0, k], bar, half)
-
-
-@gluon.jit
-def _load(
-    hidden: tl.tensor,
-    down: tl.tensor,
-    tiles: tl.tuple,
-    ring: tl.tuple,
-    E: gl.constexpr,
-    I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
-    D: gl.constexpr,
-) -> None:
-    """Load hidden activations, which lie in order, and weights of down."""
-    rows, halves, full, empty = ring
-    step = 0
-    wave = 0
-    expert, begin, count, column = _find_tile(tiles, wave, _N, E, D)
-    while expert < E:
-        upper = expert * D + column
-        for k in range(0, I, _K):
-            stage = step % _STAGES
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), (step // _STAGES) & 1 ^ 1)
-            if count > 2 * _M:
-                mbarrier.expect(bar, _W_BYTES + 3 * _X_BYTES)
-            elif count > _M:
-                mbarrier.expect(bar, _W_BYTES + 2 * _X_BYTES)
-            else:
-                mbarrier.expect(bar, _W_BYTES + _X_BYTES)
-            _load_weights(down, upper, upper + _HALF, k, halves, stage, bar)
-            for group in gl.static_range(_GROUPS):
-                if count > group * _M:
-                    own = rows.index(stage * _GROUPS + group)
-                    tma.async_copy_global_to_shared(hidden, [begin + group * _M, k], bar, own)
-            step += 1
-        wave += 1
-        expert, begin, count, column = _find_tile(tiles, wave, _N, E, D)
-
-
-@gluon.jit
 def _load_held(
     hidden: tl.tensor,
     down: tl.tensor,
@@ -377,7 +218,7 @@ def _load_held(
     held, free = held.index(0), free.index(0)
     step = 0
     wave = 0
-    expert, begin, count, column = _find_tile(tiles, wave, TILES * _N, E, D)
+    expert, begin, count, column = find_tile(tiles, wave, TILES * _N, E, D)
     while expert < E:
         for tile in range(TILES):
             upper = expert * D + column + tile * _N
@@ -386,7 +227,7 @@ def _load_held(
                 bar = full.index(stage)
                 mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
                 mbarrier.expect(bar, _W_BYTES)
-                _load_weights(down, upper, upper + _HALF, block * _K, halves, stage, bar)
+                load_weights(down, upper, upper + _HALF, block * _K, halves, stage, bar)
                 step += 1
                 if tile * WIDE + block == AHEAD:
                     mbarrier.wait(free, wave & 1 ^ 1)
@@ -403,7 +244,7 @@ def _load_held(
                                 place = [begin + group * _M, wide * _K]
                                 tma.async_copy_global_to_shared(hidden, place, held, own)
         wave += 1
-        expert, begin, count, column = _find_tile(tiles, wave, TILES * _N, E, D)
+        expert, begin, count, column = find_tile(tiles, wave, TILES * _N, E, D)
 
 
 @gluon.jit
@@ -429,7 +270,7 @@ def _multiply_held(
     zeros = gl.zeros([_M, _N], gl.float32, _PRODUCT)
     step = 0
     wave = 0
-    expert, begin, count, column = _find_tile(tiles, wave, TILES * _N, E, D)
+    expert, begin, count, column = find_tile(tiles, wave, TILES * _N, E, D)
     while expert < E:
         mbarrier.wait(held, wave & 1)
         if count > group * _M:
@@ -454,7 +295,7 @@ def _multiply_held(
                     b += part_b * factor[:, None]
                     step += 1
                 mbarrier.arrive(free, count=1, pred=tile == TILES - 1)
-                _store(out, order, a, b, group, begin, count, first, "", D)
+                store(out, order, a, b, group, begin, count, first, "", D, True)
         else:  # there are no rows for this group
             for _ in range(TILES * WIDE):
                 mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
@@ -462,7 +303,7 @@ def _multiply_held(
                 step += 1
             mbarrier.arrive(free, count=1)
         wave += 1
-        expert, begin, count, column = _find_tile(tiles, wave, TILES * _N, E, D)
+        expert, begin, count, column = find_tile(tiles, wave, TILES * _N, E, D)
 
 
 @gluon.jit
@@ -490,7 +331,7 @@ def _multiply(
     zeros = gl.zeros([_M, _N], gl.float32, _PRODUCT)
     step = 0
     wave = 0
-    expert, begin, count, column = _find_tile(tiles, wave, COLUMNS, E, WIDTH)
+    expert, begin, count, column = find_tile(tiles, wave, COLUMNS, E, WIDTH)
     while expert < E:
         if count > group * _M:
             a, b = _halves(zeros)
@@ -517,63 +358,17 @@ def _multiply(
                 a += part_a * (unit * upper)[:, None]
                 b += part_b * (unit * lower)[:, None]
                 step += 1
-            _store(out, order, a, b, group, begin, count, column, ACTIVATION, WIDTH)
+            store(out, order, a, b, group, begin, count, column, ACTIVATION, WIDTH, True)
         else:  # there are no rows for this group
             for _ in range(WIDE):
                 mbarrier.wait(full.index(step % _STAGES), (step // _STAGES) & 1)
                 mbarrier.arrive(empty.index(step % _STAGES), count=1)
                 step += 1
         wave += 1
-        expert, begin, count, column = _find_tile(tiles, wave, COLUMNS, E, WIDTH)
+        expert, begin, count, column = find_tile(tiles, wave, COLUMNS, E, WIDTH)
 
 
 @gluon.jit
 def _halves(products: tl.tensor) -> tl.tuple:
-    """Split products into the first 64 columns and the others, in the registers that hold them."""
+    """Split the first 64 columns from the others, each in the registers where they are."""
     return gl.split(products.reshape([_M, 2, _HALF]).permute((0, 2, 1)))
-
-
-@gluon.jit
-def _store(
-    out: tl.tensor,
-    order: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    group: gl.constexpr,
-    begin: tl.tensor,
-    count: tl.tensor,
-    column: tl.tensor,
-    ACTIVATION: gl.constexpr,
-    WIDTH: gl.constexpr,
-) -> None:
-    """Write what becomes of both halves of the products of 64 rows."""
-    index = group * _M + gl.arange(0, _M, gl.SliceLayout(1, _OUT))
-    mask = index < count
-    row = begin + index
-    if ACTIVATION == "silu":
-        _store_half(out, b * (a / (1 + gl.exp(-a))), row, mask, column, WIDTH)
-    elif ACTIVATION == "relu2":
-        a, b = gl.maximum(a, 0.0), gl.maximum(b, 0.0)
-        _store_half(out, a * a, row, mask, column, WIDTH)
-        _store_half(out, b * b, row, mask, column + _HALF, WIDTH)
-    else:
-        pair = gl.load(order + row, mask=mask, other=0)
-        _store_half(out, a, pair, mask, column, WIDTH)
-        _store_half(out, b, pair, mask, column + _HALF, WIDTH)
-
-
-@gluon.jit
-def _store_half(
-    out: tl.tensor,
-    value: tl.tensor,
-    row: tl.tensor,
-    mask: tl.tensor,
-    first: tl.tensor,
-    WIDTH: gl.constexpr,
-) -> None:
-    """Store 64 rows of 64 numbers to the columns of ``out`` [., WIDTH] from ``first`` on."""
-    value = value.to(out.dtype.element_ty).reshape([_M, _HALF // 32, 4, 4, 2])
-    value = gl.convert_layout(value.permute((0, 1, 3, 2, 4)).reshape([_M, _HALF]), _OUT)
-    column = first + gl.arange(0, _HALF, gl.SliceLayout(0, _OUT))
-    p_out = out + row.to(gl.int64)[:, None] * WIDTH + column[None, :]
-    gl.store(p_out, value, mask=mask[:, None])

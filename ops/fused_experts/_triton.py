@@ -52,7 +52,7 @@ class Tile:
 
     @classmethod
     def of(cls, num_pairs: int, num_experts: int, like: Tensor) -> Tile:
-        """For inputs of the dtype and device of ``like``."""
+        """Choose a tile for inputs of the dtype and device of ``like``."""
         if like.dtype == torch.float32:  # outside the tensor cores, on operands in registers
             return cls(block_m=16, block_n=64, block_k=32, num_warps=4, num_stages=2)
         # Most experts have less than twice their share: then one block holds all their pairs.
@@ -66,7 +66,7 @@ class Tile:
 
     @classmethod
     def of_any_pairs(cls, like: Tensor) -> Tile:
-        """The same however many pairs there are."""
+        """Choose one tile for any number of pairs."""
         return cls.of(32, 1, like)
 
 

@@ -30,9 +30,10 @@ def activate(
     LIMIT: tl.constexpr,
     SOFTCAPS: tl.constexpr,
 ) -> tl.tensor:
-    """``silu(gate) * up``, both within LIMIT where there is one; with SOFTCAPS, what the gate's
-    sigmoid is multiplied by and ``up`` are bound by these; without a gate, the square of the
-    positive part of ``up``."""
+    """Compute ``silu(gate) * up``, or the square of ``relu(up)`` without a gate.
+
+    LIMIT clamps both. With SOFTCAPS, these bound ``up`` and the factor of the gate's sigmoid.
+    """
     if HAS_GATE:
         if LIMIT is not None:
             gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -50,7 +51,7 @@ def activate(
 
 @triton.jit
 def _tanh(x: tl.tensor) -> tl.tensor:
-    """To float32 precision: a polynomial near 0, where 1 - exp(-2x) would cancel."""
+    """Compute tanh to float32 precision: a polynomial near 0, where 1 - exp(-2x) would cancel."""
     t = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - t) / (1.0 + t)
     s = x * x

@@ -96,9 +96,10 @@ def _rows(
     HIGH: tl.constexpr = (R + _BLOCK - 1) // _BLOCK
     WIDE: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
     index_n = first_n + tl.arange(0, BLOCK_N)
-    p_w = weight + expert.to(tl.int64) * (PARTS * R * K) + index_n[:, None] * K + PART * R * K
-    p_scale = scales + (expert * (PARTS * HIGH) + first_n // _BLOCK) * WIDE + PART * HIGH * WIDE
-    return p_w, p_scale, index_n < R
+    p_w = weight + expert.to(tl.int64) * (PARTS * R * K) + index_n[:, None] * K
+    p_scale = scales + (expert * (PARTS * HIGH) + first_n // _BLOCK) * WIDE
+    # Offsets of the part, added where columns are: so gate and up share registers.
+    return p_w, p_scale, index_n < R, PART * R * K, PART * HIGH * WIDE
 
 
 @triton.jit
@@ -112,10 +113,10 @@ def _add(
     FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Add the products of a tile, each sum of 128 of them scaled."""
-    p_w, p_scale, mask_n = rows
+    p_w, p_scale, mask_n, offset, scale_offset = rows
     k = first + tl.arange(0, x.shape[1])[None, :]
-    w = tl.load(p_w + k, mask=mask_n[:, None] & (k < K), other=0.0)
-    scale = tl.load(p_scale + first // _BLOCK)
+    w = tl.load(p_w + offset + k, mask=mask_n[:, None] & (k < K), other=0.0)
+    scale = tl.load(p_scale + scale_offset + first // _BLOCK)
     acc += fp8_product(w, x, tl.zeros_like(acc), FORM[0]) * scale
     return acc, lost
 
@@ -136,11 +137,11 @@ def _multiply(
     FORM: tl.constexpr,
 ) -> tl.tensor:
     """Multiply rows by BLOCK_K columns of one token: [N, BLOCK_K]."""
-    p_w, p_scale, mask_n = rows
+    p_w, p_scale, mask_n, offset, scale_offset = rows
     k = first + tl.arange(0, BLOCK_K)
     x = tl.load(p_x + k, mask=k < K, other=0.0).to(tl.float32)
-    scale = tl.load(p_scale + k // _BLOCK, mask=k < K, other=0.0)
-    w = tl.load(p_w + k[None, :], mask=mask_n[:, None] & (k < K)[None, :], other=0.0)
+    scale = tl.load(p_scale + scale_offset + k // _BLOCK, mask=k < K, other=0.0)
+    w = tl.load(p_w + offset + k[None, :], mask=mask_n[:, None] & (k < K)[None, :], other=0.0)
     return widen(w, tl.float32) * (x * scale)[None, :]
 
 

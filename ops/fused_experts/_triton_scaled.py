@@ -24,8 +24,8 @@ class Loader:
 
     Attributes:
         rows: finds rows of one expert in a weight: their numbers, their scales, and which exist.
-        add: adds the products of such rows and of tokens to sums of float32, a tile's columns at
-            once, and keeps what the sums lose to rounding.
+        add: adds products of such rows and of tokens to float32 sums, for a tile's columns. Keeps
+            what the sums lose to rounding.
         scale: scales finished sums of rows.
         multiply: multiplies such rows by one token outside the tensor cores; nothing is summed.
         multiply_hidden: multiplies rows of one pair's expert by its hidden activations and weight.
