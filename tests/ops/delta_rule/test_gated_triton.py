@@ -28,7 +28,6 @@ GATED = (recurrent_gated_delta_rule, delta_rule_reference)
 CONTRACT = """
     test_gated and (recurrent-triton and (
         exact and (one_token or decode or three_value_heads or odd_dims)
-        or padding or no_other_slot or nothing_to_do
     ) or in_interpreter)
 """
 

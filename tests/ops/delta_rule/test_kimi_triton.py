@@ -28,8 +28,7 @@ KIMI = (recurrent_kimi_delta_attention, delta_rule_reference)
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/delta_rule -k triton
 CONTRACT = """
     test_kimi and (recurrent-triton and (
-        exact and (one_token or decode or odd_dims) or padding or no_other_slot or nothing_to_do
-        or segments
+        exact and (one_token or decode or odd_dims) or segments
     ) or in_interpreter)
 """
 

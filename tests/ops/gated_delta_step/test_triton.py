@@ -27,10 +27,9 @@ from tests.ops.triton_interpreter import Interpreter, needs_triton
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/gated_delta_step -k triton
 CONTRACT = """
     triton and not triton_invariant and (
-        exact and fp32 and not qwen3_next or padding or another_slot or no_other_slot
-        or nothing_to_do or bits and fp32 and mixed
+        exact and fp32 and not qwen3_next or another_slot or bits and fp32 and mixed
     ) and not on_a_gpu and not interpreter
-    or triton_invariant and (exact and fp32 and three_value_heads or padding or no_other_slot
+    or triton_invariant and (exact and fp32 and three_value_heads
     or neighbours or several and fp32 and mixed)
 """
 

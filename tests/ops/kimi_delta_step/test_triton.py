@@ -26,10 +26,10 @@ from tests.ops.triton_interpreter import Interpreter, needs_triton
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/kimi_delta_step -k triton
 CONTRACT = """
     triton and not triton_invariant and (
-        exact and fp32 and not (kimi_linear or ling_3) or padding or another_slot
-        or no_other_slot or nothing_to_do or bits and fp32 and mixed
+        exact and fp32 and not (kimi_linear or ling_3) or another_slot
+        or bits and fp32 and mixed
     ) and not on_a_gpu and not interpreter
-    or triton_invariant and (exact and fp32 and odd_dims or padding or several and fp32 and mixed)
+    or triton_invariant and (exact and fp32 and odd_dims or several and fp32 and mixed)
 """
 
 

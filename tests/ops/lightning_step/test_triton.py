@@ -29,7 +29,7 @@ from torch_hybrid.ops.lightning_step.op import LightningStep
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/lightning_step -k triton
 CONTRACT = """
     triton and (exact and fp32 and (mixed or odd_dims or rotated or ungated)
-    or padding or another_slot or no_other_slot or nothing_to_do or bits and fp32 and mixed)
+    or another_slot or bits and fp32 and mixed)
     and not on_a_gpu and not interpreter
 """
 

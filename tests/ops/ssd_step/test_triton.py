@@ -29,7 +29,7 @@ from torch_hybrid.ops.ssd_step.op import SsdStep
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/ssd_step -k triton
 CONTRACT = """
     triton and (exact and fp32 and (mixed or norm_before_gate or odd_dims or bounded_steps)
-    or padding or another_slot or no_other_slot or nothing_to_do or bits and fp32 and mixed)
+    or another_slot or bits and fp32 and mixed)
     and not on_a_gpu and not interpreter
 """
 
