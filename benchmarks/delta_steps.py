@@ -21,12 +21,12 @@ from torch import Tensor
 
 from benchmarks.recurrence import DECODE_BYTES
 from benchmarks.timing import Clock, clock_arguments, clock_of
-from tests.ops.delta_step_cases import Inputs
-from tests.ops.delta_step_family import Family
-from tests.ops.gated_delta_step import cases as gated
-from tests.ops.gated_delta_step.family import FAMILY as GATED
-from tests.ops.kimi_delta_step import cases as kimi
-from tests.ops.kimi_delta_step.family import FAMILY as KIMI
+from tests.ops.delta_rule import step_gated_cases as gated
+from tests.ops.delta_rule import step_kimi_cases as kimi
+from tests.ops.delta_rule.step_cases import Inputs
+from tests.ops.delta_rule.step_family import Family
+from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
 
 BATCHES = (1, 2, 8, 32)
 HEADS = 16

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from benchmarks.ceilings import Peak, best_streams, native_read
 from torch_hybrid.host.memory import weight_memory
-from torch_hybrid.ops.linear import linear
+from torch_hybrid.ops.linear.op import Linear, linear
 from torch_hybrid.ops.linear.reference import linear_reference
 
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
@@ -55,7 +55,7 @@ def compare(shape: tuple[int, int], dtype: torch.dtype, num_rows: int, seconds: 
     sizes = [(shape, dtype)] * num_weights
     weights = [weight.normal_() for weight in weight_memory(sizes, torch.device("cpu"))]
     x = torch.randn(num_rows, shape[1]).to(dtype)
-    expected = linear_reference(x, weights[:1], [None])
+    expected = linear_reference(Linear(x, weights[:1], [None], impl="cpp"))
     actual = linear(x, weights[:1], [None], impl="cpp")
     torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-3 * shape[1] ** 0.5)
 

@@ -45,7 +45,7 @@ def check_have_slots(cu_seqlens: Tensor, state_indices: Tensor) -> None:
 
 
 def convolve(window: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """The last token of each window [N, W, C] -> [N, C], in its dtype."""
+    """Convolve the last token of each window [N, W, C]: return [N, C], in the window's dtype."""
     y = torch.zeros_like(window[:, 0], dtype=torch.float32)
     for x, taps in zip(window.unbind(1), weight.T, strict=True):
         y.addcmul_(x.float(), taps.float())

@@ -1,7 +1,7 @@
-"""How the vectorised torch forms of recurrent ops find their way in ragged batches.
+"""Indices by which the vectorised torch forms of recurrent ops walk ragged batches.
 
-The sequences that have work to do are ordered by length, the longest first, so that those that
-have a further token, or a further chunk, are always a leading slice.
+Sequences with work to do are ordered by length, the longest first. So those that have a further
+token, or a further chunk, are always a leading slice.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def live_sequences(
 
 
 def initial_states(state: Tensor, seqs: Sequences) -> Tensor:
-    """[N, ...] copies of the states that ``seqs`` start from."""
+    """Copy the states [N, ...] that ``seqs`` start from; slot 0 gives zeros."""
     is_there = (seqs.initial > 0).view(-1, *[1] * (state.ndim - 1))
     return state[seqs.initial].where(is_there, 0.0)
 

@@ -18,17 +18,19 @@ VERIFY = frozenset({"verify"})  # drafts after the first token, too; see ``ops.v
 
 
 def step_implementations(
-    op: str, *, limits: Mapping[str, int], has_invariant: bool = False
+    op: str, folder: str, step: str, *, limits: Mapping[str, int], has_invariant: bool = False
 ) -> dict[str, Implementation]:
-    """Define those of a step's op, each by the function of the op's name in a module of its own.
+    """Define the implementations of a step's op: each is the function of the op's name in a module.
 
     Args:
-        op: its name, and that of its folder.
+        op: the op's name.
+        folder: the folder of its family in ops/.
+        step: the end of its modules' names: ``_cpu_step_gated.py`` has that of "gated".
         limits: sizes that the Triton form takes at most.
         has_invariant: whether there is a Triton form that gives a token the bits that it has in any
             call: the launcher's with ``is_invariant``.
     """
-    folder = f"torch_hybrid.ops.{op}"
+    package = f"torch_hybrid.ops.{folder}"
     on_gpu = Capability(
         devices=triton_devices(),
         limits=limits,
@@ -44,20 +46,20 @@ def step_implementations(
                 features=EXTEND | VERIFY | {BATCH_INVARIANT},
                 available=compiler_missing,
             ),
-            launcher=f"{folder}._cpu:{op}",
+            launcher=f"{package}._cpu_step_{step}:{op}",
             checks_indices=True,
             figures="torch_hybrid.ops.native.cpu_tuning:state_figures",
         ),
-        "triton": Implementation(capability=on_gpu, launcher=f"{folder}._triton:{op}"),
+        "triton": Implementation(capability=on_gpu, launcher=f"{package}._triton_step_{step}:{op}"),
     }
     if has_invariant:
         forms["triton_invariant"] = Implementation(
             capability=replace(on_gpu, features=EXTEND | NO_STORE | {BATCH_INVARIANT}),
-            launcher=f"{folder}._triton:{op}",
+            launcher=f"{package}._triton_step_{step}:{op}",
             options={"is_invariant": True},
         )
     forms["torch"] = Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), features=VERIFY),
-        launcher=f"{folder}._torch:{op}",
+        launcher=f"{package}._torch_step_{step}:{op}",
     )
     return forms

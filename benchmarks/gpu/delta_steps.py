@@ -12,10 +12,10 @@ from torch import Tensor
 
 from benchmarks.gpu.case import Case, Inputs, Turns, offsets, own, randn
 from benchmarks.gpu.delta_rules import KIMI_LINEAR, QWEN3_NEXT
-from tests.ops import delta_step_cases as cases_of_tests
-from tests.ops.delta_step_family import Family
-from tests.ops.gated_delta_step.family import FAMILY as GATED
-from tests.ops.kimi_delta_step.family import FAMILY as KIMI
+from tests.ops.delta_rule import step_cases as cases_of_tests
+from tests.ops.delta_rule.step_family import Family
+from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
 
 WIDTH = 4  # of the convolution
 RULES: dict[str, dict[str, float | None]] = {

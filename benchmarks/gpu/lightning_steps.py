@@ -14,9 +14,8 @@ from torch import Tensor
 from benchmarks.gpu.case import Case, Inputs, Turns, offsets, own, randn
 from torch_hybrid.layers.lightning_attention import alibi_slopes
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
-from torch_hybrid.ops.lightning_step import lightning_step
-from torch_hybrid.ops.lightning_step.op import IMPLEMENTATIONS
-from torch_hybrid.ops.ssd import recurrent_ssd
+from torch_hybrid.ops.ssd import lightning_step, recurrent_ssd
+from torch_hybrid.ops.ssd.op_step_lightning import IMPLEMENTATIONS
 
 EPS = 1e-6
 

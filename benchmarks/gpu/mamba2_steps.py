@@ -14,9 +14,8 @@ from torch import Tensor
 from benchmarks.gpu.case import Case, Inputs, Turns, offsets, own, randn
 from benchmarks.gpu.state_spaces import MAMBA2
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
-from torch_hybrid.ops.ssd import recurrent_ssd
-from torch_hybrid.ops.ssd_step import ssd_step
-from torch_hybrid.ops.ssd_step.op import IMPLEMENTATIONS
+from torch_hybrid.ops.ssd import recurrent_ssd, ssd_step
+from torch_hybrid.ops.ssd.op_step_mamba2 import IMPLEMENTATIONS
 
 WIDTH, EPS = 4, 1e-5
 NORM_GROUPS = {"Bamba": 1, "Nemotron-H": 8, "Falcon-H1": 0}  # 0: no norm

@@ -13,20 +13,18 @@ from torch import Tensor
 
 from benchmarks.gpu.case import BF16, Case, Inputs, Turns, own
 from benchmarks.gpu.delta_rules import KIMI_LINEAR, QWEN3_NEXT
-from tests.ops import delta_step_cases as delta
-from tests.ops.gated_delta_step import cases as gated
-from tests.ops.kimi_delta_step import cases as kimi
-from tests.ops.lightning_step import cases as lightning
-from tests.ops.ssd_step import cases as ssd
+from tests.ops.delta_rule import step_cases as delta
+from tests.ops.delta_rule import step_gated_cases as gated
+from tests.ops.delta_rule import step_kimi_cases as kimi
+from tests.ops.ssd import step_lightning_cases as lightning
+from tests.ops.ssd import step_mamba2_cases as ssd
 from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.gated_delta_step import gated_delta_step
-from torch_hybrid.ops.gated_delta_step.op import IMPLEMENTATIONS as GATED
-from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
-from torch_hybrid.ops.kimi_delta_step.op import IMPLEMENTATIONS as KIMI
-from torch_hybrid.ops.lightning_step import lightning_step
-from torch_hybrid.ops.lightning_step.op import IMPLEMENTATIONS as LIGHTNING
-from torch_hybrid.ops.ssd_step import ssd_step
-from torch_hybrid.ops.ssd_step.op import IMPLEMENTATIONS as SSD
+from torch_hybrid.ops.delta_rule import gated_delta_step, kimi_delta_step
+from torch_hybrid.ops.delta_rule.op_step_gated import IMPLEMENTATIONS as GATED
+from torch_hybrid.ops.delta_rule.op_step_kimi import IMPLEMENTATIONS as KIMI
+from torch_hybrid.ops.ssd import lightning_step, ssd_step
+from torch_hybrid.ops.ssd.op_step_lightning import IMPLEMENTATIONS as LIGHTNING
+from torch_hybrid.ops.ssd.op_step_mamba2 import IMPLEMENTATIONS as SSD
 from torch_hybrid.ops.step_implementations import VERIFY
 
 MOST_DRAFTS = 3

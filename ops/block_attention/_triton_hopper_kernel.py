@@ -1,8 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
-"""64 rows on Hopper: the form of ``latent_attention``, without rotation, of latents in blocks.
+"""Attention of 64 rows, heads of one token, to chosen blocks of latents on Hopper.
 
-Two groups of warps have half of the output each, the first the logits and the softmax as well;
-others look up blocks and pages and copy latents beside them.
+The kernel is that of ``latent_attention`` without rotation. Each of two groups of warps has half of
+the output, the first also the logits and the softmax. Further warps look up blocks and pages, and
+copy latents.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torch_hybrid.ops.triton.hopper import (
 
 @gluon.jit
 def _sequence_of_token(cu_seqlens: gl.tensor, num_seqs: gl.tensor, token: gl.tensor) -> gl.tensor:
-    """The sequence that a token is of; ``num_seqs`` where it is padding."""
+    """Find a token's sequence; ``num_seqs`` for padding."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     before = gl.zeros([256], gl.int32, L)
     for base in range(0, num_seqs, 256):
@@ -56,9 +57,10 @@ def _rows_of(
     BLOCK_SIZE: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ) -> gl.tensor:
-    """Where keys lie, by number: those of blocks, then those of none, up to the query's own.
+    """Locate keys by number: first those of chosen blocks, then the unfinished block's up to the
+    query's.
 
-    Those of this step may be in no page yet.
+    Keys of this step may not be in pages yet: they come from ``k``.
     """
     chosen, table, in_blocks, tail, position = names
     is_chosen = number < in_blocks
@@ -88,9 +90,9 @@ def _copy_chosen(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """All tiles, each half as soon as there is room.
+    """Copy all tiles of chosen latents, each half as soon as its pipeline stage is free.
 
-    Past the last key, that one is copied again, and hidden.
+    Rows past the last key repeat it; the softmax masks them.
     """
     begin, end, num_tiles = keys
     ready, free, _, _, _ = bars
@@ -127,7 +129,7 @@ def _products(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> gl.tensor:
-    """Of the queries and a tile of latents, each half once it has arrived."""
+    """Multiply the queries by a tile of latents, each half once it has arrived."""
     ready, _, _, _, _ = bars
     b_first, b_second, _, _, _ = bufs
     q_first, q_second = queries
@@ -158,7 +160,7 @@ def _attend_first(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """The logits and the softmax, and the first half of the output."""
+    """Compute the logits and the softmax, and the first half of the output."""
     _, lse, first_row = outputs
     begin, end, num_tiles = keys
     _, free, weights_ready, weights_free, q_ready = bars
@@ -237,10 +239,16 @@ def hopper_gather_kernel(
     COPY_REGISTERS: gl.constexpr,
     EARLY: gl.constexpr,
 ) -> None:
-    """One program: M heads of one token, a split of what it sees. Padding is left alone.
+    """Attend M heads of one token to one split of its chosen blocks' latents, and store new
+    latents.
 
-    Every program waits for the rows that are written, or for what was launched before, and one
-    writes them, as in ``_triton.py``.
+    Grid: (tokens, heads / M, splits). Tile: M heads by BLOCK_KV latents. Pipeline: STAGES tiles in
+    shared memory, in halves, which copying warps fill (``cp.async``) and WGMMA reads. Registers:
+    half an output [M, RANK / 2] a computing group; REGISTERS and COPY_REGISTERS a thread of the
+    others.
+
+    With ``k``, the program of split 0 and the first heads also writes the token's latent to its
+    page. EARLY: programs wait for the launch before (PDL). Padding tokens write nothing.
     """
     if EARLY:
         if k is not None:  # nothing is known of the launch before

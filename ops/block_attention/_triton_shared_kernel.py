@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""128 rows on Hopper: a tile of queries, and the keys that any of them sees.
+"""Attention on Hopper of 128 rows, a tile of queries, to the union of their blocks' keys.
 
-As in ``ops/triton/hopper_kernel.py`` two groups of warps have 64 rows each, and a third copies
-tiles of keys and values beside them. A key is hidden from the rows that have no bit in ``sees``.
+As in ``ops/triton/hopper_kernel.py``, two groups of warps have 64 rows each, and a third copies
+tiles of keys and values. A key is masked for the rows without a bit in ``sees``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _copy_listed(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """All tiles, each as soon as there is room."""
+    """Copy all tiles of listed keys and values, each as soon as its pipeline stage is free."""
     p_keys, p_values, slots = keys
     k_ready, v_ready, k_free, v_free, _ = bars
     b_k, b_v = bufs
@@ -74,7 +74,7 @@ def _scores(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> gl.tensor:
-    """Begin the products of queries and the keys of tile number i, once those have arrived."""
+    """Begin the WGMMA of queries and tile i's keys, once they have arrived."""
     k_ready, _, _, _, _ = bars
     b_k, _ = bufs
     zeros = gl.zeros([M, BLOCK_KV], gl.float32, products_layout(BLOCK_KV))
@@ -93,7 +93,7 @@ def _weighted(
     bufs: gl.tuple,
     STAGES: gl.constexpr,
 ) -> gl.tensor:
-    """Begin to add the weighted values of tile number i, once those have arrived."""
+    """Begin to add tile i's weighted values, once they have arrived."""
     _, v_ready, _, _, _ = bars
     _, b_v = bufs
     mbarrier.wait(v_ready.index(i % STAGES), (i // STAGES) & 1)
@@ -110,7 +110,10 @@ def _advance(
     peak: gl.tensor,
     total: gl.tensor,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """As ``advance`` of ``ops/triton/softmax.py``; a row sees the keys that have its bit."""
+    """Take in a tile of scores, like ``advance`` of ``ops/triton/softmax.py``.
+
+    A row sees the keys that have its bit.
+    """
     scores = gl.where((seen[None, :] & bit[:, None]) != 0, scores, -float("inf"))
     new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
     shift = gl.where(new_peak == -float("inf"), 0.0, new_peak)  # no key was visible so far
@@ -138,7 +141,7 @@ def _attend_listed(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """M rows of the tile, from FIRST_ROW on.
+    """Attend M rows of the tile, from FIRST_ROW on, to all listed keys, and store the outputs.
 
     The values of a tile are added beside the products of the next.
     """
@@ -210,7 +213,14 @@ def hopper_shared_kernel(
     REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ) -> None:
-    """One program: a tile of tokens that has keys, the query heads of one key head."""
+    """Attend a tile of BLOCK_Q tokens, in the query heads of one key head, to its listed keys.
+
+    Grid: tiles times key heads, last tiles first. Tile: 128 rows (tokens times heads), 64 a
+    computing group, by BLOCK_KV keys. Pipeline: STAGES tiles of keys and values in shared memory,
+    which copying warps fill (``cp.async``) and WGMMA reads. Registers: a group's scores and
+    outputs; REGISTERS and COPY_REGISTERS a thread of the other warps. Tiles without keys write
+    nothing.
+    """
     GROUP: gl.constexpr = H // HK
     M: gl.constexpr = 64
     # The last tiles of a sequence see the most keys: they start first.

@@ -1,4 +1,4 @@
-"""What autograd knows of the ops of this package: they run, and a backward through one is refused.
+"""Autograd's view of this package's ops: they run, and a backward through one is refused.
 
 A forward with gradients switched on works, since ``torch.no_grad()`` is easily forgotten. What it
 returns asks for gradients where an input does, and a backward that comes there raises
@@ -86,7 +86,7 @@ def _without_backward(forward: Callable[[], Any], name: str, args: Iterable[Any]
 
 
 def asking_for_gradients(args: Iterable[Any]) -> list[Tensor]:
-    """The tensors among ``args``, and in lists among them, that autograd follows."""
+    """List the tensors among ``args``, and in lists among them, that autograd follows."""
     found = []
     for arg in args:
         if isinstance(arg, list | tuple):

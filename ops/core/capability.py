@@ -1,4 +1,4 @@
-"""What an implementation can do, as data: read once by selection, never probed for."""
+"""Capabilities of implementations, as data: selection reads them, and nothing is probed for."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LOADED: dict[str, Callable[..., Any]] = {}
 
 
 def always_available() -> str | None:
-    """The implementation needs nothing beyond torch."""
+    """Return None: the implementation needs nothing beyond torch."""
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What a caller asks of an implementation.
+    """Demands of a caller on an implementation.
 
     ``sizes`` names the sizes an implementation may limit (``head_dim``, ``page_size``, ...);
     ``features`` names the optional behaviour it must have (``sliding_window``, ``lse``, ...);
@@ -44,12 +44,13 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """What one implementation supports.
+    """Support that one implementation offers.
 
-    ``multiples``, ``limits`` and ``one_of`` bound sizes by name; ``only_with`` has the features
-    that a caller must want, for an implementation of special cases; ``exact`` is False where states
-    are rounded to 16 bits within a call; ``available`` says why this
-    machine cannot run the implementation (no compiler, a package missing), or None when it can.
+    Attributes:
+        multiples, limits, one_of: bounds of sizes by name.
+        only_with: features that a caller must want, for an implementation of special cases.
+        exact: False where a call rounds states to BF16 or FP16.
+        available: says why this machine cannot run the implementation; None when it can.
     """
 
     devices: frozenset[str]
@@ -64,7 +65,7 @@ class Capability:
     available: Callable[[], str | None] = always_available
 
     def why_not(self, need: Need) -> list[str]:
-        """Every reason this implementation cannot serve ``need``; empty when it can."""
+        """List every reason why this implementation cannot serve ``need``; empty when it can."""
         reasons = []
         if need.device.type not in self.devices:
             reasons.append(f"device {need.device.type} is not in {sorted(self.devices)}")
@@ -78,7 +79,7 @@ class Capability:
         return reasons + self.features_refused(need.features)
 
     def sizes_refused(self, sizes: Mapping[str, int]) -> list[str]:
-        """Every reason in the sizes alone."""
+        """List every reason that lies in the sizes alone."""
         reasons = []
         for name, size in sizes.items():
             if size % self.multiples.get(name, 1):
@@ -90,7 +91,7 @@ class Capability:
         return reasons
 
     def features_refused(self, features: frozenset[str]) -> list[str]:
-        """Every reason in what a caller wants beside the ordinary."""
+        """List every reason that lies in the features that a caller wants, or does not want."""
         reasons = [f"it has no {feature}" for feature in sorted(features - self.features)]
         only = sorted(self.only_with - features)
         return reasons + [f"it is for {feature} alone" for feature in only]
@@ -135,7 +136,7 @@ class Implementation:
         return None if self.planner is None else _load(self.planner)
 
     def figures_of(self, dtype: torch.dtype) -> str:
-        """What was measured of it on this machine; "" where nothing was."""
+        """Report what this machine measured of the implementation; "" where nothing was."""
         return "" if self.figures is None else str(_load(self.figures)(dtype))
 
 

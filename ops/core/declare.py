@@ -80,8 +80,11 @@ class Op:
 
     impl: str = field(kw_only=True)
 
-    def features(self) -> frozenset[str]:
-        """List the features that an implementation must have for these arguments."""
+    def features(self) -> frozenset[str] | None:
+        """List the features that an implementation must have for these arguments.
+
+        None asks for nothing: those that an implementation is made for need not be there either.
+        """
         return NO_FEATURES
 
     def check_form(self) -> None:
@@ -127,8 +130,8 @@ class _Kind:
     Args:
         dims: sizes after the leading one, as letters, numbers and expressions; "..." where the
             op's ``check`` knows the shape.
-        dtype: of the tensor; None for that of the first field, "work" for float32 or for the first
-            field's where that is wider.
+        dtype: of the tensor, or several of them; None for that of the first field, "work" for
+            float32 or for the first field's where that is wider, "any" where ``check`` knows it.
         or_float32: whether it may be float32 besides.
         counts: whether the field binds the letters of its dims that no field before it binds; or
             those that it binds, where it leaves others to a later field.
@@ -140,7 +143,7 @@ class _Kind:
     def __init__(
         self,
         *dims: str,
-        dtype: torch.dtype | Literal["work", "any"] | None = None,
+        dtype: torch.dtype | tuple[torch.dtype, ...] | Literal["work", "any"] | None = None,
         or_float32: bool = False,
         counts: bool | str = True,
         last_dim: bool = False,
@@ -258,8 +261,11 @@ _SCHEMA_TYPES = {
     bool: "bool",
     str: "str",
     float | None: "float?",
+    Sequence[float] | None: "float[]?",
     torch.dtype: "ScalarType",
     Sequence[Tensor]: "Tensor[]",
+    Sequence[Tensor] | None: "Tensor[]?",
+    Sequence[Tensor | None]: "Tensor?[]",
 }
 
 
@@ -417,7 +423,7 @@ class Declaration:
         sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
         asked = f"impl, implementations, {self.first}.device, {{{sizes}}}"
         asked += f", dtype={self.floating}.dtype" * bool(self.floating)
-        asked += ", features=_given.features() or None" * ("features" in own)
+        asked += ", features=_given.features()" * ("features" in own)
         lines += [f"    check_impl({asked})"]
         if self.takes_plan:
             lines += [f"    check_planned(impl, implementations, {_PLANNED})"]
@@ -460,7 +466,10 @@ class Declaration:
         }
         for name, kind in self.kinds.items():
             dtype = written.get(kind.dtype, repr(kind.dtype))
-            if name != self.floating and kind.dtype != "any":
+            if isinstance(kind.dtype, tuple):
+                fail = f"fail_dtype('{name}', {name}, {dtype})"
+                yield from self._unless(name, f"{name}.dtype in {dtype}", fail)
+            elif name != self.floating and kind.dtype != "any":
                 fail = f"check_dtypes({{'{name}': ({name}, {dtype})}})"
                 holds = f"{name}.dtype == {dtype}"
                 holds += f" or {name}.dtype == torch.float32" * kind.or_float32
@@ -603,6 +612,11 @@ def _fail_floats(name: str, x: Tensor) -> None:
     raise ValueError(f"{name} must be a floating point tensor, got {x.dtype}")
 
 
+def _fail_dtype(name: str, x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    allowed = " or ".join(map(str, dtypes))
+    raise ValueError(f"{name} must have dtype {allowed}, got {x.dtype}")
+
+
 def _fail_rows(name: str, x: Tensor) -> None:
     raise ValueError(f"{name} must have contiguous rows, got strides {list(x.stride())}")
 
@@ -622,6 +636,7 @@ _SCOPE: dict[str, Any] = {
     "given": given,
     "has_dense_rows": has_dense_rows,
     "fail_floats": _fail_floats,
+    "fail_dtype": _fail_dtype,
     "fail_rows": _fail_rows,
     "fail_last_dim": _fail_last_dim,
 }

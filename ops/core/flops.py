@@ -1,9 +1,9 @@
-"""What ``torch.utils.flop_counter`` counts for each op: multiplications and additions of products.
+"""FLOPs of each op for ``torch.utils.flop_counter``: multiplications and additions of its products.
 
-Lengths are data, and a counter sees shapes alone. Attention to pages counts as if every sequence
-filled its row of the page table, attention to packed keys as if all sequences were of one length;
-neither counts causal masks, as torch's own formulas do not. A recurrence counts what it needs token
-by token, whichever form runs. Copies, and what is done element by element, count nothing.
+Lengths are data, and a counter sees only shapes. Paged attention counts as if every sequence filled
+its row of the page table, ragged attention as if all sequences were equally long. Neither counts
+causal masks, as torch's own formulas do not. A recurrence counts what it needs token by token,
+whichever form runs. Copies and element-wise operations count nothing.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Shape = Sequence[int]
 
 
 def linear(x: Shape, weights: Sequence[Shape], biases: object, **_: Any) -> int:
-    """One product for each weight."""
+    """Count one GEMM for each weight."""
     return 2 * x[0] * x[1] * sum(weight[0] for weight in weights)
 
 
 def head_linear(x: Shape, weight: Shape, **_: Any) -> int:
-    """One product for each head."""
+    """Count one GEMM for each head."""
     return 2 * x[0] * x[1] * x[2] * weight[1]
 
 
 def fused_experts(
     x: Shape, expert_ids: Shape, expert_weights: Shape, up: Shape, down: Shape, **_: Any
 ) -> int:
-    """Two products for each expert that a token takes."""
+    """Count two GEMMs for each expert that a token takes."""
     numbers = x[1] // up[2] if up[2] else 1  # that lie in an element of the weights
     return 2 * x[0] * expert_ids[1] * numbers * (up[1] * up[2] + down[1] * down[2])
 
@@ -50,7 +50,8 @@ def paged_attention(
     window: int = 0,
     **_: Any,
 ) -> int:
-    """Logits and outputs, of every query with a page table's width of keys, or its window's."""
+    """Count logits and outputs of every query, with as many keys as a page table's row names or a
+    window holds."""
     num_keys = page_table[1] * kv[2]
     num_keys = min(num_keys, window) if window else num_keys
     return 4 * q[0] * q[1] * q[2] * num_keys
@@ -68,7 +69,8 @@ def latent_attention(
     slot_mapping: Shape,
     **_: Any,
 ) -> int:
-    """As paged attention; values are the latents, and keys have the shared part too."""
+    """Count logits and outputs like ``paged_attention``: keys are latents and rope parts, values
+    latents."""
     num_keys = page_table[1] * pool[1]
     return 2 * q_latent[0] * q_latent[1] * num_keys * (pool[2] + q_latent[2])
 
@@ -76,20 +78,20 @@ def latent_attention(
 def ragged_attention(
     q: Shape, k: Shape, v: Shape, cu_seqlens: Shape, cu_seqlens_k: Shape, **_: Any
 ) -> int:
-    """Logits and outputs, of every query with a sequence's share of the keys."""
+    """Count logits and outputs of every query with its sequence's share of the keys."""
     num_seqs = max(cu_seqlens[0] - 1, 1)
     return 2 * q[0] * q[1] * (q[2] + v[2]) * k[0] // num_seqs
 
 
 def causal_conv1d(x: Shape, weight: Shape, *args: Any, **_: Any) -> int:
-    """Every tap of every channel."""
+    """Count every filter tap of every channel."""
     return 2 * x[0] * weight[0] * weight[1]
 
 
 def delta_rule(
     q: Shape, k: Shape, v: Shape, g: Shape, beta: Shape, state: Shape, *args: Any, **_: Any
 ) -> int:
-    """A token reads the state by its key, writes it, and reads it by its query."""
+    """Count three products with the state a token: read by key, write, read by query."""
     return 6 * v[0] * state[1] * state[2] * state[3]
 
 
@@ -108,14 +110,14 @@ def delta_step(
     *args: Any,
     **_: Any,
 ) -> int:
-    """Its convolution and its delta rule."""
+    """Count a step's convolution and delta rule."""
     return causal_conv1d(qkv, conv_weight) + 6 * qkv[0] * state[1] * state[2] * state[3]
 
 
 def ssd(
     q: Shape, k: Shape, v: Shape, g: Shape, dt: Shape, D: Shape, state: Shape, *args: Any, **_: Any
 ) -> int:
-    """A token writes the state, and reads it."""
+    """Count two products with the state a token: write, read by query."""
     return 4 * v[0] * state[1] * state[2] * state[3]
 
 
@@ -134,7 +136,7 @@ def ssd_step(
     *args: Any,
     **_: Any,
 ) -> int:
-    """Its convolution and its recurrence."""
+    """Count a step's convolution and recurrence."""
     return causal_conv1d(xBC, conv_weight) + 4 * xBC[0] * state[1] * state[2] * state[3]
 
 
@@ -151,7 +153,7 @@ def lightning_step(
     *args: Any,
     **_: Any,
 ) -> int:
-    """Its recurrence."""
+    """Count a step's recurrence."""
     return 4 * qkv[0] * state[1] * state[2] * state[3]
 
 
@@ -165,12 +167,12 @@ def selective_scan(
     *args: Any,
     **_: Any,
 ) -> int:
-    """A token writes the states of every channel, and reads them."""
+    """Count two products with every channel's state a token: write, read."""
     return 4 * x[0] * A_log[0] * A_log[1]
 
 
 def nothing(*args: Any, **_: Any) -> int:
-    """No product."""
+    """Count 0: the op has no products."""
     return 0
 
 
@@ -185,7 +187,7 @@ def select_blocks(
     *_: Any,
     **_options: Any,
 ) -> int:
-    """Scores of every query with all blocks of a page table's width."""
+    """Count the scores of every query with all blocks that a page table's row names."""
     return 2 * q[0] * q[1] * q[2] * page_table[1] * block_keys[1]
 
 
@@ -203,7 +205,7 @@ def pooled_selection_step(
     *_: Any,
     **_options: Any,
 ) -> int:
-    """Scores, as in ``select_blocks``."""
+    """Count the scores like ``select_blocks``."""
     return select_blocks(q, keys, weights, block_keys, cu_seqlens, seq_lens, page_table)
 
 
@@ -217,7 +219,7 @@ def block_attention(
     block_size: int,
     **_options: Any,
 ) -> int:
-    """Logits and outputs, of every query with as many blocks as it may see."""
+    """Count logits and outputs of every query with as many blocks as it may see."""
     return 4 * q[0] * q[1] * q[2] * blocks[1] * block_size
 
 

@@ -2,12 +2,15 @@
 
     lengths (host)  --planner-->  Planned  --a step's plan-->  the op's argument ``planned``
 
-A planner is pure: equal lengths give equal schedules, and a launcher reads no length on the host.
-What a planner makes is of two kinds. Tensors are copied to the device with the rest of the step's
-plan, into the same storage at every step of a bucket. Host values are read when the op is launched:
-sizes of grids, and where in a tensor a part begins. A compiled graph holds neither: the values go
-in as a tensor that stays on the host. A captured graph holds the values that it was captured with,
-so they are part of its key, and a planner lets them follow from shapes as far as it can, or be few.
+A planner is pure: equal lengths give equal schedules, and a launcher reads no length on the host. A
+planner makes two kinds of things:
+
+- Tensors are copied to the device with the rest of the step's plan, into one storage for a bucket.
+- Host values are read when the op is launched: sizes of grids, and where in a tensor a part begins.
+
+A compiled graph holds neither: the values go in as a tensor that stays on the host. A captured
+graph holds the values of its capture, so they are part of its key. A planner therefore derives them
+from shapes as far as it can, or lets them be few.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What a planner makes for one step.
+    """Schedule that a planner makes for one step.
 
     Attributes:
         tensors: on the host; each has a shape that follows from the shapes of the lengths.

@@ -1,7 +1,7 @@
-"""What every op with a recurrent state asks of its arguments.
+"""Checks that every op with a recurrent state makes of its arguments.
 
-Such an op takes per-token tensors whose first dimension is T, the tokens of all sequences packed
-one after the other, and a pool of states that is updated in place by slot.
+Such an op takes per-token tensors [T, ...], in which the tokens of all sequences are packed one
+after the other. It updates a pool of states in place, by slot.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How an op of this package is registered: schema, mutations, fake and implementations.
+"""Registration of this package's ops: schema, mutations, fake and implementations.
 
 ``Library.define`` with a Python implementation costs a few microseconds a call, several times
 less than the ``custom_op`` decorator, and traces the same: an opaque node with declared mutations.
@@ -122,7 +122,7 @@ def check_planned(
 
 
 def given(planned: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """The argument ``planned`` of an op, left out where there is nothing."""
+    """Make the argument ``planned`` of an op; leave it out where nothing was planned."""
     return {"planned": list(planned)} if planned else {}
 
 

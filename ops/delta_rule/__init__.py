@@ -10,10 +10,14 @@ from torch_hybrid.ops.delta_rule.op import (
     recurrent_gated_delta_rule,
     recurrent_kimi_delta_attention,
 )
+from torch_hybrid.ops.delta_rule.op_step_gated import gated_delta_step
+from torch_hybrid.ops.delta_rule.op_step_kimi import kimi_delta_step
 
 __all__ = [
     "chunk_gated_delta_rule",
     "chunk_kimi_delta_attention",
+    "gated_delta_step",
+    "kimi_delta_step",
     "recurrent_gated_delta_rule",
     "recurrent_kimi_delta_attention",
 ]

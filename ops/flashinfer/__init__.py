@@ -1,1 +1,2 @@
-"""What the families' FlashInfer implementations share; importing it does not import FlashInfer."""
+"""Functions that the families' FlashInfer implementations share; FlashInfer is imported when
+called."""

@@ -1,7 +1,7 @@
-"""Whether FlashInfer can be called on this machine, and where it stands among implementations.
+"""Availability of FlashInfer on this machine, and its place among implementations.
 
-Asked without importing it, which takes seconds. Which arguments its functions take changes from
-release to release, so a version that nothing here was tested with is refused by name.
+Nothing here imports FlashInfer, which takes seconds. Its functions' arguments change from release
+to release, so versions that were not tested are refused by name.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ def with_flashinfer(
 def flashinfer_missing(
     *, capabilities: Collection[tuple[int, int]] = (), cutlass_dsl: bool = False
 ) -> Callable[[], str | None]:
-    """What says why FlashInfer cannot be called here, or None when it can.
+    """Make a function that says why FlashInfer cannot be called here; None when it can.
 
     Args:
         capabilities: compute capabilities that its kernel is made for; any where empty.
-        cutlass_dsl: the kernel is compiled by nvidia-cutlass-dsl, a package of its own; the others
-            are by nvcc.
+        cutlass_dsl: whether nvidia-cutlass-dsl, a package of its own, compiles it; else nvcc.
     """
 
     def missing() -> str | None:
@@ -92,8 +91,10 @@ def _cutlass_missing() -> str | None:
 
 
 def nvcc_missing() -> str | None:
-    """Why FlashInfer cannot build a kernel, or None: it looks for the toolkit in this order. All
-    kernels come built in a package of their own, if that is installed."""
+    """Say why FlashInfer cannot build a kernel; None when it can, or when all kernels come built.
+
+    nvcc is looked for where FlashInfer looks, in its order.
+    """
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
         return None
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")

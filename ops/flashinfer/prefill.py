@@ -16,7 +16,7 @@ CAUSAL, TOKENS_BEFORE_HEADS = 1, 0  # its MaskMode and TensorLayout
 def kernels(
     form: str, dtype: torch.dtype, head_dim: int, v_head_dim: int, windowed: bool, capped: bool
 ) -> Any:
-    """FlashInfer's compiled kernels, which are built when they are first wanted."""
+    """Get FlashInfer's compiled prefill kernels, which it builds at the first call."""
     from flashinfer.prefill import get_batch_prefill_module
 
     return get_batch_prefill_module(
@@ -35,6 +35,6 @@ def kernels(
 
 
 def fa3_bytes(values: Sequence[int]) -> int:
-    """How much a schedule of the form fa3 takes: eight parts, of which the first has the size of
-    the last."""
+    """Compute the size of an fa3 schedule: eight parts, of which the first is as long as the
+    last."""
     return values[7] + values[1] - values[0]

@@ -1,7 +1,7 @@
-"""What FlashInfer's planners write to: they fill a pinned buffer, and check sizes against others.
+"""Buffers that FlashInfer's planners fill, pinned and on the device, and check sizes against.
 
-They also start a copy of the pinned buffer to the device, which nobody reads: what was planned goes
-there with the rest of a step's input. All is made when something is first planned.
+A planner also copies the pinned buffer to the device, where nobody reads it: schedules travel with
+a step's other inputs. The buffers are made when something is first planned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INT_BYTES = 8 << 20  # as FlashInfer's own wrappers take
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scratch:
-    """Of one device. Whoever plans holds ``lock`` until what was planned is taken away."""
+    """Buffers of one device. A planner's caller holds ``lock`` until it has copied the schedule."""
 
     ints: Tensor
     pinned: Tensor
@@ -35,11 +35,12 @@ class Scratch:
         )
 
     def workspace(self, num_bytes: int) -> Tensor:
-        """For partial results that a planner finds room for, and does not write."""
+        """Make the workspace of partial results, in which a planner finds room without writing."""
         return self.ints.new_empty(num_bytes)
 
 
 def first_pages(page_table: Tensor) -> Tensor:
-    """[N + 1] where each sequence's row begins in the flat table: no table is packed for it."""
+    """Index the beginning of each sequence's row in the flat page table [N + 1]: no table is
+    packed."""
     num_seqs, width = page_table.shape
     return torch.arange(num_seqs + 1, dtype=torch.int32, device="cpu") * width

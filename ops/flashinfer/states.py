@@ -15,7 +15,7 @@ _BLOCK = 4096  # elements of a state that a program moves
 
 
 def packed_states(state: Tensor, cu_seqlens: Tensor, initial_indices: Tensor) -> Tensor:
-    """[N, ...] what sequences start from; of those without tokens, whatever was there."""
+    """Pack the states [N, ...] that sequences start from; rows without tokens are uninitialised."""
     num_seqs, size = initial_indices.shape[0], state[0].numel()
     packed = state.new_empty(num_seqs, *state.shape[1:])
     grid = (num_seqs, triton.cdiv(size, _BLOCK))
@@ -31,7 +31,7 @@ def store_states(packed: Tensor, state: Tensor, cu_seqlens: Tensor, state_indice
 
 
 def aligned(tensor: Tensor, num_bytes: int) -> Tensor:
-    """The tensor, or a copy where it lies in the middle of other data."""
+    """Copy the tensor unless its address is a multiple of ``num_bytes``."""
     return tensor if tensor.data_ptr() % num_bytes == 0 else tensor.clone()
 
 
@@ -44,7 +44,10 @@ def _gather_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: a block of the state that a sequence starts from; slot 0 is the zero state."""
+    """Copy a block of one sequence's initial state from the pool; slot 0 gives zeros.
+
+    Grid: (sequences, elements / BLOCK). Tile: BLOCK elements; sequences without tokens are skipped.
+    """
     seq = tl.program_id(0).to(tl.int64)
     if tl.load(cu_seqlens + seq) == tl.load(cu_seqlens + seq + 1):
         return
@@ -63,7 +66,10 @@ def _scatter_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: a block of the state that a sequence ends with; slot 0 stores nothing."""
+    """Copy a block of one sequence's final state to the pool; slot 0 stores nothing.
+
+    Grid: (sequences, elements / BLOCK). Tile: BLOCK elements; sequences without tokens are skipped.
+    """
     seq = tl.program_id(0).to(tl.int64)
     slot = tl.load(state_indices + seq).to(tl.int64)
     if (slot == 0) | (tl.load(cu_seqlens + seq) == tl.load(cu_seqlens + seq + 1)):

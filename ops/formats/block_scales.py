@@ -1,4 +1,4 @@
-"""Weights of 8 bits, each worth its number times the scale of its block of 128 x 128.
+"""FP8 weights: each is its number times the scale of its block of 128 x 128.
 
 The layout of checkpoints with ``quant_method: fp8``: numbers are float8_e4m3fn, and a block's
 scale, there called ``weight_scale_inv``, is float32.
@@ -22,7 +22,7 @@ _LEAST = 1e-12
 
 
 def num_blocks(size: int) -> int:
-    """Blocks along a dimension; the last may be smaller."""
+    """Count the blocks along a dimension; the last may be smaller."""
     return -(-size // BLOCK)
 
 
@@ -38,7 +38,7 @@ def check_scales(weight: Tensor, scales: Tensor, name: str, *, num_parts: int = 
 def dequantized(
     weight: Tensor, scales: Tensor, dtype: torch.dtype, *, num_parts: int = 1
 ) -> Tensor:
-    """What a weight is worth, computed in float32 or better and rounded to ``dtype``.
+    """Dequantize a weight in float32 or better, and round to ``dtype``.
 
     Args:
         weight: [..., N, K] float8_e4m3fn.
@@ -57,8 +57,11 @@ def dequantized(
 
 
 def rounded(x: Tensor) -> Tensor:
-    """What is left of x [..., K] in 8 bits, float32: the 128 numbers of a row that meet one block
-    of a weight are float8_e4m3fn times a scale, by which the largest of them becomes 448."""
+    """Round x [..., K] to FP8 and back to float32, as "triton_fp8" does.
+
+    The 128 numbers of a row that meet one block of a weight share a scale. It makes the largest of
+    them 448.
+    """
     depth = x.shape[-1]
     blocks = F.pad(x.float(), (0, -depth % BLOCK)).unflatten(-1, (num_blocks(depth), BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=_LEAST)

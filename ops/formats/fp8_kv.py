@@ -1,8 +1,8 @@
-"""Keys, values and latents of 8 bits in a cache: each worth its number times its head's scale.
+"""FP8 keys, values and latents in a cache: each is its number times its head's scale.
 
-Numbers are float8_e4m3fn: three bits of fraction over eighteen powers of two, so that a scale keeps
-values within reach and does not make them more exact. Rounding happens once, when a row is written:
-whoever attends, in the same step or later, attends to what the cache holds.
+Numbers are float8_e4m3fn: three bits of fraction over eighteen powers of two. So a scale keeps
+values within reach, and does not make them more exact. A row is rounded once, when it is written:
+attention in the same step, too, reads what the cache holds.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ FEATURE = "fp8_kv"
 
 
 def rounded(values: Tensor, scales: Tensor | float) -> Tensor:
-    """Values as a cache holds them: divided in float32, to the nearest number, ties to even.
+    """Quantize values for a cache: divide in float32, then round to nearest, ties to even.
 
-    What is larger than the largest number becomes that; NaN stays.
+    Values past the largest number become that; NaN stays.
     """
     numbers: Tensor = (values.float() / scales).clamp(-LARGEST, LARGEST).to(DTYPE)
     return numbers
 
 
 def worth(numbers: Tensor, scales: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """What kept numbers are worth, in ``dtype``; computed in float32 or better."""
+    """Dequantize cached numbers in float32 or better, and round to ``dtype``."""
     wide = numbers.to(torch.promote_types(dtype, torch.float32))
     return (wide * scales).to(dtype)
 
 
 def features_of(kept: torch.dtype | None) -> frozenset[str]:
-    """What an implementation must have for a pool of this dtype, beside the ordinary."""
+    """List the features that a pool of this dtype asks of an implementation."""
     return frozenset({FEATURE}) if kept == DTYPE else frozenset()
 
 
 def check_scales(name: str, pool: Tensor, scales: Tensor | None, *shape: int) -> None:
-    """Raise ValueError unless ``scales``, called ``name``, are there for a pool of 8 bits, and for
-    no other."""
+    """Raise ValueError unless ``scales``, called ``name``, are there for an FP8 pool alone."""
     if (scales is None) == (pool.dtype == DTYPE):
         wanted = "must be given" if scales is None else "must be None"
         raise ValueError(f"{name} {wanted} for a pool of {pool.dtype}")
@@ -53,18 +52,18 @@ def check_scales(name: str, pool: Tensor, scales: Tensor | None, *shape: int) ->
 
 
 def check_pool_dtype(name: str, pool: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError unless a pool is of the dtype of what is written to it, or of 8 bits."""
+    """Raise ValueError unless a pool is FP8, or of the dtype of what is written to it."""
     if pool.dtype != DTYPE:
         check_dtypes({name: (pool, dtype)})
 
 
 def check_pairs(pool: Tensor, **widths: int) -> None:
-    """Raise ValueError where rows of 8 bits have parts that cannot be read two by two."""
+    """Raise ValueError where FP8 rows have parts that cannot be read two by two."""
     for name, width in widths.items():
         if pool.dtype == DTYPE and width % 2:
             raise ValueError(f"{name} must be even for a pool of {pool.dtype}, got {width}")
 
 
 def given_scales(name: str, scales: Tensor | None) -> Mapping[str, Tensor]:
-    """The argument ``name`` of an op, left out where there is none."""
+    """Make the argument ``name`` of an op, left out where there are no scales."""
     return {} if scales is None else {name: scales}

@@ -1,9 +1,8 @@
-"""Weights that are integers of 8 or 4 bits, each worth its number times a scale.
+"""INT8 and INT4 weights: each is its number times a scale.
 
-Of 8 bits, a row has one scale. Of 4 bits, each group of 32, 64 or 128 numbers of a row has one, and
-two numbers share a byte: number 2i is the low half of byte i, 2i + 1 the high half, each stored as
-8 more than it is. Or a group has a zero point beside its scale: what is stored of a number that is
-worth nothing, in the place of 8.
+In INT8, a row has one scale. In INT4, each group of 32, 64 or 128 numbers of a row has one. Two
+INT4 numbers share a byte: number 2i is the low half of byte i, 2i + 1 the high half. Each is stored
+plus 8, or, where a group has a zero point beside its scale, plus that.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _AT_ONCE = 1 << 22  # numbers, of which several floats each are held
 
 
 def depth_of(weight: Tensor) -> int:
-    """Numbers of a row."""
+    """Count the numbers of a row."""
     return weight.shape[-1] * (2 if weight.dtype == INT4 else 1)
 
 
 def group_of(weight: Tensor, scales: Tensor) -> int:
-    """How many numbers of a row share a scale."""
+    """Count the numbers of a row that share a scale."""
     if weight.dtype == INT8:
         return weight.shape[-1]
     num_groups = scales.shape[weight.ndim - 1]
@@ -41,7 +40,7 @@ def group_of(weight: Tensor, scales: Tensor) -> int:
 
 
 def has_zeros(weight: Tensor, scales: Tensor) -> bool:
-    """Whether each scale has a zero point beside it."""
+    """Tell whether each scale has a zero point beside it."""
     return weight.dtype == INT4 and scales.ndim > weight.ndim
 
 
@@ -68,7 +67,7 @@ def check_scales(weight: Tensor, scales: Tensor, name: str) -> None:
 
 
 def dequantized(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a weight is worth, computed in float32 or better and rounded to ``dtype``.
+    """Dequantize a weight in float32 or better, and round to ``dtype``.
 
     Args:
         weight: [..., N, K] int8, or [..., N, K / 2] uint8.
@@ -94,7 +93,7 @@ def dequantized(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest numbers of 8 bits to a weight [..., N, K], and their scales."""
+    """Quantize a weight [..., N, K] to INT8: the nearest numbers, and their scales."""
     flat = weight.flatten(0, -2)
     numbers = flat.new_empty(flat.shape, dtype=INT8)
     scales = flat.new_empty(len(flat), dtype=torch.float32)
@@ -114,9 +113,9 @@ def _fill_8_bits(flat: Tensor, numbers: Tensor, scales: Tensor) -> None:
 
 
 def in_4_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Numbers of 4 bits near a weight [..., N, K] in groups of ``group``, and their scales.
+    """Quantize a weight [..., N, K] to INT4 in groups of ``group``: numbers, and their scales.
 
-    A group's scale is the one, of a few, whose numbers have the least sum of squared errors.
+    Of a few scales, a group takes the one with the least sum of squared errors.
     """
     depth = weight.shape[-1]
     if group not in GROUPS:
@@ -163,7 +162,7 @@ def _nearest(groups: Tensor, scales: Tensor) -> Tensor:
 
 
 def _not_zero(scales: Tensor) -> Tensor:
-    """Where all numbers are 0, any scale will do."""
+    """Replace scales of groups that are all 0, where any scale will do."""
     return torch.where(scales == 0, 1.0, scales)
 
 

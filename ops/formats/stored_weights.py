@@ -1,5 +1,6 @@
-"""How the weights of matrix products are stored: in the dtype of what they meet, or smaller with
-scales. Their dtype says which, and what their scales are.
+"""Formats of the weights of matrix products: the dtype of x, or FP8, INT8 or INT4 with scales.
+
+A weight's dtype says which, and what its scales are.
 """
 
 from __future__ import annotations
@@ -17,42 +18,42 @@ FEATURES = frozenset(_FEATURES.values())
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """What weights of a dtype with scales are called: "fp8", "int8" or "int4"."""
+    """Name the format of weights of a dtype with scales: "fp8", "int8" or "int4"."""
     return _FEATURES[dtype].removesuffix("_weights")
 
 
 def features_of(dtype: torch.dtype) -> frozenset[str]:
-    """What weights of a dtype need of an implementation."""
+    """List the features that weights of a dtype ask of an implementation."""
     return frozenset({_FEATURES[dtype]}) if dtype in _FEATURES else NO_FEATURES
 
 
 def format_of(dtype: torch.dtype) -> int:
-    """The number of a dtype of weights in C++."""
+    """Number a dtype of weights as C++ does."""
     return 1 + WITH_SCALES.index(dtype) if dtype in WITH_SCALES else 0
 
 
 def are_integers(dtype: torch.dtype) -> bool:
-    """Whether weights of a dtype are integers of 8 or 4 bits."""
+    """Tell whether weights of a dtype are INT8 or INT4."""
     return dtype in (integers.INT8, integers.INT4)
 
 
 def depth_of(weight: Tensor) -> int:
-    """Numbers of a row."""
+    """Count the numbers of a row."""
     return integers.depth_of(weight)
 
 
 def group_of(weight: Tensor, scales: Tensor) -> int:
-    """How many numbers of a row share a scale; 0 where that is not what scales are for."""
+    """Count the numbers of a row that share a scale; 0 for FP8, whose scales are of blocks."""
     return 0 if weight.dtype == block_scales.DTYPE else integers.group_of(weight, scales)
 
 
 def has_zeros(weight: Tensor, scales: Tensor) -> bool:
-    """Whether each scale has a zero point beside it."""
+    """Tell whether each scale has a zero point beside it."""
     return integers.has_zeros(weight, scales)
 
 
 def check_has_scales(name: str, weight: Tensor) -> None:
-    """Raise ValueError unless a weight is one of those that have scales."""
+    """Raise ValueError unless a weight's format has scales."""
     if weight.dtype not in WITH_SCALES:
         raise ValueError(
             f"{name} must be 8-bit floats or integers to have scales, got {weight.dtype}"
@@ -60,13 +61,13 @@ def check_has_scales(name: str, weight: Tensor) -> None:
 
 
 def stored_shape(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """The shape of the tensor that holds a weight of this shape."""
+    """Find the shape of the tensor that holds a weight of this shape."""
     *leading, depth = shape
     return (*leading, depth // 2) if dtype == integers.INT4 else shape
 
 
 def check_scales(weight: Tensor, scales: Tensor, name: str, *, num_parts: int = 1) -> None:
-    """Raise ValueError, about ``name``, unless scales are those of such a weight."""
+    """Raise ValueError, about ``name``, unless scales fit the format and shape of a weight."""
     if weight.dtype == block_scales.DTYPE:
         block_scales.check_scales(weight, scales, name, num_parts=num_parts)
     else:
@@ -76,9 +77,9 @@ def check_scales(weight: Tensor, scales: Tensor, name: str, *, num_parts: int = 
 def dequantized(
     weight: Tensor, scales: Tensor, dtype: torch.dtype, *, num_parts: int = 1
 ) -> Tensor:
-    """What a weight is worth, computed in float32 or better and rounded to ``dtype``.
+    """Dequantize a weight in float32 or better, and round to ``dtype``.
 
-    Rows of 8-bit floats are in ``num_parts`` parts that have blocks of scales each for itself.
+    Rows of FP8 are in ``num_parts`` parts that have blocks of scales each for itself.
     """
     if weight.dtype == block_scales.DTYPE:
         return block_scales.dequantized(weight, scales, dtype, num_parts=num_parts)

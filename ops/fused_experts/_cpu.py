@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,16 +10,15 @@ from torch import Tensor
 
 from torch_hybrid.ops.formats.stored_weights import (
     are_integers,
-    depth_of,
     format_of,
     group_of,
     has_zeros,
 )
-from torch_hybrid.ops.fused_experts.bounds import check_ids
+from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.cpu_tuning import tuning
 
-# Of tokens in one go: it bounds the hidden activations, and their experts' weights are read anew.
+# Tokens of one call: they bound the hidden activations; the next call reads weights anew.
 MAX_TOKENS = 2048
 
 _FIELDS = {
@@ -36,63 +34,51 @@ _RUN_INTEGERS = kernel(
 )
 
 
-def fused_experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    activation: str,
-    limit: float | None = None,
-    softcaps: Sequence[float] | None = None,
-    is_invariant: bool = False,
-) -> Tensor:
-    """See ``torch_hybrid.ops.fused_experts.op.fused_experts``."""
-    out = x.new_empty(x.shape)
-    num_tokens, top_k = expert_ids.shape
-    measured = tuning(x.dtype)
-    num_experts, dim, width = *down.shape[:2], depth_of(down)
-    groups, zeros = [0, 0], [False, False]
-    if gate_up_scales is not None and down_scales is not None:
-        pairs = ((gate_up, gate_up_scales), (down, down_scales))
-        groups, zeros = [group_of(*pair) for pair in pairs], [has_zeros(*pair) for pair in pairs]
-    hidden = x.new_empty(min(num_tokens, MAX_TOKENS) * top_k, width)
-    run = _RUN_INTEGERS if are_integers(down.dtype) else _RUN
-    for first in range(0, num_tokens, MAX_TOKENS):
+def fused_experts(x: FusedExperts, *, is_invariant: bool = False) -> Tensor:
+    """Compute the op in C++, MAX_TOKENS tokens at a time.
+
+    With ``is_invariant``, experts of few tokens take the product of many, so that a token has the
+    bits that it has alone.
+    """
+    out = x.x.new_empty(x.x.shape)
+    hidden = x.x.new_empty(min(len(out), MAX_TOKENS) * x.top_k, x.width)
+    weights = (x.gate_up, x.down, x.gate_up_scales, x.down_scales)
+    sizes = (x.top_k, x.num_experts, x.dim, x.width, x.x.stride(0))
+    forms = (*_forms(x, is_invariant=is_invariant), *_stored(x))
+    run = _RUN_INTEGERS if are_integers(x.down.dtype) else _RUN
+    for first in range(0, len(out), MAX_TOKENS):
         block = slice(first, first + MAX_TOKENS)
-        in_range = run(
-            x[block],
-            expert_ids[block],
-            expert_weights[block],
-            gate_up,
-            down,
-            gate_up_scales,
-            down_scales,
-            hidden,
-            out[block],
-            min(MAX_TOKENS, num_tokens - first),
-            top_k,
-            num_experts,
-            dim,
-            width,
-            x.stride(0),
-            expert_ids.dtype is torch.int64,
-            expert_weights.dtype is torch.float32,
-            activation == "silu",
-            measured.streams,
-            measured.by_hardware,
-            x.dtype is torch.bfloat16,
-            is_invariant,
-            torch.get_num_threads(),
-            format_of(down.dtype),
-            *groups,
-            *zeros,
-            math.inf if limit is None else limit,
-            *(softcaps or (0.0, 0.0)),
-        )
-        if not in_range:
-            check_ids(expert_ids, num_experts)
+        tokens = (x.x[block], x.expert_ids[block], x.expert_weights[block])
+        count = min(MAX_TOKENS, len(out) - first)
+        if not run(*tokens, *weights, hidden, out[block], count, *sizes, *forms, *_bounds(x)):
+            x.check_indices()
     return out
+
+
+def _forms(x: FusedExperts, *, is_invariant: bool) -> tuple[int, ...]:
+    """List how the kernel reads tokens and weights, from ``ids_are_int64`` to ``num_threads``."""
+    measured = tuning(x.x.dtype)
+    return (
+        x.expert_ids.dtype is torch.int64,
+        x.expert_weights.dtype is torch.float32,
+        x.has_gate,
+        measured.streams,
+        measured.by_hardware,
+        x.x.dtype is torch.bfloat16,
+        is_invariant,
+        torch.get_num_threads(),
+    )
+
+
+def _stored(x: FusedExperts) -> tuple[int, ...]:
+    """List the format of weights, and groups and zero points of both."""
+    if x.gate_up_scales is None or x.down_scales is None:
+        return (format_of(x.down.dtype), 0, 0, False, False)
+    pairs = ((x.gate_up, x.gate_up_scales), (x.down, x.down_scales))
+    groups = (group_of(*pair) for pair in pairs)
+    return (format_of(x.down.dtype), *groups, *(has_zeros(*pair) for pair in pairs))
+
+
+def _bounds(x: FusedExperts) -> tuple[float, ...]:
+    """List the limit, infinite where there is none, and softcaps, 0 where there are none."""
+    return (math.inf if x.limit is None else x.limit, *(x.softcaps or (0.0, 0.0)))

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torch_hybrid.ops.formats.block_scales import BLOCK
+from torch_hybrid.ops.fused_experts._triton_activation import sizes
 from torch_hybrid.ops.fused_experts._triton_group import cut_blocks
+from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.devices import PROCESSORS, runs_gluon
 from torch_hybrid.ops.triton.fp8 import rounded_rows
 
@@ -20,56 +22,43 @@ _LEAST_PAIRS = 16  # of an expert on average: with fewer, the other kernels take
 _LEAST_FP8_PAIRS = 16
 
 
-def suits(x: Tensor, gate_up: Tensor, down: Tensor, num_pairs: int) -> bool:
-    """Whether :func:`hopper_products` takes these; by what a captured graph keeps."""
-    num_experts, dim, width = down.shape
+def suits(x: FusedExperts) -> bool:
+    """Tell whether :func:`hopper_products` takes a call, by what a captured graph keeps."""
+    stride = x.x.stride(0)
     return (
-        x.itemsize == 2
-        and num_pairs > _LEAST_PAIRS * num_experts
-        and runs_gluon(x.device)
+        x.limit is None
+        and x.softcaps is None
+        and x.x.itemsize == 2
+        and x.num_pairs > _LEAST_PAIRS * x.num_experts
+        and runs_gluon(x.x.device)
         # Stages of 64 columns, copies of 16 bytes, places in x of 32 bits.
-        and dim % 64 == 0
-        and width % 64 == 0
-        and x.stride(0) % 16 == 0
-        and all(tensor.data_ptr() % 16 == 0 for tensor in (x, gate_up, down))
-        and x.shape[0] * x.stride(0) < 2**31
+        and x.dim % 64 == 0
+        and x.width % 64 == 0
+        and stride % 16 == 0
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (x.x, x.gate_up, x.down))
+        and len(x.x) * stride < 2**31
     )
 
 
-def hopper_products(
-    x: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    results: Tensor,
-    *,
-    top_k: int,
-    activation: str,
-    limit: None,
-    softcaps: None,
-) -> None:
-    """Fill ``results`` [P, D] with what the experts give for each pair, unweighted."""
+def hopper_products(x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor) -> None:
+    """Fill ``results`` [P, D] with each pair's output of its expert, unweighted."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from torch_hybrid.ops.fused_experts import _hopper_kernels as kernels
 
-    num_experts, dim, width = down.shape
-    num_pairs = results.shape[0]
-    blocks = cut_blocks(starts, num_pairs, kernels.NUM_GROUPS * kernels.GROUP_ROWS)
-    hidden = x.new_empty(num_pairs, width)
-    sizes = {"E": num_experts, "D": dim, "I": width}
+    blocks = cut_blocks(starts, x.num_pairs, kernels.NUM_GROUPS * kernels.GROUP_ROWS)
+    hidden = x.x.new_empty(x.num_pairs, x.width)
     kernels._hopper_gate_up_kernel[(PROCESSORS,)](
-        x,
+        x.x,
         order,
         blocks,
-        _weights(gate_up, kernels),
+        _weights(x.gate_up, kernels),
         hidden,
         blocks.shape[0],
-        x.stride(0),
-        ACTIVATION=activation,
-        TOP_K=top_k,
-        **sizes,
+        x.x.stride(0),
+        ACTIVATION=x.activation,
+        TOP_K=x.top_k,
+        **sizes(x),
         num_warps=4,
     )
     box = [kernels.GROUP_ROWS, kernels.DEPTH]
@@ -77,96 +66,80 @@ def hopper_products(
         TensorDescriptor.from_tensor(hidden, box, kernels.rows_layout()),
         order,
         blocks,
-        _weights(down, kernels),
+        _weights(x.down, kernels),
         results,
         blocks.shape[0],
-        **sizes,
+        **sizes(x),
         num_warps=4,
     )
 
 
-def suits_fp8(x: Tensor, gate_up: Tensor, down: Tensor, num_pairs: int) -> bool:
-    """Whether :func:`fp8_hopper_products` takes these; by what a captured graph keeps."""
-    num_experts, dim, width = down.shape
+def suits_fp8(x: FusedExperts) -> bool:
+    """Tell whether :func:`fp8_hopper_products` takes a call, by what a captured graph keeps."""
     return (
-        num_pairs > _LEAST_FP8_PAIRS * num_experts
-        and runs_gluon(x.device)
+        x.limit is None
+        and x.softcaps is None
+        and x.num_pairs > _LEAST_FP8_PAIRS * x.num_experts
+        and runs_gluon(x.x.device)
         # Whole blocks of one scale, copies of 16 bytes, places in x of 32 bits.
-        and dim % BLOCK == 0
-        and width % BLOCK == 0
-        and x.itemsize == 2
-        and all(tensor.data_ptr() % 16 == 0 for tensor in (gate_up, down))
-        and x.numel() < 2**31
+        and x.dim % BLOCK == 0
+        and x.width % BLOCK == 0
+        and x.x.itemsize == 2
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (x.gate_up, x.down))
+        and x.x.numel() < 2**31
     )
 
 
-def fp8_hopper_products(
-    x: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    results: Tensor,
-    *,
-    gate_up_scales: Tensor,
-    down_scales: Tensor,
-    top_k: int,
-    activation: str,
-    limit: None,
-    softcaps: None,
-) -> None:
-    """The same of weights of 8 bits; tokens and hidden activations are rounded to such."""
+def fp8_hopper_products(x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor) -> None:
+    """Fill ``results`` with FP8 products: tokens and hidden activations are rounded to FP8."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from torch_hybrid.ops.fused_experts import _hopper_fp8_kernels as kernels
 
-    num_experts, dim, width = down.shape
-    num_pairs = results.shape[0]
-    blocks = cut_blocks(starts, num_pairs, kernels.NUM_GROUPS * kernels.GROUP_ROWS)
-    numbers, units = rounded_rows(x)
-    hidden = x.new_empty(num_pairs, width)
-    sizes = {"E": num_experts, "D": dim, "I": width}
+    blocks = cut_blocks(starts, x.num_pairs, kernels.NUM_GROUPS * kernels.GROUP_ROWS)
+    numbers, units = rounded_rows(x.x)
+    hidden = x.x.new_empty(x.num_pairs, x.width)
     kernels._hopper_fp8_gate_up_kernel[(PROCESSORS,)](
         numbers,
         units,
         order,
         blocks,
-        _weights(gate_up, kernels),
-        gate_up_scales,
+        _weights(x.gate_up, kernels),
+        x.gate_up_scales,
         hidden,
         blocks.shape[0],
-        x.shape[0],
-        ACTIVATION=activation,
-        TOP_K=top_k,
-        **sizes,
+        x.x.shape[0],
+        ACTIVATION=x.activation,
+        TOP_K=x.top_k,
+        **sizes(x),
         num_warps=4,
     )
     numbers, units = rounded_rows(hidden)
     box = [kernels.GROUP_ROWS, kernels.DEPTH]
     kernel, options = kernels._hopper_fp8_down_kernel, dict[str, Any]()
-    stages = kernels.held_stages(width)
+    stages = kernels.held_stages(x.width)
     if stages > 0:
         kernel = kernels._hopper_fp8_down_held_kernel
-        tiles = math.gcd(kernels.HELD_TILES, dim // kernels.DEPTH)
+        tiles = math.gcd(kernels.HELD_TILES, x.dim // kernels.DEPTH)
         options = {"TILES": tiles, "STAGES": stages}
     kernel[(PROCESSORS,)](
         TensorDescriptor.from_tensor(numbers, box, kernels.rows_layout()),
         units,
         order,
         blocks,
-        _weights(down, kernels),
-        down_scales,
+        _weights(x.down, kernels),
+        x.down_scales,
         results,
         blocks.shape[0],
-        num_pairs,
-        **sizes,
+        x.num_pairs,
+        **sizes(x),
         **options,
         num_warps=4,
     )
 
 
 def _weights(weights: Tensor, kernels: ModuleType) -> TensorDescriptor:
-    """Of [E, R, C], half of a tile's rows and a stage's columns, in the order of the kernels."""
+    """Describe copies of [E, R, C]: half a tile's rows, in the kernels' order, of a stage."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     num_experts, num_rows, depth = weights.shape

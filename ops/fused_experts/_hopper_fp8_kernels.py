@@ -1,14 +1,14 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Products of grouped pairs on Hopper where weights and rows have 8 bits, in Gluon.
+"""Grouped GEMMs of FP8 experts and FP8 rows on Hopper, in Gluon.
 
-As in ``_hopper_kernels.py``: a tile is up to 192 rows of one expert; four warps load stages ahead,
-and three groups of four multiply 64 rows each. Here a tile has 128 rows of weights, 64 of gate and
-64 of up, or 128 of others, and a stage 128 columns: what one scale is for. The products of a stage
-are scaled and added by each thread, beside those that the tensor cores do for the other groups:
-that takes as many registers again as the sums.
+As in ``_hopper_kernels.py``, a tile is up to 192 rows of one expert; four warps load stages ahead,
+and three groups of four multiply 64 rows each. Here a tile has 128 rows of weights: 64 of gate and
+64 of up, or 128 of down. A stage has 128 columns, which share a scale. Each thread scales and adds
+the products of a stage beside the tensor cores' work for the other groups. That takes as many
+registers again as the sums.
 
-What tiles of that size load comes through L2 at its full rate. Where shared memory holds all
-columns of a block's hidden activations, they are loaded once for several tiles.
+Tiles of that size load through L2 at its full rate. Where shared memory holds all columns of a
+block's hidden activations, they are loaded once for several tiles.
 """
 
 from __future__ import annotations
@@ -46,18 +46,19 @@ _W_BYTES: gl.constexpr = gl.constexpr(2 * HALF * DEPTH)
 
 
 def rows_layout() -> gl.NVMMASharedLayout:
-    """Of rows in shared memory."""
+    """Lay out rows of FP8 in shared memory, as WGMMA reads them."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
 def held_stages(width: int) -> int:
-    """How many stages of weights there is room for beside all columns of rows; 0 if too few."""
+    """Count the stages of weights that fit beside all columns of the rows; 0 if there are too
+    few."""
     stages = (_SHARED - NUM_GROUPS * GROUP_ROWS * width) // (2 * HALF * DEPTH)
     return min(stages, 6) if stages >= 4 else 0
 
 
 def weights_layout() -> gl.NVMMASharedLayout:
-    """Of rows of weights in shared memory, in five dimensions."""
+    """Lay out rows of FP8 weights in shared memory, in five dimensions."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=5)
 
 
@@ -95,7 +96,12 @@ def _hopper_fp8_gate_up_kernel(
     D: gl.constexpr,
     I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
 ) -> None:
-    """Hidden activations [P, I] of all pairs, in the order of their experts."""
+    """Compute the hidden activations [P, I] of all pairs, in the order of their experts.
+
+    Grid: persistent programs, one an SM. Tile: 192 pairs by 64 columns of gate and of up, or 128 of
+    up alone. Pipeline: a ring of stages in shared memory; rows are gathered by ``cp.async``,
+    weights come by TMA. Registers: a stage's products beside the sums.
+    """
     # Each of the 128 threads that load arrives, and the one that announces the weights' bytes.
     ring = _make_ring(x.dtype.element_ty, 129)
     tiles = (blocks, num_blocks)
@@ -127,7 +133,11 @@ def _hopper_fp8_down_kernel(
     D: gl.constexpr,
     I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
 ) -> None:
-    """What the experts give for all pairs [P, D], each at its own number."""
+    """Compute the experts' outputs of all pairs [P, D], each at the pair's own number.
+
+    Grid: persistent programs, one an SM. Tile: 192 pairs by 128 columns. Pipeline: a ring of stages
+    in shared memory, which TMA fills. Registers: a stage's products beside the sums.
+    """
     ring = _make_ring(hidden.dtype, 1)
     tiles = (blocks, num_blocks)
     factors = (units, num_pairs, scales)
@@ -160,7 +170,11 @@ def _hopper_fp8_down_held_kernel(
     TILES: gl.constexpr,  # side by side, of the rows that are held
     STAGES: gl.constexpr,  # of weights
 ) -> None:
-    """The same for rows of which shared memory holds all columns."""
+    """Compute the outputs like ``_hopper_fp8_down_kernel``, from rows that stay in shared memory.
+
+    All columns of 192 rows are loaded once for TILES tiles of 128 columns; STAGES stages hold
+    weights alone.
+    """
     rows = gl.allocate_shared_memory(hidden.dtype, [I // _K * _GROUPS, _M, _K], _ROWS)
     halves = gl.allocate_shared_memory(
         hidden.dtype, [STAGES * 2, _HALF // 32, 4, 4, 2, _K], _WEIGHTS
@@ -192,7 +206,8 @@ def _hopper_fp8_down_held_kernel(
 
 @gluon.jit
 def _make_ring(dtype: gl.constexpr, arrivals: gl.constexpr) -> tl.tuple:
-    """Stages in shared memory: rows, halves of weights, and barriers of full and of empty ones."""
+    """Allocate the ring of stages: rows, halves of weights, and barriers of full and of empty
+    stages."""
     rows = gl.allocate_shared_memory(dtype, [_STAGES * _GROUPS, _M, _K], _ROWS)
     halves = gl.allocate_shared_memory(dtype, [_STAGES * 2, _HALF // 32, 4, 4, 2, _K], _WEIGHTS)
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -208,8 +223,10 @@ def _make_ring(dtype: gl.constexpr, arrivals: gl.constexpr) -> tl.tuple:
 def _find_tile(
     tiles: tl.tuple, wave: tl.tensor, COLUMNS: gl.constexpr, E: gl.constexpr, WIDTH: gl.constexpr
 ) -> tl.tuple:
-    """Of the program's tile in a wave: its expert, E behind the last; its first row, how many it
-    has, and the first of its COLUMNS. In the order of ``_hopper_kernels.py``."""
+    """Find the program's tile in a wave: expert, first row, number of rows, first of its COLUMNS.
+
+    The expert is E past the last tile. Tiles have the order of ``_hopper_kernels.py``.
+    """
     blocks, num_blocks = tiles
     PER_BLOCK: gl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     programs = gl.num_programs(0)
@@ -271,7 +288,7 @@ def _gather(
 def _offsets(
     p_order: tl.tensor, mask: tl.tensor, TOP_K: gl.constexpr, D: gl.constexpr
 ) -> tl.tensor:
-    """Where in x the columns of 64 rows begin: in 32 bits, for want of registers."""
+    """Compute where 64 gathered rows' columns begin in x: int32, to save registers."""
     token = gl.load(p_order, mask=mask, other=0) // TOP_K
     column = gl.arange(0, _K, gl.SliceLayout(0, _GATHER))
     return (token * D)[:, None] + column[None, :]
@@ -293,8 +310,10 @@ def _load_weights(
     stage: tl.tensor,
     bar: tl.tensor,
 ) -> None:
-    """64 rows of weights from ``upper`` and as many from ``lower``; 32 are one of the first
-    dimension."""
+    """Load 64 rows of weights from ``upper`` on and 64 from ``lower`` on, by TMA.
+
+    The descriptor's first dimension counts 32 rows.
+    """
     half = halves.index(2 * stage)
     tma.async_copy_global_to_shared(weights, [upper // 32, 0, 0, 0, k], bar, half)
     half = halves.index(2 * stage + 1)
@@ -401,7 +420,7 @@ def _multiply_held(
     TILES: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """The products of one group: its 64 rows, in TILES tiles."""
+    """Multiply and store one group's 64 held rows, in TILES tiles."""
     WIDE: gl.constexpr = I // _K
     units, num_units, scales = factors
     rows, halves, full, empty, held, free = ring
@@ -460,7 +479,7 @@ def _multiply(
     K: gl.constexpr,
     WIDTH: gl.constexpr,
 ) -> None:
-    """The products of one group: its 64 rows of each tile."""
+    """Multiply and store one group's 64 rows of each tile."""
     HAS_GATE: gl.constexpr = ACTIVATION == "silu"
     COLUMNS: gl.constexpr = _HALF if HAS_GATE else _N
     HIGH: gl.constexpr = (1 + HAS_GATE) * (WIDTH // _K)
@@ -510,7 +529,7 @@ def _multiply(
 
 @gluon.jit
 def _halves(products: tl.tensor) -> tl.tuple:
-    """The first 64 columns and the others, each in the registers where they are."""
+    """Split products into the first 64 columns and the others, in the registers that hold them."""
     return gl.split(products.reshape([_M, 2, _HALF]).permute((0, 2, 1)))
 
 
@@ -552,7 +571,7 @@ def _store_half(
     first: tl.tensor,
     WIDTH: gl.constexpr,
 ) -> None:
-    """64 rows of 64 numbers, to columns of ``out`` [., WIDTH] from ``first``."""
+    """Store 64 rows of 64 numbers to the columns of ``out`` [., WIDTH] from ``first`` on."""
     value = value.to(out.dtype.element_ty).reshape([_M, _HALF // 32, 4, 4, 2])
     value = gl.convert_layout(value.permute((0, 1, 3, 2, 4)).reshape([_M, _HALF]), _OUT)
     column = first + gl.arange(0, _HALF, gl.SliceLayout(0, _OUT))

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Products of grouped pairs on Hopper, in Gluon: warps that load beside warps that multiply.
+"""Grouped GEMMs of experts on Hopper, in Gluon: warps that load beside warps that multiply.
 
-A tile is up to 192 rows of one expert times 256 rows of its weights. A program takes one tile after
-the other. Four of its warps load: rows and weights go into a ring of stages in shared memory, 64
-columns at a time, and are stages ahead, in the next tile too. Three groups of four warps multiply
-64 rows each, so that a tile that is not full costs what it holds; what they write is written while
-the next tile is loaded.
+A tile is up to 192 rows of one expert times 256 rows of its weights; a program takes one tile after
+the other. Four of its warps load rows and weights, 64 columns at a time, into a ring of stages in
+shared memory. They are stages ahead, in the next tile too. Three groups of four warps multiply 64
+rows each, so that a tile that is not full costs what it holds. They store while the next tile is
+loaded.
 
 Weights arrive by TMA, permuted: of 32 rows, row ``8 q + 2 i + b`` is the ``8 i + 2 q + b``-th in
 shared memory. A thread of a product holds columns ``8 i + 2 q + b`` for its own q: permuted so,
@@ -44,12 +44,12 @@ _W_BYTES: gl.constexpr = gl.constexpr(2 * 2 * HALF * DEPTH)
 
 
 def rows_layout() -> gl.NVMMASharedLayout:
-    """Of 64 rows in shared memory."""
+    """Lay out 64 rows of BF16 or FP16 in shared memory, as WGMMA reads them."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def weights_layout() -> gl.NVMMASharedLayout:
-    """Of rows of weights in shared memory, in five dimensions."""
+    """Lay out rows of BF16 or FP16 weights in shared memory, in five dimensions."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
 
 
@@ -85,7 +85,12 @@ def _hopper_gate_up_kernel(
     D: gl.constexpr,
     I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
 ) -> None:
-    """Hidden activations [P, I] of all pairs, in the order of their experts."""
+    """Compute the hidden activations [P, I] of all pairs, in the order of their experts.
+
+    Grid: persistent programs, one an SM. Tile: 192 pairs by 128 columns of gate and of up, or 256
+    of up alone. Pipeline: a ring of stages in shared memory; rows are gathered by ``cp.async``,
+    weights come by TMA. Registers: two accumulators a multiplying warp.
+    """
     # Each of the 128 threads that load arrives, and the one that announces the weights' bytes.
     ring = _make_ring(x.dtype.element_ty, 129)
     tiles = (blocks, num_blocks)
@@ -113,7 +118,11 @@ def _hopper_down_kernel(
     D: gl.constexpr,
     I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
 ) -> None:
-    """What the experts give for all pairs [P, D], each at its own number."""
+    """Compute the experts' outputs of all pairs [P, D], each at the pair's own number.
+
+    Grid: persistent programs, one an SM. Tile: 192 pairs by 256 columns. Pipeline: a ring of stages
+    in shared memory, which TMA fills. Registers: two accumulators a multiplying warp.
+    """
     ring = _make_ring(results.dtype.element_ty, 1)
     tiles = (blocks, num_blocks)
     gl.warp_specialize(
@@ -130,7 +139,8 @@ def _hopper_down_kernel(
 
 @gluon.jit
 def _make_ring(dtype: gl.constexpr, arrivals: gl.constexpr) -> tl.tuple:
-    """Stages in shared memory: rows, halves of weights, and barriers of full and of empty ones."""
+    """Allocate the ring of stages: rows, halves of weights, and barriers of full and of empty
+    stages."""
     rows = gl.allocate_shared_memory(dtype, [_STAGES * _GROUPS, _M, _K], _ROWS)
     halves = gl.allocate_shared_memory(dtype, [_STAGES * 2, _N // 32, 4, 4, 2, _K], _WEIGHTS)
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -146,12 +156,13 @@ def _make_ring(dtype: gl.constexpr, arrivals: gl.constexpr) -> tl.tuple:
 def _find_tile(
     tiles: tl.tuple, wave: tl.tensor, ACTIVATION: gl.constexpr, E: gl.constexpr, WIDTH: gl.constexpr
 ) -> tl.tuple:
-    """Of the program's tile in a wave: its expert, E behind the last; its first row, how many it
-    has, and its first column.
+    """Find the program's tile in a wave: expert, first row, number of rows, and first column.
 
-    Tiles of a block stand side by side, so that its rows and its expert's weights are read by
-    several programs at once. From wave to wave they move on by a block: where every other block
-    is short, no program meets the long ones alone.
+    The expert is E past the last tile.
+
+    Tiles of a block stand side by side, so that several programs at once read its rows and its
+    expert's weights. From wave to wave they move on by a block: where every other block is short,
+    no program meets the long ones alone.
     """
     blocks, num_blocks = tiles
     COLUMNS: gl.constexpr = _N if ACTIVATION == "silu" else 2 * _N
@@ -215,7 +226,7 @@ def _gather(
 def _offsets(
     p_order: tl.tensor, mask: tl.tensor, stride_x: tl.tensor, TOP_K: gl.constexpr
 ) -> tl.tensor:
-    """Where in x the columns of 64 rows begin: in 32 bits, for want of registers."""
+    """Compute where 64 gathered rows' columns begin in x: int32, to save registers."""
     token = gl.load(p_order, mask=mask, other=0) // TOP_K
     column = gl.arange(0, _K, gl.SliceLayout(0, _GATHER))
     return (token * stride_x)[:, None] + column[None, :]
@@ -237,8 +248,10 @@ def _load_weights(
     stage: tl.tensor,
     bar: tl.tensor,
 ) -> None:
-    """128 rows of weights from ``upper`` and as many from ``lower``; 32 are one of the first
-    dimension."""
+    """Load 128 rows of weights from ``upper`` on and 128 from ``lower`` on, by TMA.
+
+    The descriptor's first dimension counts 32 rows.
+    """
     half = halves.index(2 * stage)
     tma.async_copy_global_to_shared(weights, [upper // 32, 0, 0, 0, k], bar, half)
     half = halves.index(2 * stage + 1)
@@ -294,7 +307,7 @@ def _multiply(
     K: gl.constexpr,
     WIDTH: gl.constexpr,
 ) -> None:
-    """The products of one group: its 64 rows of each tile."""
+    """Multiply and store one group's 64 rows of each tile."""
     rows, halves, full, empty = ring
     step = 0
     wave = 0
@@ -366,7 +379,7 @@ def _store_half(
     first: tl.tensor,
     WIDTH: gl.constexpr,
 ) -> None:
-    """64 rows of 128 numbers, to columns of ``out`` [., WIDTH] from ``first``."""
+    """Store 64 rows of 128 numbers to the columns of ``out`` [., WIDTH] from ``first`` on."""
     value = value.to(out.dtype.element_ty).reshape([_M, _N // 32, 4, 4, 2])
     value = gl.convert_layout(value.permute((0, 1, 3, 2, 4)).reshape([_M, _N]), _OUT)
     column = first + gl.arange(0, _N, gl.SliceLayout(0, _OUT))

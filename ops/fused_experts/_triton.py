@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -20,14 +19,19 @@ from torch_hybrid.ops.fused_experts._hopper import (
     suits,
     suits_fp8,
 )
-from torch_hybrid.ops.fused_experts._triton_activation import activate
+from torch_hybrid.ops.fused_experts._triton_activation import activate, activated, sizes
 from torch_hybrid.ops.fused_experts._triton_few import few_tokens
-from torch_hybrid.ops.fused_experts._triton_fp8 import fp8_few_tokens, fp8_products
+from torch_hybrid.ops.fused_experts._triton_fp8 import (
+    fp8_few_tokens,
+    fp8_products,
+    rounded_products,
+)
 from torch_hybrid.ops.fused_experts._triton_group import group_pairs, num_blocks, rows_of_block
 from torch_hybrid.ops.fused_experts._triton_integers import (
     integer_few_tokens,
     integer_products,
 )
+from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import dot
 
@@ -66,202 +70,91 @@ class Tile:
         return cls.of(32, 1, like)
 
 
-def fused_experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    activation: str,
-    limit: float | None = None,
-    softcaps: Sequence[float] | None = None,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::fused_experts``."""
-    out = x.new_empty(x.shape)
-    if expert_ids.numel() == 0 or down.shape[0] == 0:
-        return out.zero_()
-    inputs = (x, expert_ids, expert_weights, gate_up, down)
-    activated = _activated(activation, limit, softcaps)
-    few: Callable[..., None] = few_tokens
-    products: Callable[..., None] = _products
-    if gate_up_scales is not None and down_scales is not None:
-        scales: dict[str, Any] = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
-        is_fp8 = down.dtype == block_scales.DTYPE
-        few = partial(fp8_few_tokens if is_fp8 else integer_few_tokens, **scales)
-        products = partial(fp8_products if is_fp8 else integer_products, **scales)
-    elif limit is None and softcaps is None and suits(x, gate_up, down, expert_ids.numel()):
+Products = Callable[[FusedExperts, Tensor, Tensor, Tensor], None]
+
+
+def fused_experts(x: FusedExperts, *, is_invariant: bool = False) -> Tensor:
+    """Launch the kernels for so many pairs, and for the weights' format.
+
+    With ``is_invariant``, any number of tokens goes through one tile, in one order of sums.
+    """
+    if x.num_pairs == 0 or x.num_experts == 0:
+        return x.x.new_zeros(x.x.shape)
+    if is_invariant:
+        return _many_tokens(x, partial(_products, tile=Tile.of_any_pairs(x.x)))
+    few: Callable[[FusedExperts], Tensor] = few_tokens
+    products: Products = _products
+    if x.has_scales:
+        is_fp8 = x.down.dtype == block_scales.DTYPE
+        few = fp8_few_tokens if is_fp8 else integer_few_tokens
+        products = fp8_products if is_fp8 else integer_products
+    elif suits(x):
         products = hopper_products
-    if x.shape[0] <= _FEW_TOKENS:
-        few(*inputs, out, **activated)
-    else:
-        _many_tokens(*inputs, out, products, **activated)
-    return out
+    return few(x) if len(x.x) <= _FEW_TOKENS else _many_tokens(x, products)
 
 
-def invariant_experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    activation: str,
-    limit: float | None = None,
-    softcaps: Sequence[float] | None = None,
-) -> Tensor:
-    """Implementation "triton_invariant": any number of tokens in one tile's order of sums."""
-    assert gate_up_scales is None
-    assert down_scales is None
-    out = x.new_empty(x.shape)
-    if expert_ids.numel() == 0 or down.shape[0] == 0:
-        return out.zero_()
-    inputs = (x, expert_ids, expert_weights, gate_up, down)
-    products = partial(_products, tile=Tile.of_any_pairs(x))
-    _many_tokens(*inputs, out, products, **_activated(activation, limit, softcaps))
-    return out
+def rounded_experts(x: FusedExperts) -> Tensor:
+    """Launch the kernels that round tokens to FP8, where there are several."""
+    if x.num_pairs == 0 or x.num_experts == 0:
+        return x.x.new_zeros(x.x.shape)
+    if len(x.x) == 1:  # its products take no time: rounding would
+        return fp8_few_tokens(x)
+    return _many_tokens(x, fp8_hopper_products if suits_fp8(x) else rounded_products)
 
 
-def rounded_experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    gate_up_scales: Tensor,
-    down_scales: Tensor,
-    activation: str,
-    limit: float | None = None,
-    softcaps: Sequence[float] | None = None,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::fused_experts`` that rounds tokens, where there are several, to
-    the 8 bits of weights."""
-    out = x.new_empty(x.shape)
-    if expert_ids.numel() == 0 or down.shape[0] == 0:
-        return out.zero_()
-    inputs = (x, expert_ids, expert_weights, gate_up, down)
-    activated = _activated(activation, limit, softcaps)
-    scales: dict[str, Any] = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
-    if x.shape[0] == 1:  # of which products take no time: to round it would
-        few: Callable[..., None] = partial(fp8_few_tokens, **scales)
-        few(*inputs, out, **activated)
-        return out
-    products: Callable[..., None] = partial(fp8_products, rounds=True)
-    if limit is None and softcaps is None and suits_fp8(x, gate_up, down, expert_ids.numel()):
-        products = fp8_hopper_products
-    products = partial(products, **scales)
-    _many_tokens(*inputs, out, products, **activated)
-    return out
-
-
-def _activated(
-    activation: str, limit: float | None, softcaps: Sequence[float] | None
-) -> dict[str, Any]:
-    """How products are told to activate; what kernels are compiled for is hashable."""
-    return {
-        "activation": activation,
-        "limit": limit,
-        "softcaps": None if softcaps is None else tuple(softcaps),
-    }
-
-
-def _many_tokens(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    out: Tensor,
-    products: Callable[..., None],
-    **activated: Any,
-) -> None:
-    """Fill ``out``: pairs grouped by expert, two products for each, and their weighted sums."""
-    num_tokens, top_k = expert_ids.shape
-    num_experts, dim, _ = down.shape
-    num_pairs = num_tokens * top_k
-    order, starts = group_pairs(expert_ids, num_experts)
-    results = x.new_empty(num_pairs, dim)
-    products(x, order, starts, gate_up, down, results, top_k=top_k, **activated)
-    block = min(1024, triton.next_power_of_2(dim))
-    _combine_kernel[(num_tokens, triton.cdiv(dim, block))](
+def _many_tokens(x: FusedExperts, products: Products) -> Tensor:
+    """Group pairs by expert, multiply each with two weights, and sum each token's results."""
+    order, starts = group_pairs(x.expert_ids, x.num_experts)
+    results = x.x.new_empty(x.num_pairs, x.dim)
+    products(x, order, starts, results)
+    out = x.x.new_empty(x.x.shape)
+    block = min(1024, triton.next_power_of_2(x.dim))
+    _combine_kernel[(len(out), triton.cdiv(x.dim, block))](
         results,
-        expert_ids,
-        expert_weights,
+        x.expert_ids,
+        x.expert_weights,
         out,
-        TOP_K=top_k,
-        E=num_experts,
-        D=dim,
+        TOP_K=x.top_k,
+        E=x.num_experts,
+        D=x.dim,
         BLOCK=block,
         num_warps=4,
         enable_fp_fusion=True,
     )
+    return out
 
 
 def _products(
-    x: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    results: Tensor,
-    *,
-    top_k: int,
-    activation: str,
-    limit: float | None,
-    softcaps: tuple[float, ...] | None,
-    tile: Tile | None = None,
+    x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor, *, tile: Tile | None = None
 ) -> None:
-    """Fill ``results`` [P, D] with what the experts give for each pair, unweighted."""
-    num_experts, dim, width = down.shape
-    num_pairs = results.shape[0]
-    has_gate = activation == "silu"
-    hidden = x.new_empty(num_pairs, width)
-    tile = tile or Tile.of(num_pairs, num_experts, x)
-    blocks = num_blocks(num_pairs, num_experts, tile.block_m)
-    block_n = tile.block_n // (1 + has_gate)
-    _gate_up_kernel[(blocks * triton.cdiv(width, block_n),)](
-        x,
-        gate_up,
+    """Fill ``results`` [P, D] with each pair's output of its expert, unweighted."""
+    hidden = x.x.new_empty(x.num_pairs, x.width)
+    tile = tile or Tile.of(x.num_pairs, x.num_experts, x.x)
+    blocks = num_blocks(x.num_pairs, x.num_experts, tile.block_m)
+    block_n = tile.block_n // x.num_parts
+    constants = {
+        **sizes(x),
+        "BLOCK_E": triton.next_power_of_2(x.num_experts),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_K": tile.block_k,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
+    }
+    _gate_up_kernel[(blocks * triton.cdiv(x.width, block_n),)](
+        x.x,
+        x.gate_up,
         hidden,
         order,
         starts,
-        x.stride(0),
-        HAS_GATE=has_gate,
-        LIMIT=limit,
-        SOFTCAPS=softcaps,
-        TOP_K=top_k,
-        E=num_experts,
-        D=dim,
-        I=width,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_M=tile.block_m,
+        x.x.stride(0),
+        **activated(x),
+        TOP_K=x.top_k,
         BLOCK_N=block_n,
-        BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=True,
+        **constants,
     )
-    _down_kernel[(blocks * triton.cdiv(dim, tile.block_n),)](
-        hidden,
-        down,
-        results,
-        order,
-        starts,
-        E=num_experts,
-        D=dim,
-        I=width,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=True,
+    _down_kernel[(blocks * triton.cdiv(x.dim, tile.block_n),)](
+        hidden, x.down, results, order, starts, BLOCK_N=tile.block_n, **constants
     )
 
 
@@ -269,9 +162,10 @@ def _products(
 def _add_product(
     acc: tl.tensor, lost: tl.tensor, x: tl.tensor, w: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """``acc + x @ w``, and what float32 sums lose to rounding, which the next one makes up for.
+    """Compute ``acc + x @ w``; in float32, compensate what the sum loses to rounding (Kahan's
+    ``lost``).
 
-    Each output is the sum of a whole row of weights, one product after the other.
+    Each output sums a whole row of weights, one product after the other.
     """
     if x.dtype == tl.float32:
         part = tl.dot(x, w, input_precision="ieee") - lost
@@ -303,7 +197,13 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N hidden activations of BLOCK_M pairs of one expert."""
+    """Compute BLOCK_N hidden activations of BLOCK_M pairs of one expert: a grouped GEMM with
+    activation.
+
+    Grid: blocks of pairs times columns, in one dimension; blocks past the last pair are idle. Tile:
+    BLOCK_M by BLOCK_N, in steps of BLOCK_K columns. Registers: one accumulator for gate, one for
+    up.
+    """
     NUM_COLUMNS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // NUM_COLUMNS
     expert, begin, end = rows_of_block(starts, block, E, BLOCK_E, BLOCK_M)
@@ -351,7 +251,11 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N outputs of BLOCK_M pairs of one expert."""
+    """Compute BLOCK_N outputs of BLOCK_M pairs of one expert: a grouped GEMM.
+
+    Grid: blocks of pairs times columns, in one dimension; blocks past the last pair are idle. Tile:
+    BLOCK_M by BLOCK_N, in steps of BLOCK_K columns. Registers: one accumulator.
+    """
     NUM_COLUMNS: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // NUM_COLUMNS
     expert, begin, end = rows_of_block(starts, block, E, BLOCK_E, BLOCK_M)
@@ -387,7 +291,10 @@ def _combine_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: BLOCK outputs of one token."""
+    """Sum BLOCK outputs of one token over its experts, by their weights.
+
+    Grid: (tokens, D / BLOCK). Pairs without an expert (E or more) are not read.
+    """
     token = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], dtype=tl.float32)

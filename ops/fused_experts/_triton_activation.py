@@ -1,10 +1,25 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What becomes of gate and up, in Triton."""
+"""Activation of gate and up in Triton, and what all kernels are told of an op."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+from torch_hybrid.ops.fused_experts.op import FusedExperts
+
+
+def activated(x: FusedExperts) -> dict[str, Any]:
+    """Return the constants of ``activate``, which are hashable."""
+    softcaps = None if x.softcaps is None else tuple(x.softcaps)
+    return {"HAS_GATE": x.has_gate, "LIMIT": x.limit, "SOFTCAPS": softcaps}
+
+
+def sizes(x: FusedExperts) -> dict[str, int]:
+    """Return the sizes of an op's weights, by their letters."""
+    return {"E": x.num_experts, "D": x.dim, "I": x.width}
 
 
 @triton.jit

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.fused_experts._triton_activation import activate
+from torch_hybrid.ops.fused_experts._triton_activation import activate, activated, sizes
+from torch_hybrid.ops.fused_experts.op import FusedExperts
 
 _BLOCK_N = 8  # rows of weights that a program reads side by side
 _BLOCK_K = 256
@@ -19,57 +20,38 @@ _NUM_STAGES = 4
 _NUM_WARPS = 4
 
 
-def few_tokens(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    out: Tensor,
-    *,
-    activation: str,
-    limit: float | None,
-    softcaps: tuple[float, ...] | None,
-) -> None:
-    """Fill ``out`` with what ``torch_hybrid::fused_experts`` returns."""
-    num_tokens, top_k = expert_ids.shape
-    num_experts, dim, width = down.shape
-    hidden = x.new_empty(num_tokens * top_k, width)
-    _hidden_kernel[(num_tokens * top_k, triton.cdiv(width, _BLOCK_N))](
-        x,
-        expert_ids,
-        gate_up,
+def few_tokens(x: FusedExperts) -> Tensor:
+    """Launch a kernel for the hidden activations of all pairs, and one for tokens' outputs."""
+    out = x.x.new_empty(x.x.shape)
+    hidden = x.x.new_empty(x.num_pairs, x.width)
+    constants = {
+        "TOP_K": x.top_k,
+        **sizes(x),
+        "BLOCK_N": _BLOCK_N,
+        "STAGES": _NUM_STAGES,
+        "num_warps": _NUM_WARPS,
+        "enable_fp_fusion": True,
+    }
+    _hidden_kernel[(x.num_pairs, triton.cdiv(x.width, _BLOCK_N))](
+        x.x,
+        x.expert_ids,
+        x.gate_up,
         hidden,
-        x.stride(0),
-        HAS_GATE=activation == "silu",
-        LIMIT=limit,
-        SOFTCAPS=softcaps,
-        TOP_K=top_k,
-        E=num_experts,
-        D=dim,
-        I=width,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_K=min(_BLOCK_K, triton.next_power_of_2(dim)),
-        STAGES=_NUM_STAGES,
-        num_warps=_NUM_WARPS,
-        enable_fp_fusion=True,
+        x.x.stride(0),
+        **activated(x),
+        BLOCK_K=min(_BLOCK_K, triton.next_power_of_2(x.dim)),
+        **constants,
     )
-    _out_kernel[(num_tokens, triton.cdiv(dim, _BLOCK_N))](
+    _out_kernel[(len(out), triton.cdiv(x.dim, _BLOCK_N))](
         hidden,
-        expert_ids,
-        expert_weights,
-        down,
+        x.expert_ids,
+        x.expert_weights,
+        x.down,
         out,
-        TOP_K=top_k,
-        E=num_experts,
-        D=dim,
-        I=width,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_K=min(_BLOCK_K, triton.next_power_of_2(width)),
-        STAGES=_NUM_STAGES,
-        num_warps=_NUM_WARPS,
-        enable_fp_fusion=True,
+        BLOCK_K=min(_BLOCK_K, triton.next_power_of_2(x.width)),
+        **constants,
     )
+    return out
 
 
 @triton.jit
@@ -90,7 +72,12 @@ def _hidden_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N hidden activations of one pair of a token and an expert."""
+    """Compute BLOCK_N hidden activations of one pair of a token and an expert, outside the tensor
+    cores.
+
+    Grid: (pairs, I / BLOCK_N). Tile: BLOCK_N rows of weights by BLOCK_K columns. Pipeline: STAGES
+    tiles of weights. Registers: a partial sum for each element of a tile, for gate and for up.
+    """
     pair = tl.program_id(0)
     expert = tl.load(expert_ids + pair).to(tl.int64)
     if expert == E:
@@ -129,7 +116,13 @@ def _out_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N outputs of one token, the weighted sum over its experts."""
+    """Compute BLOCK_N outputs of one token, the weighted sum over its experts, outside the tensor
+    cores.
+
+    Grid: (tokens, D / BLOCK_N). Tile: BLOCK_N rows of weights by BLOCK_K columns; the loop runs
+    over all experts' columns. Pipeline: STAGES tiles. Registers: a partial sum for each element of
+    a tile.
+    """
     CHUNKS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     token = tl.program_id(0)
     index_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -15,15 +15,16 @@ _CHUNK = 128  # pairs that a program brings into order
 
 
 def num_blocks(num_pairs: int, num_experts: int, block: int) -> int:
-    """Blocks of pairs of one expert for any choices: each that is hit may leave one unfilled."""
+    """Bound the blocks of pairs of one expert, for any choices: each chosen expert may leave one
+    unfilled."""
     most_hit = min(num_pairs, num_experts)
     return (num_pairs - most_hit) // block + most_hit
 
 
 def group_pairs(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Numbers of the pairs, those of an expert in a row, and where each expert's begin.
+    """Sort the pairs by expert: return their numbers in that order, and each expert's first place.
 
-    A counting sort in chunks of pairs.
+    The sort counts, in chunks of pairs: up to three launches.
     """
     num_pairs = expert_ids.numel()
     order = expert_ids.new_empty(num_pairs, dtype=torch.int32)
@@ -52,8 +53,12 @@ def group_pairs(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def cut_blocks(starts: Tensor, num_pairs: int, block: int) -> Tensor:
-    """[B, 4] int32 for the most blocks of ``block`` rows that there may be: each one's expert, E
-    behind the last, its first row in the order and how many it has; the fourth is 0."""
+    """Cut the sorted pairs into blocks of one expert: ``[B, 4]`` int32, for the most that there may
+    be.
+
+    A row holds the block's expert (E past the last block), its first place, how many pairs it has,
+    and 0.
+    """
     num_experts = starts.shape[0] - 1
     blocks = starts.new_empty(num_blocks(num_pairs, num_experts, block), 4)
     size = triton.next_power_of_2(num_experts)
@@ -72,7 +77,7 @@ def _count_kernel(
     BLOCK_E: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
-    """One program: how many of a chunk of C pairs each expert has."""
+    """Count the pairs of each expert in a chunk of C pairs. Grid: chunks."""
     pair = tl.program_id(0) * C + tl.arange(0, C)
     chosen = tl.load(expert_ids + pair, mask=pair < num_pairs, other=E).to(tl.int32)
     expert = tl.arange(0, BLOCK_E)
@@ -88,9 +93,9 @@ def _add_up_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: for BLOCK_E experts, counts of each chunk to those of all chunks before it.
+    """Replace BLOCK_E experts' counts of each chunk by the sums over all chunks before it.
 
-    The row after the last chunk's has those of all chunks.
+    Grid: experts / BLOCK_E. Tile: BLOCK chunks. The row past the last chunk receives the totals.
     """
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     before = tl.zeros([BLOCK_E], dtype=tl.int32)
@@ -117,7 +122,10 @@ def _place_kernel(
     C: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
 ) -> None:
-    """One program: a chunk of C pairs, each to its place in the order."""
+    """Store the pairs of a chunk of C at their places in the order of experts.
+
+    Grid: chunks; the first also stores where each expert begins. Registers: C by C comparisons.
+    """
     own = tl.program_id(0)
     nth = tl.arange(0, C)
     pair = own * C + nth
@@ -147,7 +155,7 @@ def _cut_kernel(
     BLOCK_E: tl.constexpr,
     M: tl.constexpr,
 ) -> None:
-    """One program: one block of M rows."""
+    """Describe one block of M places in a row of ``blocks``. Grid: blocks."""
     block = tl.program_id(0)
     expert, begin, end = rows_of_block(starts, block, E, BLOCK_E, M)
     tl.store(blocks + 4 * block, expert)
@@ -160,8 +168,7 @@ def _cut_kernel(
 def rows_of_block(
     starts: tl.tensor, block: tl.tensor, E: tl.constexpr, BLOCK_E: tl.constexpr, M: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The expert of a block of M rows, E when it is idle, and where in the order its rows begin
-    and end."""
+    """Find a block's expert (E when it is idle), its first place, and its expert's end."""
     index = tl.arange(0, BLOCK_E)
     begin = tl.load(starts + index, mask=index < E, other=0)
     end = tl.load(starts + index + 1, mask=index < E, other=0)

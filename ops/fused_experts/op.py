@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from torch_hybrid.ops.core.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.registration import check_impl, check_shapes, define_op
+from torch_hybrid.ops.core.declare import Dense, Op, Rows, define, like
+from torch_hybrid.ops.core.registration import check_dtypes, check_shapes
 from torch_hybrid.ops.formats import block_scales, stored_weights
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import (
@@ -24,7 +27,6 @@ from torch_hybrid.ops.triton.devices import (
 
 # Whether a gate stands beside the up projection, by activation.
 HAS_GATE = {"silu": True, "relu2": False}
-ID_DTYPES = (torch.int32, torch.int64)
 FEATURES = frozenset({block_scales.FEATURE})
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -36,6 +38,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.fused_experts._cpu:fused_experts",
+        checks_indices=True,
         figures="torch_hybrid.ops.native.cpu_tuning:figures",
     ),
     "cpp_invariant": Implementation(
@@ -45,7 +48,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             features=stored_weights.FEATURES | {BATCH_INVARIANT},
             available=compiler_missing,
         ),
-        launcher="torch_hybrid.ops.fused_experts._cpu_invariant:fused_experts",
+        launcher="torch_hybrid.ops.fused_experts._cpu:fused_experts",
+        options={"is_invariant": True},
+        checks_indices=True,
     ),
     "triton_fp8": Implementation(
         capability=Capability(
@@ -73,7 +78,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             cuda_graph=True,
             available=triton_missing,
         ),
-        launcher="torch_hybrid.ops.fused_experts._triton:invariant_experts",
+        launcher="torch_hybrid.ops.fused_experts._triton:fused_experts",
+        options={"is_invariant": True},
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), features=stored_weights.FEATURES),
@@ -82,30 +88,17 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-def fused_experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    activation: str,
-    limit: float | None = None,
-    softcaps: Sequence[float] | None = None,
-    impl: str,
-) -> Tensor:
-    """Sum of each token's chosen experts, weighted.
+@dataclass(slots=True)
+class FusedExperts(Op):
+    """Weighted sum of each token's chosen experts.
 
     ``out[t] = sum_j expert_weights[t, j] * down[e] @ (act(gate[e] @ x[t]) * (up[e] @ x[t]))``
     with ``e = expert_ids[t, j]``, or ``down[e] @ act(up[e] @ x[t])`` where the activation has no
     gate. Sums are float32.
 
-    With scales, a weight is worth its numbers times these, of 8-bit floats, or integers of 8 or 4
-    bits, as ``linear`` takes them. Nothing else is rounded, but by the implementation "triton_fp8",
-    of 8-bit floats: tokens and hidden activations, each row's numbers with a scale for 128 columns,
-    where there is more than one token.
+    With scales, weights are FP8, INT8 or INT4, and dequantized as ``linear`` does it. Only the
+    implementation "triton_fp8" rounds anything else, where there is more than one token: tokens and
+    hidden activations, to FP8 with a scale for each row and 128 columns.
 
     Args:
         x: [T, D] float; rows may lie any distance apart, one row is contiguous.
@@ -121,11 +114,11 @@ def fused_experts(
         down_scales: [E, ceil(D / 128), ceil(I / 128)], [E, D], [E, D, I / group] or
             [E, D, I / group, 2] float32, contiguous, where gate_up has scales; else None.
         activation: "silu", of a gate; or "relu2", the square of the positive part, without one.
-        limit: positive, what gates are at most, and the rows of up within ``-limit`` and ``limit``,
-            before the activation; None: they have no bounds. Of a gate alone.
-        softcaps: two positive numbers, in the place of a limit: ``act`` is then
-            ``c * tanh(gate / c) * sigmoid(gate)`` with the first, and the rows of up become
-            ``c * tanh(up / c)`` with the second; or None. Of a gate alone.
+        limit: positive, or None. Before the activation, clamps gates to at most ``limit``, and up
+            to ``-limit`` through ``limit``. Needs a gate.
+        softcaps: two positive numbers instead of a limit, or None. With the first, ``act`` is
+            ``c * tanh(gate / c) * sigmoid(gate)``; with the second, up becomes
+            ``c * tanh(up / c)``. Needs a gate.
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
@@ -138,107 +131,112 @@ def fused_experts(
     The experts of Qwen3-Next, Qwen3.5-MoE and Granite-4-H ("silu"), of GLM-5.3 (with a limit), of
     Inkling-2 (with softcaps) and of Nemotron-H ("relu2"), in transformers' packed layout.
     """
-    scales = {
-        name: scale
-        for name, scale in (("gate_up_scales", gate_up_scales), ("down_scales", down_scales))
-        if scale is not None
-    }
-    features = NO_FEATURES
-    if scales:
-        stored_weights.check_has_scales("gate_up", gate_up)
-        features = stored_weights.features_of(gate_up.dtype)
-    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype, features=features)
-    if activation not in HAS_GATE:
-        raise ValueError(f"activation must be one of {list(HAS_GATE)}, got {activation!r}")
-    has_gate = HAS_GATE[activation]
-    if limit is not None and not (limit > 0 and has_gate):
-        raise ValueError(f"limit must be positive and of a gate, got {limit} and {activation!r}")
-    if softcaps is not None:
-        _check_softcaps(softcaps, has_gate=has_gate, limit=limit)
-    weight_dtype = gate_up.dtype if scales else x.dtype
-    _check_inputs(x, expert_ids, expert_weights, gate_up, down, weight_dtype, has_gate)
-    if scales:
-        _check_scales(gate_up, down, gate_up_scales, down_scales, has_gate)
-    out: Tensor = _FUSED_EXPERTS(
-        x,
-        expert_ids,
-        expert_weights,
-        gate_up,
-        down,
-        **scales,
-        activation=activation,
-        limit=limit,
-        **({} if softcaps is None else {"softcaps": list(softcaps)}),
-        impl=impl,
+
+    x: Annotated[Tensor, Rows("D")]
+    expert_ids: Annotated[Tensor, Dense("T", "k", dtype=(torch.int32, torch.int64))]
+    expert_weights: Annotated[Tensor, Dense("T", "k", or_float32=True)]
+    gate_up: Annotated[Tensor, Dense("...", dtype="any")]
+    down: Annotated[Tensor, Dense("E", "D", "stored_width", dtype="any")]
+    gate_up_scales: Annotated[Tensor | None, Dense("...", dtype=torch.float32)] = field(
+        default=None, kw_only=True
     )
-    return out
-
-
-def _check_softcaps(softcaps: Sequence[float], *, has_gate: bool, limit: float | None) -> None:
-    if len(softcaps) != 2 or min(softcaps) <= 0:
-        raise ValueError(f"softcaps must be two positive numbers, got {list(softcaps)}")
-    if not has_gate or limit is not None:
-        raise ValueError(f"softcaps must be of a gate without a limit, got limit {limit}")
-
-
-def _check_inputs(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weight_dtype: torch.dtype,
-    has_gate: bool,
-) -> None:
-    for name, tensor, ndim in (("x", x, 2), ("expert_ids", expert_ids, 2), ("down", down, 3)):
-        if tensor.ndim != ndim:
-            raise ValueError(f"{name} must have {ndim} dimensions, got {list(tensor.shape)}")
-    num_tokens, dim = x.shape
-    num_experts, width = down.shape[0], stored_weights.depth_of(down)
-    top_k = expert_ids.shape[1]
-    gate_up_shape = (num_experts, (1 + has_gate) * width, dim)
-    check_shapes(
-        {
-            "expert_ids": (expert_ids, (num_tokens, top_k)),
-            "expert_weights": (expert_weights, (num_tokens, top_k)),
-            "gate_up": (gate_up, stored_weights.stored_shape(gate_up_shape, weight_dtype)),
-            "down": (down, (num_experts, dim, down.shape[2])),
-        }
+    down_scales: Annotated[Tensor | None, Dense("...", dtype=torch.float32)] = field(
+        default=None, kw_only=True
     )
-    for name, tensor, dtypes in (
-        ("expert_ids", expert_ids, ID_DTYPES),
-        ("expert_weights", expert_weights, (torch.float32, x.dtype)),
-        ("gate_up", gate_up, (weight_dtype,)),
-        ("down", down, (weight_dtype,)),
-    ):
-        if tensor.dtype not in dtypes:
-            allowed = " or ".join(map(str, dict.fromkeys(dtypes)))
-            raise ValueError(f"{name} must have dtype {allowed}, got {tensor.dtype}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
-    if x.stride(1) != 1 and dim > 1:
-        raise ValueError(f"x must have contiguous rows, got strides {list(x.stride())}")
+    activation: str = field(kw_only=True)
+    limit: float | None = field(default=None, kw_only=True)
+    softcaps: Sequence[float] | None = field(default=None, kw_only=True)
+
+    def features(self) -> frozenset[str]:
+        """List what the format of weights with scales asks of an implementation."""
+        return stored_weights.features_of(self.gate_up.dtype) if self.has_scales else NO_FEATURES
+
+    def check(self) -> None:
+        """Raise ValueError for an unknown activation, its bounds, or weights that do not fit it."""
+        if self.activation not in HAS_GATE:
+            raise ValueError(f"activation must be one of {list(HAS_GATE)}, got {self.activation!r}")
+        self._check_bounds()
+        if self.has_scales:
+            stored_weights.check_has_scales("gate_up", self.gate_up)
+        dtype = self.gate_up.dtype if self.has_scales else self.x.dtype
+        shape = self.num_experts, self.num_parts * self.width, self.dim
+        stored = stored_weights.stored_shape(shape, dtype)
+        check_shapes({"gate_up": (self.gate_up, stored)})
+        check_dtypes({"gate_up": (self.gate_up, dtype), "down": (self.down, dtype)})
+        if self.has_scales:
+            self._check_scales()
+
+    def _check_bounds(self) -> None:
+        """Raise ValueError unless a limit or softcaps are positive, and bound a gate."""
+        limit, softcaps = self.limit, self.softcaps
+        if limit is not None and not (limit > 0 and self.has_gate):
+            got = f"{limit} and {self.activation!r}"
+            raise ValueError(f"limit must be positive and of a gate, got {got}")
+        if softcaps is None:
+            return
+        if len(softcaps) != 2 or min(softcaps) <= 0:
+            raise ValueError(f"softcaps must be two positive numbers, got {list(softcaps)}")
+        if not self.has_gate or limit is not None:
+            raise ValueError(f"softcaps must be of a gate without a limit, got limit {limit}")
+
+    def _check_scales(self) -> None:
+        """Raise ValueError unless both weights have scales, of their formats."""
+        parts = {"gate_up": self.num_parts, "down": 1}
+        given = (self.gate_up, self.gate_up_scales), (self.down, self.down_scales)
+        for name, (_, scales) in zip(parts, given, strict=True):
+            if scales is None:
+                needed = f"{name}_scales must be given where the other scales are"
+                raise ValueError(f"{needed}, got None")
+        for (name, num_parts), (weight, scales) in zip(parts.items(), given, strict=True):
+            assert scales is not None
+            stored_weights.check_scales(weight, scales, f"{name}_scales", num_parts=num_parts)
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless each id is an expert's, or their number, which means none."""
+        wrong = (self.expert_ids < 0) | (self.expert_ids > self.num_experts)
+        if bool(wrong.any()):
+            got = int(self.expert_ids[wrong][0])
+            raise ValueError(f"expert_ids must be in [0, {self.num_experts}], got {got}")
+
+    @property
+    def has_gate(self) -> bool:
+        """Flag of an activation that multiplies up by a gate."""
+        return HAS_GATE[self.activation]
+
+    @property
+    def has_scales(self) -> bool:
+        """Flag of weights with scales."""
+        return self.gate_up_scales is not None or self.down_scales is not None
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of ``gate_up``: gate and up, or up alone."""
+        return 1 + self.has_gate
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts, E."""
+        return self.down.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """Number of experts that a token chooses, k."""
+        return self.expert_ids.shape[1]
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of pairs of a token and an expert, T k."""
+        return self.expert_ids.numel()
+
+    @property
+    def dim(self) -> int:
+        """Columns of a token, D."""
+        return self.down.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Hidden activations of an expert, I."""
+        return stored_weights.depth_of(self.down)
 
 
-def _check_scales(
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_scales: Tensor | None,
-    down_scales: Tensor | None,
-    has_gate: bool,
-) -> None:
-    if gate_up_scales is None or down_scales is None:
-        missing = "gate_up_scales" if gate_up_scales is None else "down_scales"
-        raise ValueError(f"{missing} must be given where the other scales are, got None")
-    num_parts = 1 + has_gate
-    stored_weights.check_scales(gate_up, gate_up_scales, "gate_up_scales", num_parts=num_parts)
-    stored_weights.check_scales(down, down_scales, "down_scales")
-
-
-_FUSED_EXPERTS = define_op(
-    "fused_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, "
-    "Tensor down, *, Tensor? gate_up_scales=None, Tensor? down_scales=None, str activation, "
-    "float? limit=None, float[]? softcaps=None, str impl) -> Tensor",
-    like=["x"],
-    implementations=IMPLEMENTATIONS,
-)
+fused_experts = define(FusedExperts, IMPLEMENTATIONS, returns=like("x"), floats=frozenset())

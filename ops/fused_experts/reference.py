@@ -2,70 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from torch_hybrid.ops.formats.block_scales import rounded
 from torch_hybrid.ops.formats.stored_weights import dequantized
+from torch_hybrid.ops.fused_experts.op import FusedExperts
 
 
-def fused_experts_reference(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    activation: str,
-    limit: float | None = None,
-    softcaps: Sequence[float] | None = None,
-    rounds: bool = False,
-) -> Tensor:
-    """The oracle of the op: same arguments, any float dtype; with ``rounds``, tokens and hidden
-    activations in 8 bits too.
+def fused_experts_reference(x: FusedExperts) -> Tensor:
+    """Compute the op for tokens of any float dtype, in float32 or better."""
+    return sum_experts(x, rounds=False)
 
-    It computes in float32, or in float64 when ``x`` is float64.
+
+def sum_experts(x: FusedExperts, *, rounds: bool) -> Tensor:
+    """Compute the op in float32, or in float64 when tokens are float64.
+
+    With ``rounds``, tokens and hidden activations are rounded to FP8, as "triton_fp8" does it.
     """
-    dtype, compute = x.dtype, torch.promote_types(x.dtype, torch.float32)
-    x = rounded(x) if rounds else x
-    if gate_up_scales is not None and down_scales is not None:
-        num_parts = gate_up.shape[1] // down.shape[2]
-        gate_up = dequantized(gate_up, gate_up_scales, compute, num_parts=num_parts)
-        down = dequantized(down, down_scales, compute)
-    out = torch.zeros_like(x, dtype=compute, memory_format=torch.contiguous_format)
-    for t, chosen in enumerate(expert_ids.tolist()):
+    dtype, compute = x.x.dtype, torch.promote_types(x.x.dtype, torch.float32)
+    tokens, gate_up, down = rounded(x.x) if rounds else x.x, x.gate_up, x.down
+    if x.gate_up_scales is not None and x.down_scales is not None:
+        gate_up = dequantized(gate_up, x.gate_up_scales, compute, num_parts=x.num_parts)
+        down = dequantized(down, x.down_scales, compute)
+    out = torch.zeros_like(x.x, dtype=compute, memory_format=torch.contiguous_format)
+    for t, chosen in enumerate(x.expert_ids.tolist()):
         for j, expert in enumerate(chosen):
-            if expert == down.shape[0]:
+            if expert == x.num_experts:
                 continue
-            projected = gate_up[expert].to(compute) @ x[t].to(compute)
-            hidden = _activate(projected, activation, limit, softcaps)
+            projected = gate_up[expert].to(compute) @ tokens[t].to(compute)
+            hidden = _activate(x, projected)
             if rounds:
                 hidden = rounded(hidden.to(dtype)).to(compute)
             y = down[expert].to(compute) @ hidden
-            out[t] += expert_weights[t, j].to(compute) * y
+            out[t] += x.expert_weights[t, j].to(compute) * y
     return out.to(dtype)
 
 
-def _activate(
-    projected: Tensor,
-    activation: str,
-    limit: float | None,
-    softcaps: Sequence[float] | None,
-) -> Tensor:
-    """[..., 2 I], gate and up, or [..., I] without a gate, to the hidden activations [..., I]."""
-    if activation == "relu2":
+def _activate(x: FusedExperts, projected: Tensor) -> Tensor:
+    """Turn [..., 2 I], gate and up, or [..., I] without a gate, into hidden activations."""
+    if not x.has_gate:
         return F.relu(projected).square()
     gate, up = projected.chunk(2, dim=-1)
-    if softcaps is not None:
+    if x.softcaps is not None:
         bound_gate, bound_up = (
-            cap * torch.tanh(x / cap) for x, cap in zip((gate, up), softcaps, strict=True)
+            cap * torch.tanh(part / cap) for part, cap in zip((gate, up), x.softcaps, strict=True)
         )
         return bound_gate * torch.sigmoid(gate) * bound_up
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if x.limit is not None:
+        gate, up = gate.clamp(max=x.limit), up.clamp(-x.limit, x.limit)
     return F.silu(gate) * up

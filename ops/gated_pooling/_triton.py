@@ -62,10 +62,13 @@ def _pool_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program: some channels of one token, which pools if it is the last of its block.
+    """Pool the block that one token completes, and keep the tokens of the block after it.
 
-    Of the tokens of a sequence one alone pools what its slot has, the first that completes a block,
-    if there is one: after that it writes to the slot. Else the last does.
+    Grid: (tokens, channels / BLOCK_D). Tile: SIZE rows of keys and gates by BLOCK_D channels, from
+    the new tokens and from the slot.
+
+    One token alone reads what its sequence's slot holds: the first that completes a block. That
+    program then writes the slot; if no token completes a block, the last token's does.
     """
     token = tl.program_id(0)
     index_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -1,8 +1,7 @@
-"""The products of ``products.h``, and torch's own for many rows where it is the faster one."""
+"""Implementations "cpp" and "cpp_invariant": the kernels of ``products.h``, or torch's product."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.formats.stored_weights import are_integers, format_of, group_of, has_zeros
 from torch_hybrid.ops.linear.by_torch import product_by_torch
+from torch_hybrid.ops.linear.op import Linear
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.cpu_tuning import tuning
 
@@ -18,6 +18,7 @@ MAX_ROWS = 128
 # oneDNN's product of bf16 in tiles of AMX reads past the end of rows of another depth, into what
 # lies beside them: NaN there becomes NaN in the result (torch 2.13).
 _TILE_DEPTH = 32
+_UNSCALED = (0, 0, False)  # pointer to scales, numbers of a group, whether it has zero points
 
 SOURCE = Path(__file__).with_name("_cpu.cpp")
 INTEGERS = Path(__file__).with_name("_cpu_integers.cpp")
@@ -32,46 +33,46 @@ _RUN = kernel("linear", SOURCE, **FIELDS)
 _RUN_INTEGERS = kernel("linear_of_integers", INTEGERS, **FIELDS)
 
 
-def linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    *,
-    scales: Sequence[Tensor] | None = None,
-    is_invariant: bool = False,
-) -> Tensor:
-    """See ``torch_hybrid.ops.linear.op.linear``."""
-    num_rows, depth = x.shape
-    sizes = [weight.shape[0] for weight in weights]
-    y = x.new_empty(num_rows, sum(sizes))
-    measured = tuning(x.dtype)
-    by_torch = scales is None and measured.many_by_torch and not is_invariant
+def linear(x: Linear, *, is_invariant: bool = False) -> Tensor:
+    """Run the C++ kernel of the weights' format, or many rows by torch.
+
+    Args:
+        x: the op's arguments.
+        is_invariant: whether each number of rows takes the product of many, so that a row has the
+            bits that it has alone.
+
+    Returns:
+        the op's result.
+    """
+    num_rows, depth = x.x.shape
+    y = x.empty()
+    measured = tuning(x.x.dtype)
+    by_torch = x.scales is None and measured.many_by_torch and not is_invariant
     if num_rows > MAX_ROWS and by_torch and depth % _TILE_DEPTH == 0:
-        return product_by_torch(x, weights, biases, y)
+        return product_by_torch(x.x, x.weights, x.biases, y)
+    stored = [
+        (scale.data_ptr(), group_of(weight, scale), has_zeros(weight, scale))
+        for weight, scale in x.scaled
+    ] or [_UNSCALED] * len(x.weights)
     rows: list[int] = []
-    stored = [(0, 0, False)] * len(sizes)  # pointer, numbers of a group, whether it has zero points
-    if scales is not None:
-        stored = [
-            (scale.data_ptr(), group_of(weight, scale), has_zeros(weight, scale))
-            for weight, scale in zip(weights, scales, strict=True)
-        ]
-    of_weights = zip(weights, biases, sizes, stored, strict=True)
-    for weight, bias, size, (scale_ptr, group, zeros) in of_weights:
+    of_weights = zip(x.weights, x.biases, stored, strict=True)
+    for weight, bias, (scale_ptr, group, zeros) in of_weights:
         bias_ptr = 0 if bias is None else bias.data_ptr()
-        rows += (weight.data_ptr(), scale_ptr, bias_ptr, size, group, zeros)
-    run = _RUN_INTEGERS if are_integers(weights[0].dtype) else _RUN
+        rows += (weight.data_ptr(), scale_ptr, bias_ptr, weight.shape[0], group, zeros)
+    weight_dtype = x.weights[0].dtype
+    run = _RUN_INTEGERS if are_integers(weight_dtype) else _RUN
     run(
-        x,
+        x.x,
         y,
         num_rows,
         depth,
-        x.stride(0),
+        x.x.stride(0),
         y.stride(0),
-        len(sizes),
+        len(x.weights),
         measured.streams,
         measured.by_hardware,
-        format_of(weights[0].dtype),
-        x.dtype is torch.bfloat16,
+        format_of(weight_dtype),
+        x.x.dtype is torch.bfloat16,
         is_invariant,
         torch.get_num_threads(),
         *rows,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_hybrid.ops.linear._triton_place import bias_of, place
+from torch_hybrid.ops.linear._triton_place import place, store_tile
 from torch_hybrid.ops.triton.products import dot
 
 
@@ -29,10 +29,11 @@ def store_columns(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """A tile of BLOCK_N columns, of the rows ``index_m`` of y.
+    """Store a tile of BLOCK_N columns, of the rows ``index_m`` of y.
 
-    Few rows are multiplied as the weights come. Of more, the weight is the left side of products,
-    of which tensor cores take 64 rows; or 16 in each warp, which then has a part of the depth.
+    Fewer than 16 rows are multiplied outside the tensor cores, as the weights come. Else the weight
+    is the left operand of the tensor cores, 64 rows of it. With PARTS, each warp takes 16 rows and
+    a part of the depth.
     """
     BLOCK_M: tl.constexpr = index_m.shape[0]
     FEW: tl.constexpr = BLOCK_M < 16
@@ -59,9 +60,7 @@ def store_columns(
                 acc = dot(b_w, tl.trans(b_x), acc)
         if FEW:
             acc = tl.sum(acc, 2)
-    acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
-    p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
-    tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
+    store_tile(acc, y, biases, which, row, column, index_m, mask_n, mask_m, stride_y, BIASED)
 
 
 @triton.jit
@@ -74,8 +73,10 @@ def _sum_in_parts(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_N, BLOCK_M] products of rows of a weight [BLOCK_N, BLOCK_K] and of x, of which each
-    warp sums its own columns."""
+    """Sum products of rows of a weight and of x [BLOCK_N, BLOCK_M], each warp a part of the depth.
+
+    Tiles of pointers ``p_w`` and ``p_x`` are BLOCK_K columns wide.
+    """
     BLOCK_K: tl.constexpr = p_w.shape[1]
     acc = tl.zeros([PARTS, p_w.shape[0], p_x.shape[0]], dtype=tl.float32)
     part = (tl.arange(0, PARTS) * BLOCK_K)[:, None, None]

@@ -1,15 +1,14 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Weights of 8 bits in Triton, each sum of 128 products scaled in float32.
+"""FP8 weights in Triton, each sum of 128 products scaled in float32.
 
-``fp8_linear`` leaves x as it is: weights are widened, in registers, or of many rows in memory once,
-and torch multiplies. ``rounded_linear`` rounds x to 8 bits too, and multiplies those: of few rows
-where they are loaded, of many by torch.
+``fp8_linear`` does not round x. Weights are widened in registers; for many rows in memory once, and
+torch multiplies. ``rounded_linear`` rounds x to FP8 too, and multiplies FP8 by FP8: the kernel few
+rows, torch many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -19,15 +18,17 @@ from torch import Tensor
 
 from torch_hybrid.ops.formats.block_scales import BLOCK
 from torch_hybrid.ops.linear._triton_columns import store_columns
-from torch_hybrid.ops.linear._triton_place import bias_of, place
+from torch_hybrid.ops.linear._triton_place import place, scales_of, store_tile
+from torch_hybrid.ops.linear._triton_tile import Tile, is_empty, readable_biases
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
+from torch_hybrid.ops.linear.op import Linear
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.fp8 import fp8_dot, readable, rounded_row, rounded_rows, widen
 from torch_hybrid.ops.triton.products import dot
 
 # Past it a weight is read and multiplied so often that widening it in memory is the faster way.
 MAX_ROWS = 128
-# Past these, torch multiplies what is rounded: by one weight, and by several one after the other.
+# Past these, torch multiplies FP8 by FP8: one weight, and several one after the other.
 MAX_ROUNDED_ROWS = 32
 MAX_ROUNDED_ROWS_OF_SEVERAL = 128
 # Few rows and columns are multiplied outside the tensor cores, which leaves more programs.
@@ -39,241 +40,163 @@ _PART_DEPTH = 1024
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """Rows of x and of a weight that a program multiplies, ``block_k`` columns at a time in each of
-    ``num_parts`` parts side by side. Decided by shapes alone.
+def fp8_linear(x: Linear) -> Tensor:
+    """Multiply x as it is by FP8 weights: few rows in one launch, others by torch."""
+    y = empty_columns(x.x, x.sizes)
+    if not _is_ours(x):
+        return product_by_torch(x.x, _dequantized(x), x.biases, y)
+    _launch(x, y, _tile(x), rounds=False)
+    return y
+
+
+def rounded_linear(x: Linear) -> Tensor:
+    """Round x to FP8 and multiply it by FP8 weights: "triton_fp8". Weights of x's dtype meet x."""
+    if len(x.scaled) < len(x.weights):
+        return _mixed_linear(x)
+    num_rows = x.x.shape[0]
+    if num_rows > _most_rows(x) and _suits_torch(x):
+        return _rounded_product_by_torch(x)
+    y = x.x.new_empty(num_rows, sum(x.sizes))
+    if is_empty(x):
+        return product_by_torch(x.x, [w.to(x.x.dtype) for w in x.weights], x.biases, y)
+    _launch(x, y, _rounding_tile(x), rounds=True)
+    return y
+
+
+def _mixed_linear(x: Linear) -> Tensor:
+    """Multiply by FP8 weights and by those of x's dtype behind: in one launch, or apart."""
+    (num_rows, depth), num_scaled = x.x.shape, len(x.scaled)
+    if 0 < num_rows <= _most_rows(x) and depth >= _PART_DEPTH and x.x.itemsize == 2:
+        y = x.x.new_empty(num_rows, sum(x.sizes))
+        _launch_mixed(x, y, _rounding_tile(x))
+        return y
+    first = replace(x, weights=x.weights[:num_scaled], biases=x.biases[:num_scaled])
+    others = x.x.new_empty(num_rows, sum(x.sizes[num_scaled:]))
+    others = product_by_torch(x.x, x.weights[num_scaled:], x.biases[num_scaled:], others)
+    return torch.cat((rounded_linear(first), others), 1)
+
+
+def _most_rows(x: Linear) -> int:
+    """Name the number of rows past which torch multiplies FP8 by FP8 faster."""
+    return MAX_ROUNDED_ROWS if len(x.scaled) == 1 else MAX_ROUNDED_ROWS_OF_SEVERAL
+
+
+def _launch(x: Linear, y: Tensor, tile: Tile, *, rounds: bool) -> None:
+    """Fill ``y``, all of whose weights are FP8; with ``rounds``, x is rounded to FP8 too."""
+    numbers, units = x.x, x.x
+    if rounds and tile.block_m > _FEW_ROWS:
+        numbers, units = rounded_rows(x.x)
+        numbers = readable(numbers)
+    _fp8_linear_kernel[tile.grid(x)](
+        numbers,
+        units,
+        tuple(map(readable, x.weights)),
+        tuple(x.scales or ()),
+        readable_biases(x),
+        y,
+        x.sizes,
+        x.x.shape[0],
+        numbers.stride(0),
+        y.stride(0),
+        ROUNDS=rounds,
+        **tile.options(x),
+    )
+
+
+def _launch_mixed(x: Linear, y: Tensor, tile: Tile) -> None:
+    """Fill ``y`` with results of FP8 weights and rounded x, and of other weights and x."""
+    num_scaled = len(x.scaled)
+    numbers, units = rounded_rows(x.x)
+    numbers = readable(numbers)
+    biases = readable_biases(x)
+    _mixed_linear_kernel[tile.grid(x)](
+        x.x,
+        numbers,
+        units,
+        tuple(map(readable, x.weights[:num_scaled])),
+        tuple(x.scales or ()),
+        biases[:num_scaled],
+        x.sizes[:num_scaled],
+        tuple(x.weights[num_scaled:]),
+        biases[num_scaled:],
+        x.sizes[num_scaled:],
+        y,
+        x.x.shape[0],
+        x.x.stride(0),
+        numbers.stride(0),
+        y.stride(0),
+        **tile.options(x),
+    )
+
+
+def _tile(x: Linear) -> Tile:
+    """Choose the tile where x is not rounded.
 
     ``block_n`` divides 128: the rows of a program have one scale for each 128 columns.
     """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_stages: int
-    num_parts: int = 1
-    num_warps: int = 4
-
-    @classmethod
-    def of(cls, num_rows: int, num_columns: int, depth: int) -> Tile:
-        """For that many rows of x, and columns of all weights' results, of sums so deep."""
-        if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS:
-            block_m = triton.next_power_of_2(num_rows)
-            return cls(block_m=block_m, block_n=8, block_k=512, num_stages=4)
-        if num_rows <= _PART_ROWS and num_columns <= _FEW_COLUMNS and depth >= _PART_DEPTH:
-            block_m = 16 if num_rows <= 16 else 32
-            return cls(block_m=block_m, block_n=16, block_k=128, num_stages=3, num_parts=4)
-        block_m, stages = (16, 5) if num_rows <= 16 else (32, 4) if num_rows <= 32 else (64, 3)
-        # Weights that are widened take registers.
-        num_warps = 4 if block_m < 64 else 8
-        return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages, num_warps=num_warps)
-
-    @classmethod
-    def rounding(cls, num_rows: int, num_columns: int, depth: int) -> Tile:
-        """The same where x is rounded too."""
-        if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS and depth < _PART_DEPTH:
-            return cls.of(num_rows, num_columns, depth)
-        if num_rows <= _PART_ROWS and num_columns <= _FEW_COLUMNS and depth >= _PART_DEPTH:
-            block_m = 16 if num_rows <= 16 else 32
-            return cls(block_m=block_m, block_n=16, block_k=128, num_stages=4, num_parts=4)
-        block_m, stages = (16, 5) if num_rows <= 16 else (32, 4) if num_rows <= 32 else (64, 4)
-        return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages)
+    (num_rows, depth), num_columns = x.x.shape, sum(x.sizes)
+    if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS:
+        block_m = triton.next_power_of_2(num_rows)
+        return Tile(block_m=block_m, block_n=8, block_k=512, num_stages=4)
+    if num_rows <= _PART_ROWS and num_columns <= _FEW_COLUMNS and depth >= _PART_DEPTH:
+        return _tile_in_parts(num_rows, num_stages=3)
+    # Weights that are widened take registers.
+    return _tile_of_columns(num_rows, most_stages=3, most_warps=8)
 
 
-def fp8_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scales: Sequence[Tensor],
-) -> Tensor:
-    """What ``linear`` returns of weights that have scales."""
-    num_rows, depth = x.shape
-    sizes = tuple(weight.shape[0] for weight in weights)
-    y = empty_columns(x, sizes)
-    if not _is_ours(x, sizes):
-        widened = _in_memory(weights, scales, x.dtype)
-        return product_by_torch(x, widened, biases, y)
-    _launch(x, weights, biases, scales, y, Tile.of(num_rows, sum(sizes), depth), rounds=False)
-    return y
+def _rounding_tile(x: Linear) -> Tile:
+    """Choose the tile where x is rounded."""
+    (num_rows, depth), num_columns = x.x.shape, sum(x.sizes)
+    if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS and depth < _PART_DEPTH:
+        return _tile(x)
+    if num_rows <= _PART_ROWS and num_columns <= _FEW_COLUMNS and depth >= _PART_DEPTH:
+        return _tile_in_parts(num_rows, num_stages=4)
+    return _tile_of_columns(num_rows, most_stages=4, most_warps=4)
 
 
-def rounded_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    *,
-    scales: Sequence[Tensor],
-) -> Tensor:
-    """Launcher of ``torch_hybrid::linear``, of weights that have scales, and of others behind."""
-    num_scaled = len(scales)
-    if num_scaled < len(weights):
-        return _mixed_linear(x, weights, biases, scales)
-    num_rows, depth = x.shape
-    sizes = tuple(weight.shape[0] for weight in weights)
-    if num_rows > _most_rows(num_scaled) and _suits_torch(x, sizes):
-        return _rounded_product_by_torch(x, weights, biases, scales)
-    y = x.new_empty(num_rows, sum(sizes))
-    if num_rows == 0 or depth == 0 or sum(sizes) == 0:
-        return product_by_torch(x, [w.to(x.dtype) for w in weights], biases, y)
-    _launch(x, weights, biases, scales, y, Tile.rounding(num_rows, sum(sizes), depth), rounds=True)
-    return y
+def _tile_in_parts(num_rows: int, num_stages: int) -> Tile:
+    """Choose the tile of few columns, whose warps share the depth."""
+    block_m = 16 if num_rows <= 16 else 32
+    return Tile(block_m=block_m, block_n=16, block_k=128, num_stages=num_stages, num_parts=4)
 
 
-def _mixed_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scales: Sequence[Tensor],
-) -> Tensor:
-    """The same of weights that have scales and others behind: one launch, or apart."""
-    num_rows, depth = x.shape
-    num_scaled = len(scales)
-    sizes = tuple(weight.shape[0] for weight in weights)
-    if 0 < num_rows <= _most_rows(num_scaled) and depth >= _PART_DEPTH and x.itemsize == 2:
-        y = x.new_empty(num_rows, sum(sizes))
-        tile = Tile.rounding(num_rows, sum(sizes), depth)
-        _launch_mixed(x, weights, biases, scales, y, tile)
-        return y
-    rounded = rounded_linear(x, weights[:num_scaled], biases[:num_scaled], scales=scales)
-    others = x.new_empty(num_rows, sum(sizes[num_scaled:]))
-    others = product_by_torch(x, weights[num_scaled:], biases[num_scaled:], others)
-    return torch.cat((rounded, others), 1)
+def _tile_of_columns(num_rows: int, most_stages: int, most_warps: int) -> Tile:
+    """Choose the tile of 64 columns; with 64 rows it has the stages and warps given."""
+    if num_rows > 32:
+        given = {"num_stages": most_stages, "num_warps": most_warps}
+        return Tile(block_m=64, block_n=64, block_k=128, **given)
+    block_m, stages = (16, 5) if num_rows <= 16 else (32, 4)
+    return Tile(block_m=block_m, block_n=64, block_k=128, num_stages=stages)
 
 
-def _most_rows(num_weights: int) -> int:
-    """Past which torch is the faster way."""
-    return MAX_ROUNDED_ROWS if num_weights == 1 else MAX_ROUNDED_ROWS_OF_SEVERAL
-
-
-def _launch(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scales: Sequence[Tensor],
-    y: Tensor,
-    tile: Tile,
-    *,
-    rounds: bool,
-) -> None:
-    num_rows, depth = x.shape
-    sizes = tuple(weight.shape[0] for weight in weights)
-    numbers, units = x, x
-    if rounds and tile.block_m > _FEW_ROWS:
-        numbers, units = rounded_rows(x)
-        numbers = readable(numbers)
-    _fp8_linear_kernel[_grid(num_rows, sizes, tile)](
-        numbers,
-        units,
-        tuple(map(readable, weights)),
-        tuple(scales),
-        _readable_biases(x, biases),
-        y,
-        sizes,
-        num_rows,
-        numbers.stride(0),
-        y.stride(0),
-        BIASED=_biased(biases),
-        ROUNDS=rounds,
-        **_options(tile, depth),
-    )
-
-
-def _launch_mixed(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scales: Sequence[Tensor],
-    y: Tensor,
-    tile: Tile,
-) -> None:
-    num_rows, depth = x.shape
-    sizes = tuple(weight.shape[0] for weight in weights)
-    num_scaled = len(scales)
-    numbers, units = rounded_rows(x)
-    numbers = readable(numbers)
-    readable_biases = _readable_biases(x, biases)
-    _mixed_linear_kernel[_grid(num_rows, sizes, tile)](
-        x,
-        numbers,
-        units,
-        tuple(map(readable, weights[:num_scaled])),
-        tuple(scales),
-        readable_biases[:num_scaled],
-        sizes[:num_scaled],
-        tuple(weights[num_scaled:]),
-        readable_biases[num_scaled:],
-        sizes[num_scaled:],
-        y,
-        num_rows,
-        x.stride(0),
-        numbers.stride(0),
-        y.stride(0),
-        BIASED=_biased(biases),
-        **_options(tile, depth),
-    )
-
-
-def _grid(num_rows: int, sizes: Sequence[int], tile: Tile) -> tuple[int, int]:
-    num_tiles = sum(triton.cdiv(size, tile.block_n) for size in sizes)
-    return num_tiles, triton.cdiv(num_rows, tile.block_m)
-
-
-def _options(tile: Tile, depth: int) -> dict[str, int]:
-    """How either kernel is built and launched."""
-    return {
-        "K": depth,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "PARTS": tile.num_parts,
-        "STAGES": tile.num_stages,
-        "num_warps": tile.num_warps,
-        "enable_fp_fusion": True,
-    }
-
-
-def _readable_biases(x: Tensor, biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """In the place of a bias that is not there, a tensor that is not read."""
-    return tuple(x if bias is None else bias for bias in biases)
-
-
-def _biased(biases: Sequence[Tensor | None]) -> int:
-    """Bit i: there is bias i."""
-    return sum(1 << i for i, bias in enumerate(biases) if bias is not None)
-
-
-def _suits_torch(x: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether torch multiplies 8 bits by 8 bits of these."""
+def _suits_torch(x: Linear) -> bool:
+    """Tell whether torch multiplies FP8 by FP8 of these shapes, on this device."""
     return (
-        is_hopper(x.device)
+        is_hopper(x.x.device)
         and _cublas_scales_blocks()
-        and x.dtype == torch.bfloat16
+        and x.x.dtype == torch.bfloat16
         # Rows of scales of a weight, of numbers, and of results, as cuBLAS takes them.
-        and x.shape[1] % (4 * BLOCK) == 0
-        and all(size % 16 == 0 for size in sizes)
+        and x.x.shape[1] % (4 * BLOCK) == 0
+        and all(size % 16 == 0 for size in x.sizes)
     )
 
 
 @cache
 def _cublas_scales_blocks() -> bool:
-    """Since CUDA 12.9."""
+    """Tell whether cuBLAS scales blocks, as it does since CUDA 12.9."""
     numbers = (torch.version.cuda or "0.0").split(".")
     return (int(numbers[0]), int(numbers[1])) >= (12, 9)
 
 
-def _rounded_product_by_torch(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scales: Sequence[Tensor],
-) -> Tensor:
+def _rounded_product_by_torch(x: Linear) -> Tensor:
+    """Multiply rounded x by one FP8 weight after the other, by cuBLAS."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     # cuBLAS takes rows by fours.
-    num_rows = x.shape[0]
-    numbers, units = rounded_rows(x, num_rows=4 * triton.cdiv(num_rows, 4))
+    num_rows = x.x.shape[0]
+    numbers, units = rounded_rows(x.x, num_rows=4 * triton.cdiv(num_rows, 4))
     parts = []
-    for weight, bias, scale in zip(weights, biases, scales, strict=True):
+    for (weight, scale), bias in zip(x.scaled, x.biases, strict=True):
         part = scaled_mm(
             numbers,
             weight.T,
@@ -281,29 +204,27 @@ def _rounded_product_by_torch(
             ScalingType.BlockWise1x128,
             scale.T,
             ScalingType.BlockWise128x128,
-            output_dtype=x.dtype,
+            output_dtype=x.x.dtype,
         )[:num_rows]
         parts.append(part if bias is None else part.add_(bias))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether the kernel is the faster way, by shapes alone."""
-    num_rows, depth = x.shape
-    if num_rows == 0 or depth == 0 or sum(sizes) == 0:
+def _is_ours(x: Linear) -> bool:
+    """Tell by shapes alone whether the kernel is faster than torch."""
+    if is_empty(x):
         return False
-    if num_rows <= _FEW_ROWS and sum(sizes) <= _FEW_COLUMNS:
+    num_rows = x.x.shape[0]
+    if num_rows <= _FEW_ROWS and sum(x.sizes) <= _FEW_COLUMNS:
         return True
     # More of float32 would have to be multiplied outside the tensor cores.
-    return num_rows <= MAX_ROWS and x.dtype != torch.float32
+    return num_rows <= MAX_ROWS and x.x.dtype != torch.float32
 
 
-def _in_memory(
-    weights: Sequence[Tensor], scales: Sequence[Tensor], dtype: torch.dtype
-) -> Sequence[Tensor]:
-    """What the weights are worth, each rounded to ``dtype``."""
-    widened = [weight.new_empty(weight.shape, dtype=dtype) for weight in weights]
-    for weight, scale, out in zip(weights, scales, widened, strict=True):
+def _dequantized(x: Linear) -> list[Tensor]:
+    """Write the weights to memory, dequantized to x's dtype."""
+    widened = [weight.new_empty(weight.shape, dtype=x.x.dtype) for weight in x.weights]
+    for (weight, scale), out in zip(x.scaled, widened, strict=True):
         if out.numel() > 0:
             num_rows, depth = weight.shape
             grid = (triton.cdiv(depth, BLOCK), triton.cdiv(num_rows, BLOCK))
@@ -315,7 +236,7 @@ def _in_memory(
 def _widen_kernel(
     weight: tl.tensor, scales: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.constexpr
 ) -> None:
-    """One program: one block."""
+    """Dequantize a weight in memory. Grid: blocks of 128 columns and of 128 rows."""
     row = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     column = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     mask = (row < N)[:, None] & (column < K)[None, :]
@@ -328,7 +249,7 @@ def _widen_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _fp8_linear_kernel(
     x: tl.tensor,
-    units: tl.tensor,  # of x's numbers, where those have 8 bits
+    units: tl.tensor,  # of x's numbers, where those are FP8
     weights: tl.tuple,
     scales: tl.tuple,
     biases: tl.tuple,
@@ -346,7 +267,11 @@ def _fp8_linear_kernel(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N columns of BLOCK_M rows of y."""
+    """Multiply x, or x rounded, by all weights.
+
+    Grid: tiles of BLOCK_N columns of all weights, and blocks of BLOCK_M rows. Loads are pipelined
+    in STAGES through shared memory.
+    """
     _store_columns(
         tl.program_id(0), x, units, weights, scales, biases, y, sizes, M, stride_x, stride_y,
         BIASED, ROUNDS, K, BLOCK_M, BLOCK_N, BLOCK_K, PARTS, STAGES,
@@ -356,9 +281,9 @@ def _fp8_linear_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _mixed_linear_kernel(
     x: tl.tensor,
-    numbers: tl.tensor,  # of x in 8 bits
+    numbers: tl.tensor,  # x rounded to FP8
     units: tl.tensor,
-    weights: tl.tuple,  # of 8 bits
+    weights: tl.tuple,  # FP8
     scales: tl.tuple,
     biases: tl.tuple,
     sizes: tl.tuple,
@@ -378,7 +303,10 @@ def _mixed_linear_kernel(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """The same, where programs behind those of ``weights`` multiply x itself by ``others``."""
+    """Multiply rounded x by FP8 weights, and x by others.
+
+    Grid: tiles of BLOCK_N columns of ``weights``, then of ``others``, and blocks of BLOCK_M rows.
+    """
     tile = tl.program_id(0)
     first_tile, first_column = 0, 0
     for i in tl.static_range(len(sizes)):
@@ -419,16 +347,14 @@ def _store_columns(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """A tile of BLOCK_N columns.
+    """Store a tile of BLOCK_N columns of BLOCK_M rows.
 
-    Few rows are multiplied as the weights come. Of more, the weight is the left side of products of
-    tensor cores; each warp has a part of the depth where there are PARTS.
+    Fewer than 16 rows are multiplied outside the tensor cores, as the weights come. Else the weight
+    is the left operand of the tensor cores. With PARTS, each warp takes a part of the depth.
     """
     FEW: tl.constexpr = BLOCK_M < 16
     weight, which, size, column, first_row = place(tile, weights, sizes, BLOCK_N)
-    scale = scales[0]
-    for i in tl.static_range(1, len(sizes)):
-        scale = tl.where(which == i, scales[i], scale)
+    scale = scales_of(scales, which)
     scale += first_row // _BLOCK * tl.cdiv(K, _BLOCK)
     row = first_row + tl.arange(0, BLOCK_N)
     index_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -442,9 +368,7 @@ def _store_columns(
         acc = _sum_in_parts(p_w, p_x, p_unit, M, scale, mask_n, mask_m, K, BLOCK_K, PARTS, STAGES)
     else:
         acc = _sum(p_w, p_x, p_unit, M, scale, mask_n, mask_m, K, BLOCK_K, STAGES)
-    acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
-    p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
-    tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
+    store_tile(acc, y, biases, which, row, column, index_m, mask_n, mask_m, stride_y, BIASED)
 
 
 @triton.jit
@@ -460,7 +384,7 @@ def _sum(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_N, BLOCK_M] products of rows of a weight and of x, which the pointers begin."""
+    """Sum products [BLOCK_N, BLOCK_M] of rows of a weight and of x, which the pointers begin."""
     index_k = tl.arange(0, BLOCK_K)
     zeros = tl.zeros([p_w.shape[0], p_x.shape[0]], dtype=tl.float32)
     acc = zeros
@@ -491,7 +415,7 @@ def _sum_in_parts(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tl.tensor:
-    """The same, of which each warp sums its own columns."""
+    """Sum products [BLOCK_N, BLOCK_M], each warp a part of the depth."""
     zeros = tl.zeros([PARTS, p_w.shape[0], p_x.shape[0]], dtype=tl.float32)
     acc = zeros
     part = tl.arange(0, PARTS) * BLOCK_K
@@ -525,7 +449,7 @@ def _sum_as_it_comes(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tl.tensor:
-    """The same, outside the tensor cores."""
+    """Sum products [BLOCK_N, BLOCK_M] outside the tensor cores."""
     acc = tl.zeros([p_w.shape[0], p_x.shape[0], BLOCK_K], dtype=tl.float32)
     index_k = tl.arange(0, BLOCK_K)
     for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):

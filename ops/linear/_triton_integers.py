@@ -1,13 +1,10 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Weights that are integers in Triton: widened in registers, so that x is not rounded.
+"""INT8 and INT4 weights in Triton: widened in registers, so that x is not rounded.
 
-Of many rows, weights are widened in memory once, and torch multiplies.
+For many rows, weights are widened in memory once, and torch multiplies.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,8 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.formats.integers import INT4, group_of, has_zeros
-from torch_hybrid.ops.linear._triton_place import bias_of, place
+from torch_hybrid.ops.linear._triton_place import place, scales_of, store_tile
+from torch_hybrid.ops.linear._triton_tile import Tile, is_empty, readable_biases
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
+from torch_hybrid.ops.linear.op import Linear
 from torch_hybrid.ops.triton.integers import (
     chunk_of,
     few_products,
@@ -30,104 +29,68 @@ from torch_hybrid.ops.triton.products import dot
 MAX_ROWS = 64
 _WIDE_ROWS, _WIDE_COLUMNS = 32, 128  # of a tile that is widened in memory
 
-# Of few columns there are few programs: the warps of one share the depth, and 16 columns are enough
-# for it. Numbers of 4 bits take so long to widen that they are better shared whatever the columns.
+# Few columns make few programs: the warps of one share the depth, and 16 columns are enough for it.
+# INT4 takes so long to widen that warps better share the depth whatever the columns.
 _FEW_COLUMNS = 4096
 _PART_ROWS = 32  # that a program multiplies so at most
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """Rows of x and of a weight that a program multiplies, ``block_k`` columns at a time in each of
-    ``num_parts`` parts side by side. Decided by shapes alone."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_stages: int
-    num_parts: int = 1
-    num_warps: int = 4
-
-    @classmethod
-    def of(cls, num_rows: int, num_columns: int, depth: int, *, is_int4: bool) -> Tile:
-        """For that many rows of x, and columns of all weights' results, of sums so deep."""
-        few_columns = num_columns <= _FEW_COLUMNS
-        if num_rows == 1:  # outside the tensor cores
-            if is_int4 and not few_columns:
-                return cls(block_m=1, block_n=16, block_k=256, num_stages=1, num_warps=8)
-            return cls(block_m=1, block_n=4, block_k=512, num_stages=1)
-        block_m = max(16, triton.next_power_of_2(num_rows))
-        if (few_columns or (is_int4 and num_rows <= 16)) and depth % 512 == 0:
-            block_m = min(block_m, _PART_ROWS)
-            return cls(block_m=block_m, block_n=16, block_k=128, num_stages=3, num_parts=4)
-        block_n = 32 if num_rows <= 16 and not is_int4 else 64
-        return cls(block_m=block_m, block_n=block_n, block_k=128, num_stages=3)
-
-
-def integer_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scales: Sequence[Tensor],
-) -> Tensor:
-    """What ``linear`` returns of weights that are integers."""
-    num_rows, depth = x.shape
-    sizes = tuple(weight.shape[0] for weight in weights)
-    y = empty_columns(x, sizes)
-    pairs = list(zip(weights, scales, strict=True))
-    kinds = {(group_of(*pair), has_zeros(*pair)) for pair in pairs}
-    if not _is_ours(x, sizes) or len(kinds) > 1:
-        widened = _in_memory(weights, scales, x.dtype)
-        return product_by_torch(x, widened, biases, y)
-    is_int4 = weights[0].dtype == INT4
-    group, zeros = kinds.pop()
-    tile = Tile.of(num_rows, sum(sizes), depth, is_int4=is_int4)
-    columns = sum(triton.cdiv(size, tile.block_n) for size in sizes)
-    _integer_linear_kernel[(columns, triton.cdiv(num_rows, tile.block_m))](
-        x,
-        tuple(weights),
-        tuple(scales),
-        # In the place of a bias that is not there stands a tensor that is not read.
-        tuple(x if bias is None else bias for bias in biases),
+def integer_linear(x: Linear) -> Tensor:
+    """Multiply by INT8 or INT4 weights: few rows in one launch, others by torch."""
+    y = empty_columns(x.x, x.sizes)
+    formats = {(group_of(*pair), has_zeros(*pair)) for pair in x.scaled}
+    if not _is_ours(x) or len(formats) > 1:
+        return product_by_torch(x.x, _dequantized(x), x.biases, y)
+    is_int4 = x.weights[0].dtype == INT4
+    group, zeros = formats.pop()
+    tile = _tile(x, is_int4=is_int4)
+    _integer_linear_kernel[tile.grid(x)](
+        x.x,
+        tuple(x.weights),
+        tuple(x.scales or ()),
+        readable_biases(x),
         y,
-        sizes,
-        num_rows,
-        x.stride(0),
+        x.sizes,
+        x.x.shape[0],
+        x.x.stride(0),
         y.stride(0),
-        BIASED=sum(1 << i for i, bias in enumerate(biases) if bias is not None),
-        K=depth,
         GROUP=group if is_int4 else 0,
         ZEROS=zeros,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        PARTS=tile.num_parts,
-        STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-        enable_fp_fusion=True,
+        **tile.options(x),
     )
     return y
 
 
-def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether the kernel is the faster way, by shapes alone."""
-    num_rows, depth = x.shape
-    if num_rows == 0 or depth == 0 or sum(sizes) == 0:
-        return False
+def _tile(x: Linear, *, is_int4: bool) -> Tile:
+    """Choose the tile that programs multiply."""
+    num_rows, depth = x.x.shape
+    few_columns = sum(x.sizes) <= _FEW_COLUMNS
+    if num_rows == 1:  # outside the tensor cores
+        if is_int4 and not few_columns:
+            return Tile(block_m=1, block_n=16, block_k=256, num_stages=1, num_warps=8)
+        return Tile(block_m=1, block_n=4, block_k=512, num_stages=1)
+    block_m = max(16, triton.next_power_of_2(num_rows))
+    if (few_columns or (is_int4 and num_rows <= 16)) and depth % 512 == 0:
+        block_m = min(block_m, _PART_ROWS)
+        return Tile(block_m=block_m, block_n=16, block_k=128, num_stages=3, num_parts=4)
+    block_n = 32 if num_rows <= 16 and not is_int4 else 64
+    return Tile(block_m=block_m, block_n=block_n, block_k=128, num_stages=3)
+
+
+def _is_ours(x: Linear) -> bool:
+    """Tell by shapes alone whether the kernel is faster than torch."""
     # More of float32 would have to be multiplied outside the tensor cores.
-    return num_rows <= (1 if x.dtype == torch.float32 else MAX_ROWS)
+    return not is_empty(x) and len(x.x) <= (1 if x.x.dtype == torch.float32 else MAX_ROWS)
 
 
-def _in_memory(
-    weights: Sequence[Tensor], scales: Sequence[Tensor], dtype: torch.dtype
-) -> Sequence[Tensor]:
-    """What the weights are worth, each rounded to ``dtype``."""
+def _dequantized(x: Linear) -> list[Tensor]:
+    """Write the weights to memory, dequantized to x's dtype."""
     widened = []
-    for weight, scale in zip(weights, scales, strict=True):
+    for weight, scale in x.scaled:
         num_rows, num_bytes = weight.shape
         is_int4 = weight.dtype == INT4
         depth = num_bytes * (1 + is_int4)
-        out = weight.new_empty(num_rows, depth, dtype=dtype)
+        out = weight.new_empty(num_rows, depth, dtype=x.x.dtype)
         if out.numel() > 0:
             grid = (triton.cdiv(num_rows, _WIDE_ROWS), triton.cdiv(depth, _WIDE_COLUMNS))
             _widen_kernel[grid](
@@ -153,12 +116,12 @@ def _widen_kernel(
     out: tl.tensor,
     N: tl.tensor,
     K: tl.constexpr,
-    GROUP: tl.constexpr,  # 0 where a number has a byte, and a row one scale
+    GROUP: tl.constexpr,  # numbers of a row that share a scale; 0 for INT8
     ZEROS: tl.constexpr,  # whether scales have zero points beside them
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N rows of BLOCK_K numbers."""
+    """Dequantize a weight in memory. Grid: tiles of BLOCK_N rows and BLOCK_K columns."""
     row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     mask = (row < N) & (k < K)
@@ -186,7 +149,7 @@ def _integer_linear_kernel(
     stride_y: tl.tensor,
     BIASED: tl.constexpr,  # bit i: weight i has a bias
     K: tl.constexpr,
-    GROUP: tl.constexpr,  # 0 where a number has a byte, and a row one scale
+    GROUP: tl.constexpr,  # numbers of a row that share a scale; 0 for INT8
     ZEROS: tl.constexpr,  # whether scales have zero points beside them
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -194,12 +157,14 @@ def _integer_linear_kernel(
     PARTS: tl.constexpr,  # of the depth, side by side: of few columns
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N columns of BLOCK_M rows of y, of all unless there are parts."""
+    """Multiply x by all weights, widened in registers.
+
+    Grid: tiles of BLOCK_N columns of all weights; with PARTS, blocks of BLOCK_M rows too.
+    One row is multiplied outside the tensor cores. Else loads are pipelined in STAGES.
+    """
     ONE_ROW: tl.constexpr = BLOCK_M == 1
     weight, which, size, column, first_row = place(tl.program_id(0), weights, sizes, BLOCK_N)
-    scale = scales[0]
-    for i in tl.static_range(1, len(sizes)):
-        scale = tl.where(which == i, scales[i], scale)
+    scale = scales_of(scales, which)
     row = first_row + tl.arange(0, BLOCK_N)
     index_m = tl.arange(0, BLOCK_M)
     if PARTS > 1:
@@ -240,6 +205,4 @@ def _integer_linear_kernel(
         acc = tl.sum(acc, 0)
     if GROUP == 0:
         acc *= tl.load(p_scale, mask=mask_n, other=0.0)[:, None]
-    acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
-    p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
-    tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
+    store_tile(acc, y, biases, which, row, column, index_m, mask_n, mask_m, stride_y, BIASED)

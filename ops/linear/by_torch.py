@@ -13,7 +13,7 @@ ALIGNED = 16
 
 
 def empty_columns(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """[M, sum of sizes] to be filled with the results of several weights; its rows are aligned."""
+    """Make the result [M, sum of sizes] of several weights, whose rows are aligned, not filled."""
     num_columns = sum(sizes)
     apart = num_columns if len(sizes) == 1 else -(-num_columns // ALIGNED) * ALIGNED
     return x.new_empty(x.shape[0], apart)[:, :num_columns]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -15,7 +17,8 @@ from torch_hybrid.ops.core.capability import (
     Implementation,
     Need,
 )
-from torch_hybrid.ops.core.registration import check_impl, check_shapes, define_op
+from torch_hybrid.ops.core.declare import Op, Rows, define, made
+from torch_hybrid.ops.core.registration import check_contiguous, check_dtypes, check_shapes
 from torch_hybrid.ops.formats import block_scales, stored_weights
 from torch_hybrid.ops.linear.by_torch import empty_columns
 from torch_hybrid.ops.native import compiler_missing
@@ -47,7 +50,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             features=stored_weights.FEATURES | {BATCH_INVARIANT},
             available=compiler_missing,
         ),
-        launcher="torch_hybrid.ops.linear._cpu_invariant:linear",
+        launcher="torch_hybrid.ops.linear._cpu:linear",
+        options={"is_invariant": True},
     ),
     "triton_fp8": Implementation(
         capability=Capability(
@@ -92,55 +96,47 @@ _NATIVE = ("cpp", "cpp_invariant", "triton", "triton_invariant")  # made for few
 
 
 def native_impl(need: Need) -> str | None:
-    """The implementation for few rows that can serve ``need``, if there is one."""
+    """Name the implementation for few rows that can serve ``need``, if there is one."""
     able = (name for name in _NATIVE if not IMPLEMENTATIONS[name].capability.why_not(need))
     return next(able, None)
 
 
 def takes_mixed(impl: str, features: frozenset[str]) -> bool:
-    """Whether an implementation for few rows takes weights of these features beside others."""
+    """Tell whether an implementation for few rows takes weights of these features beside others."""
     return impl != "torch" and not IMPLEMENTATIONS[impl].capability.features_refused(
         features | {MIXED}
     )
 
 
-def linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    *,
-    scales: Sequence[Tensor] | None = None,
-    impl: str,
-) -> Tensor:
-    """Multiply one input by several weight matrices, the results side by side.
+@dataclass(slots=True)
+class Linear(Op):
+    """Product of one input and several weight matrices, the results side by side.
 
     ``out[:, first : first + N_i] = x @ weights[i].T + biases[i]``. Sums are float32, of
     float64 tensors float64.
 
-    With ``scales``, a weight is worth its numbers times these. Weights that have scales come first,
-    and are of one dtype, which is one of these; any others, where an implementation takes both
-    ("mixed_weights"), are of x's:
+    With ``scales``, a weight is dequantized: its numbers times these. Weights that have scales come
+    first, and share one of three dtypes. Where an implementation takes both ("mixed_weights"),
+    weights of x's dtype may follow.
 
-    - float8_e4m3fn, ``weights[i][n, k] * scales[i][n // 128, k // 128]``, as in checkpoints with
-      ``quant_method: fp8``;
-    - int8, ``weights[i][n, k] * scales[i][n]``;
-    - uint8, of two numbers of 4 bits each: ``(number[n, k] - 8) * scales[i][n, k // group]``,
-      where number ``2 k`` is the low half of ``weights[i][n, k]`` and ``2 k + 1`` the high half,
-      and group is 32, 64 or 128; or, with zero points beside scales,
+    - FP8 (float8_e4m3fn), ``weights[i][n, k] * scales[i][n // 128, k // 128]``, as in checkpoints
+      with ``quant_method: fp8``;
+    - INT8 (int8), ``weights[i][n, k] * scales[i][n]``;
+    - INT4 (two numbers in a uint8), ``(number[n, k] - 8) * scales[i][n, k // group]``, where the
+      group is 32, 64 or 128. Number ``2 k`` is the low half of ``weights[i][n, k]``, ``2 k + 1``
+      the high half. With zero points beside scales, a number is worth
       ``(number[n, k] - scales[i][n, k // group, 1]) * scales[i][n, k // group, 0]``.
 
-    What x holds is not rounded, but by the implementation "triton_fp8", where it meets 8-bit
-    floats: to such too, each row's numbers with a scale for 128 columns, as those checkpoints are
-    meant to be run.
+    Only the implementation "triton_fp8" rounds x, as those checkpoints are meant to be run: to FP8,
+    where x meets FP8 weights, with a scale for each row and 128 columns.
 
     Args:
         x: [M, K] float; rows may lie any distance apart, one row is contiguous.
-        weights: each [N_i, K], contiguous, in x's dtype; with ``scales`` float8_e4m3fn, int8, or
-            uint8 [N_i, K / 2]; at least one.
+        weights: each [N_i, K], contiguous, in x's dtype; at least one. With ``scales``
+            float8_e4m3fn, int8, or uint8 [N_i, K / 2].
         biases: as many, each [N_i] in x's dtype, or None.
-        scales: of the first weights, at least one; float32, contiguous, each
-            [ceil(N_i / 128), ceil(K / 128)], [N_i], [N_i, K / group] or [N_i, K / group, 2]; or
-            None.
+        scales: of the first weights, at least one, or None. Float32, contiguous, each
+            [ceil(N_i / 128), ceil(K / 128)], [N_i], [N_i, K / group] or [N_i, K / group, 2].
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
@@ -150,73 +146,61 @@ def linear(
     Raises:
         ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
     """
-    features = NO_FEATURES
-    if scales is not None and weights:
-        stored_weights.check_has_scales("weights[0]", weights[0])
-        features = stored_weights.features_of(weights[0].dtype)
-        if len(scales) < len(weights):
-            features |= {MIXED}
-    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype, features=features)
-    _check_inputs(x, weights, biases, scales)
-    given = {} if scales is None else {"scales": scales}
-    out: Tensor = _LINEAR(x, weights, biases, **given, impl=impl)
-    return out
+
+    x: Annotated[Tensor, Rows("K")]
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    scales: Sequence[Tensor] | None = field(default=None, kw_only=True)
+
+    def features(self) -> frozenset[str]:
+        """List what the weights' formats ask of an implementation."""
+        if self.scales is None:
+            return NO_FEATURES
+        features = stored_weights.features_of(self.weights[0].dtype)
+        return features | {MIXED} if len(self.scales) < len(self.weights) else features
+
+    def check(self) -> None:
+        """Raise ValueError unless there are weights, and biases and scales are theirs."""
+        count = len(self.weights)
+        if not count:
+            raise ValueError("weights must have at least one tensor, got none")
+        if len(self.biases) != count:
+            raise ValueError(f"biases must have length {count}, got {len(self.biases)}")
+        if self.scales is not None:
+            stored_weights.check_has_scales("weights[0]", self.weights[0])
+            if not 1 <= len(self.scales) <= count:
+                raise ValueError(f"scales must have length 1 to {count}, got {len(self.scales)}")
+        for i in range(count):
+            self._check_weight(i)
+
+    def _check_weight(self, i: int) -> None:
+        """Raise ValueError unless weight i, its bias and its scales are of right forms."""
+        weight, bias = self.weights[i], self.biases[i]
+        has_scales = self.scales is not None and i < len(self.scales)
+        dtype = self.weights[0].dtype if has_scales else self.x.dtype
+        size = weight.shape[0]
+        shape = stored_weights.stored_shape((size, self.x.shape[1]), dtype)
+        check_shapes({f"weights[{i}]": (weight, shape), f"biases[{i}]": (bias, (size,))})
+        check_dtypes({f"weights[{i}]": (weight, dtype), f"biases[{i}]": (bias, self.x.dtype)})
+        check_contiguous(**{f"weights[{i}]": weight, f"biases[{i}]": bias})
+        if self.scales is not None and has_scales:
+            stored_weights.check_scales(weight, self.scales[i], f"scales[{i}]")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Columns of each weight's result."""
+        return tuple(weight.shape[0] for weight in self.weights)
+
+    @property
+    def scaled(self) -> list[tuple[Tensor, Tensor]]:
+        """Weights that have scales, with these."""
+        return list(zip(self.weights, self.scales or (), strict=False))
+
+    def empty(self) -> Tensor:
+        """Make the result, not filled yet."""
+        if self.impl == "triton":
+            return empty_columns(self.x, self.sizes)
+        return self.x.new_empty(self.x.shape[0], sum(self.sizes))
 
 
-def _check_inputs(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scales: Sequence[Tensor] | None,
-) -> None:
-    if x.ndim != 2:
-        raise ValueError(f"x must have 2 dimensions, got {list(x.shape)}")
-    if not weights:
-        raise ValueError("weights must have at least one tensor, got none")
-    if len(biases) != len(weights):
-        raise ValueError(f"biases must have length {len(weights)}, got {len(biases)}")
-    if scales is not None and not 1 <= len(scales) <= len(weights):
-        raise ValueError(f"scales must have length 1 to {len(weights)}, got {len(scales)}")
-    if x.stride(1) != 1 and x.shape[1] > 1:
-        raise ValueError(f"x must have contiguous rows, got strides {list(x.stride())}")
-    num_scaled = 0 if scales is None else len(scales)
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        num_rows = weight.shape[0]
-        weight_dtype = weights[0].dtype if i < num_scaled else x.dtype
-        stored_shape = stored_weights.stored_shape((num_rows, x.shape[1]), weight_dtype)
-        check_shapes(
-            {
-                f"weights[{i}]": (weight, stored_shape),
-                f"biases[{i}]": (bias, (num_rows,)),
-            }
-        )
-        for name, tensor, dtype in (
-            (f"weights[{i}]", weight, weight_dtype),
-            (f"biases[{i}]", bias, x.dtype),
-        ):
-            if tensor is not None and tensor.dtype != dtype:
-                raise ValueError(f"{name} must have dtype {dtype}, got {tensor.dtype}")
-            if tensor is not None and not tensor.is_contiguous():
-                raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
-        if scales is not None and i < num_scaled:
-            stored_weights.check_scales(weight, scales[i], f"scales[{i}]")
-
-
-def _fake(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    *,
-    scales: Sequence[Tensor] | None = None,
-    impl: str,
-) -> Tensor:
-    sizes = [weight.shape[0] for weight in weights]
-    return empty_columns(x, sizes) if impl == "triton" else x.new_empty(x.shape[0], sum(sizes))
-
-
-_LINEAR = define_op(
-    "linear(Tensor x, Tensor[] weights, Tensor?[] biases, *, Tensor[]? scales=None, str impl)"
-    " -> Tensor",
-    fake=_fake,
-    implementations=IMPLEMENTATIONS,
-)
+linear = define(Linear, IMPLEMENTATIONS, returns=made(Linear.empty), floats=frozenset())

@@ -1,4 +1,4 @@
-"""Builds the kernels of what was chosen side by side, before they are called one by one."""
+"""Builds of the chosen implementations' C++ kernels, many at once, before their first calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if sys.platform != "win32":
 
 
 class Builds:
-    """Libraries that threads build, those that are called first before the others."""
+    """Libraries that threads build: first those that are called first."""
 
     def __init__(self, first: Sequence[Path], others: Sequence[Path]) -> None:
         self._first = [_STARTED[source] for source in first]
@@ -32,24 +32,24 @@ class Builds:
 
     @property
     def are_done(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """State of the builds: True when none is left to wait for."""
         return all(build.done() for build in self._all)
 
     def wait_for_first(self) -> None:
-        """Wait for what is called first. Errors of a build are for whoever calls its kernel."""
+        """Wait for the libraries that are called first; errors are raised where a kernel is
+        called."""
         _wait(self._first)
 
     def wait(self) -> None:
-        """Wait for all of them, as ``wait_for_first``."""
+        """Wait for all libraries, like ``wait_for_first``."""
         _wait(self._all)
 
 
 def build_ahead(first: Iterable[Implementation], others: Iterable[Implementation] = ()) -> Builds:
-    """Start to build the libraries of these implementations that the cache does not have, and tell
-    how many there are.
+    """Start to build those libraries of implementations that the cache lacks, and tell how many.
 
-    Whoever calls a kernel meanwhile waits for its library and no other. A process that ends waits
-    for the libraries that are being built.
+    A call of a kernel waits only for its own library. A process that ends waits for the builds in
+    progress.
     """
     early, late = (
         sorted({s for each in some for s in _sources_of(each)}) for some in (first, others)
@@ -90,8 +90,11 @@ def _wait(builds: Sequence[Future[None]]) -> None:
 
 
 def _sources_of(implementation: Implementation) -> Iterable[Path]:
-    """The C++ files beside its launcher, and beside what measures its forms, whose names begin
-    theirs: ``_cpu_invariant`` calls what ``_cpu.cpp`` has."""
+    """Find the C++ sources beside a launcher, and beside its ``figures``, by the beginning of their
+    names.
+
+    ``_cpu_invariant`` calls what ``_cpu.cpp`` has.
+    """
     for function in (implementation.launcher, implementation.figures):
         if isinstance(function, str) and (module := _file_of(function.partition(":")[0])):
             sources = module.parent.glob("*.cpp")

@@ -101,8 +101,8 @@ def _show_openmp() -> None:
 
 
 def library_of(name: str, source: Path) -> Path:
-    """The file that ``load_library`` loads: one that came from elsewhere, or built unless the cache
-    has it.
+    """Find the file that ``load_library`` loads, and build it unless the cache or an artefact has
+    it.
 
     Raises:
         BuildError: there is no compiler, or it failed.
@@ -111,7 +111,7 @@ def library_of(name: str, source: Path) -> Path:
 
 
 def is_there(name: str, source: Path) -> bool:
-    """Whether ``library_of`` has nothing to build, or nothing to build with."""
+    """Tell whether ``library_of`` has nothing to build, or no compiler to build with."""
     compiler = _find_compiler()
     return (
         compiler is None or bool(_brought(name, source)) or _path(compiler, name, source).exists()
@@ -119,12 +119,12 @@ def is_there(name: str, source: Path) -> bool:
 
 
 def _path(compiler: str, name: str, source: Path) -> Path:
-    """The file in the cache of what this compiler makes of a source."""
+    """Name the cache's file for a source and compiler."""
     return cache_folder() / f"{name}-{_content_hash(compiler, source)}.so"
 
 
 def _brought(name: str, source: Path) -> Path | None:
-    """The library of ``source`` that came from elsewhere, if one did."""
+    """Find the library of ``source`` that an artefact or the wheel brought, if any."""
     brought = _BROUGHT.get(key_of_source(name, source)) if _BROUGHT else None
     return brought or _prebuilt(source)
 
@@ -144,12 +144,12 @@ def name_prebuilt(source: Path, march: str) -> str:
 
 
 def key_of_source(name: str, source: Path) -> str:
-    """What a library is built from, whatever the compiler and the CPU."""
+    """Identify a library by what it is built from, without the compiler and the CPU."""
     return f"{name}-{_hash_of_source(source)}"
 
 
 def _built(name: str, source: Path) -> Path:
-    """The library of ``source``, built unless the cache has it."""
+    """Find the library of ``source`` in the cache, or build it."""
     compiler = _find_compiler()
     if compiler is None:
         raise BuildError(_no_compiler())
@@ -173,7 +173,7 @@ _BROUGHT: dict[str, Path] = {}
 
 
 def loaded_libraries() -> dict[str, Path]:
-    """The files of all libraries loaded in this process, as ``bring_libraries`` takes them."""
+    """List the files of all libraries loaded in this process, as ``bring_libraries`` takes them."""
     return dict(_LOADED)
 
 
@@ -187,7 +187,7 @@ def bring_libraries(libraries: Mapping[str, Path]) -> None:
 
 
 def unpack_library(data: bytes) -> Path:
-    """A file in the cache to load a library from, whose content is ``data``.
+    """Write a library's content to a file in the cache, from which it can be loaded.
 
     Raises:
         BuildError: the cache cannot be written.
@@ -206,11 +206,10 @@ def unpack_library(data: bytes) -> Path:
 
 @cache
 def compiler_missing() -> str | None:
-    """Why kernels cannot be built on this machine, or None when they can.
+    """Say why kernels cannot be built on this machine; None when they can.
 
-    Builds, loads and runs a probe (once per machine, then cached), because a compiler may be there
-    and still not serve: no standard library, an OpenMP runtime other than torch's, a read-only
-    home.
+    A probe is built, loaded and run, once per machine: a compiler may be there and still not serve.
+    It may lack a standard library, use an OpenMP other than torch's, or the home may be read-only.
     """
     source = HEADERS / "probe.cpp"
     if _find_compiler() is None and _brought("probe", source) is None:
@@ -223,7 +222,7 @@ def compiler_missing() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where built kernels live: ``TORCH_HYBRID_CACHE``, else the user's cache folder."""
+    """Name the folder of built kernels: ``TORCH_HYBRID_CACHE``, else one in the user's cache."""
     if chosen := os.environ.get("TORCH_HYBRID_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_hybrid"
@@ -261,12 +260,13 @@ def _march_flags(march: str) -> list[str]:
 
 
 def _target(compiler: str) -> str:
-    """The predefined macros: they name the compiler's version and the instruction sets."""
+    """List the predefined macros, which name the compiler's version and the instruction sets."""
     return _macros(compiler, *_flags())
 
 
 def native_instructions() -> frozenset[str] | None:
-    """The sets of instructions that the compiler takes for this CPU; None without one that runs."""
+    """List the instruction sets that the compiler uses for this CPU; None without a compiler that
+    runs."""
     compiler = _find_compiler()
     try:
         return None if compiler is None else _instructions(compiler, "native")
@@ -298,7 +298,7 @@ def _content_hash(compiler: str, source: Path) -> str:
 
 
 def _hash_of_source(source: Path, march: str | None = None) -> str:
-    """Of all that a library is built from but the compiler and the CPU."""
+    """Hash all that a library is built from but the compiler and the CPU."""
     headers = sorted({*HEADERS.glob("*.h"), *source.parent.glob("*.h")})
     digest = hashlib.sha256(" ".join(_flags(march)).encode())
     for file in (source, *headers):
@@ -308,10 +308,10 @@ def _hash_of_source(source: Path, march: str | None = None) -> str:
 
 @contextmanager
 def _in_turn(library: Path) -> Iterator[None]:
-    """Processes that need one library at once (ranks, say) build it once: the others wait.
+    """Hold a lock, so that processes that need one library at once (ranks, say) build it once.
 
-    Not for ever, since whoever builds may have been stopped, and not where the file system has no
-    locks: ``_build`` needs none.
+    The wait is bounded, since the builder may have been stopped. Where the file system has no locks
+    there is none: ``_build`` is safe without.
     """
     from filelock import FileLock, Timeout
 

@@ -42,18 +42,21 @@ def kernel(
     row_tensors: str = "",
     row_integers: str = "",
 ) -> Callable[..., bool]:
-    """A function of a C++ source that TH_EXPORT_CALL makes, as one of Python.
+    """Wrap a C++ function that TH_EXPORT_CALL exports as one of Python.
 
-    It takes the fields in this order and by position, which costs a tenth of what names do: tensors
-    (None is a null pointer), dense where no stride of theirs is a field; integers; numbers; then
-    the rows, if it takes any, as integers, one field after the other. It returns whether all
-    indices were in range.
+    The wrapper takes the fields by position, which costs a tenth of what names do, in this order:
+
+    - tensors: None is a null pointer; dense where no field is a stride of theirs;
+    - integers, then numbers;
+    - rows, if the function takes any: integers, one field after the other.
+
+    It returns whether all indices were in range.
 
     Args:
         name: of the function.
         source: the C++ file, built and loaded (once) at the first call.
         tensors, integers, numbers: the names of the fields, in the order of their declaration.
-        row_tensors, row_integers: the same of the rows that follow a call, where it has some.
+        row_tensors, row_integers: names of the fields of the rows that follow a call, if any.
 
     Raises:
         BuildError: at the first call, when the source does not build or declares other fields.
@@ -124,7 +127,7 @@ def _symbol(library: ctypes.CDLL, name: str) -> Any:
 
 
 def _declared(text: str) -> list[tuple[str, str]]:
-    """The fields of a C++ struct: ``const void *q, *k; int64_t n;``."""
+    """List the fields of a C++ struct, such as ``const void *q, *k; int64_t n;``."""
     fields = []
     for statement in filter(None, map(str.strip, text.split(";"))):
         base = statement.split("*")[0].split(",")[0]
@@ -137,7 +140,7 @@ def _declared(text: str) -> list[tuple[str, str]]:
 
 
 def _differences(ours: Sequence[tuple[str, str]], theirs: Sequence[tuple[str, str]]) -> str:
-    """The first field in which the two differ."""
+    """Describe the first field in which the two lists differ."""
     for number in range(max(len(ours), len(theirs))):
         given, wanted = (
             f"{fields[number][1]} {fields[number][0]}" if number < len(fields) else "nothing"

@@ -1,8 +1,8 @@
-"""In which forms kernels run on this machine: measured once, and kept beside them.
+"""Choice of the C++ kernels' variants on this machine: measured once, and kept in the cache.
 
-CPUs with the same instructions differ in what they like. One hands over four far-apart streams of
-memory faster than one, another eight, a third is faster with one row after the other; and where a
-library has a better product of many rows than ours (of bf16 in tiles of AMX, say), it is taken.
+CPUs with one instruction set prefer different access patterns. Some read memory fastest in four or
+eight far-apart streams, others one row after the other. Where torch's GEMM of many rows is faster
+than ours (BF16 in tiles of AMX, say), it is taken.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LIBRARY_GAIN = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuTuning:
-    """How products are done here, with the figures that decided.
+    """Choices for the GEMMs and states of this CPU, with the figures that decided.
 
     Attributes:
         streams: as how many streams a weight is read for one or two rows of x: 1 (its rows in
@@ -74,7 +74,7 @@ class CpuTuning:
     torch_rate: float
 
     def of_products(self) -> str:
-        """Those of products, for a reader."""
+        """Describe the choices for GEMMs, and their figures."""
         if self == _UNMEASURED:
             return _NOT_MEASURED
         in_turn, four, eight = (
@@ -92,7 +92,7 @@ class CpuTuning:
         )
 
     def of_states(self) -> str:
-        """That of states, for a reader."""
+        """Describe the choice for states, and its figures."""
         if self == _UNMEASURED:
             return _NOT_MEASURED
         in_turn, in_streams = self.state_rate / 1e9, self.state_streams_rate / 1e9
@@ -123,7 +123,7 @@ _UNMEASURED = CpuTuning(
 
 @cache
 def tuning(dtype: torch.dtype) -> CpuTuning:
-    """The forms for weights of a dtype: from the cache, or measured now, in a second.
+    """Get the choices for weights of a dtype: from the cache, or measured now, in a second.
 
     One thread measures, by its own time, so that what else runs on the machine counts little.
     """
@@ -141,12 +141,12 @@ def tuning(dtype: torch.dtype) -> CpuTuning:
 
 
 def figures(dtype: torch.dtype) -> str:
-    """What was measured of products, for a reader."""
+    """Describe what this machine measured of GEMMs."""
     return tuning(dtype).of_products()
 
 
 def state_figures(dtype: torch.dtype) -> str:
-    """What was measured of states, for a reader."""
+    """Describe what this machine measured of states."""
     return tuning(dtype).of_states()
 
 
@@ -157,7 +157,7 @@ def _file(dtype: torch.dtype) -> Path:
 
 
 def _cpu() -> str:
-    """Which CPU this is: a cache folder may be shared by machines of several kinds."""
+    """Identify the CPU's model: machines of several kinds may share a cache folder."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     kind = ("vendor_id", "cpu family", "model", "model name", "stepping", "CPU part")
@@ -230,7 +230,7 @@ def _advance(memory: Tensor, streams: int) -> None:
 
 
 def _fastest(*contestants: Callable[[], object]) -> list[float]:
-    """Seconds of this thread for the fastest run of each, by turns."""
+    """Time the contestants by turns: return the CPU seconds of each one's fastest run."""
     best = [float("inf")] * len(contestants)
     for turn in range(_TURNS + 1):
         for i, run in enumerate(contestants):

@@ -1,5 +1,4 @@
-"""Calls of the C++ library of a delta rule's step (delta_step.h), also of steps that verify drafts
-(delta_verify.h): alike for every mixer."""
+"""Launchers of the delta rules' C++ steps (delta_step.h), drafts included (delta_verify.h)."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_hybrid.ops.core.declare import cpp_launcher
-from torch_hybrid.ops.delta_step import DeltaStep
+from torch_hybrid.ops.delta_rule.op_step import DeltaStep
 
 _VALUES = {
     "silu": "x.activation == 'silu'",

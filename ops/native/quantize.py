@@ -18,16 +18,16 @@ _RUN = kernel(
 
 
 def quantize(weight: Tensor, numbers: Tensor, scales: Tensor, group: int) -> None:
-    """Fill numbers and scales with those of a weight [N, K].
+    """Fill ``numbers`` and ``scales`` with the INT8 or INT4 quantization of a weight [N, K].
 
-    Of 4 bits, sums of squared errors are added up in another order than torch's: of two scales with
-    nearly the same either may be taken.
+    INT4 scales minimise squared errors, which are summed in another order than torch's: of two
+    scales with nearly equal errors either may be taken.
 
     Args:
         weight: [N, K] float.
-        numbers: [N, K] int8, or [N, K / 2] uint8.
-        scales: [N], or [N, K / group], float32.
-        group: of 4 bits; 0 of 8.
+        numbers: [N, K] int8, or [N, K / 2] uint8. **Mutated**.
+        scales: [N], or [N, K / group], float32. **Mutated**.
+        group: weights of INT4 that share a scale; 0 for INT8.
     """
     if weight.dtype != torch.bfloat16:
         weight = weight.float()

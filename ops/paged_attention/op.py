@@ -145,10 +145,13 @@ class Pages(Op):
     if TYPE_CHECKING:
         relative_bias: Tensor | None = field(default=None, kw_only=True)
 
-    def features(self) -> frozenset[str]:
-        """List what not all implementations have: FP8 keys, and biases."""
+    def features(self) -> frozenset[str] | None:
+        """List what not all implementations have: FP8 keys, and biases.
+
+        None without these: arguments do not tell which step they are of.
+        """
         bias = NO_FEATURES if self.relative_bias is None else {RELATIVE_BIAS}
-        return fp8_kv.features_of(self.kv.dtype) | bias
+        return (fp8_kv.features_of(self.kv.dtype) | bias) or None
 
     def check(self) -> None:
         """Raise ValueError unless the pool fits the heads, and options are in range."""

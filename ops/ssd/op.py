@@ -28,7 +28,7 @@ from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_siz
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
-_CPU = "torch_hybrid.ops.ssd._cpu"
+_CPU = "torch_hybrid.ops.ssd._cpu_scan"
 _TORCH = "torch_hybrid.ops.ssd._torch"
 _CPP_CAPABILITY = Capability(
     devices=frozenset({"cpu"}),

@@ -1,1 +1,1 @@
-"""What kernels in Triton share."""
+"""Device functions, launch shapes and whole kernels that several op families share, in Triton."""

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Blocks by their scores: scores as integers in their order, and the best of a row of these."""
+"""Selection of KV blocks by score: scores as integers of the same order, and a token's top k of
+them."""
 
 from __future__ import annotations
 
@@ -33,15 +34,16 @@ def take_blocks(
     top_k: int,
     early: bool,
 ) -> Tensor:
-    """The best blocks [T, top_k] of each token, by the ranks that the launch before this one wrote.
+    """Select the best blocks [T, top_k] of each token by their ranks; -1 fills a row with fewer
+    blocks.
 
     Args:
-        ranks: [T, blocks] int32, whole tiles, 0 where there is no block up to a tile's end; those
-            of tokens that can take all of their blocks are not read. None where all tokens can.
-        keys: [T, D], which are written to the blocks that tokens complete; None where those have
-            them.
-        max_blocks: that a row of the page table can name.
-        early: the launch that writes ranks lets this one begin before it ends.
+        ranks: [T, blocks] int32 of the launch before, a row of whole tiles, 0 past a token's last
+            block. Rows of tokens with at most top_k blocks are not read. None if all are such.
+        keys: [T, D] pooled keys. **block_keys** receives the key of each token that completes a
+            block. None where the launch before has written them.
+        max_blocks: blocks that a row of the page table can name.
+        early: whether the launch that writes ``ranks`` lets this one begin before it ends (PDL).
     """
     chosen = block_keys.new_empty((num_tokens, top_k), dtype=torch.int32)
     row_tiles = triton.cdiv(max_blocks, TILE)
@@ -89,8 +91,10 @@ def ranks_of(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_Q, BLOCK_N] of blocks with such keys, for the queries of BLOCK_Q tokens, whose heads
-    are weighed or count alike."""
+    """Score the blocks of keys [BLOCK_N, D] for BLOCK_Q tokens, and rank them: [BLOCK_Q, BLOCK_N].
+
+    A score is the sum over BLOCK_H heads of ``relu(q . key)``, weighed where there are weights.
+    """
     products = tl.dot(b_q, tl.trans(b_key), out_dtype=tl.float32, input_precision="ieee")
     similar = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if b_weight is not None:
@@ -100,7 +104,8 @@ def ranks_of(
 
 @triton.jit
 def _rank_of(score: tl.tensor) -> tl.tensor:
-    """32 bits whose order, without a sign, is that of scores; none has 0."""
+    """Map float32 scores to ranks of the same order: uint32, in int32's bits, above 0; NaN is
+    -inf."""
     score = tl.where(score == score, score, -float("inf"))
     score = tl.where(score == 0.0, 0.0, score)  # of one sign
     bits = score.to(tl.int32, bitcast=True)
@@ -109,7 +114,7 @@ def _rank_of(score: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _load_ranks(row: tl.tensor, block: tl.tensor, end: tl.tensor) -> tl.tensor:
-    """Of blocks from a tile's first on; 0 from ``end`` on, where a tile ends."""
+    """Load a tile's ranks of blocks; those from ``end`` on, a multiple of TILE, are 0."""
     return tl.load(row + block, mask=block < end, other=0).to(tl.uint32, bitcast=True)
 
 
@@ -117,7 +122,10 @@ def _load_ranks(row: tl.tensor, block: tl.tensor, end: tl.tensor) -> tl.tensor:
 def _reached(
     rank: tl.tensor, last: tl.tensor, step: tl.tensor, COUNT_BITS: tl.constexpr
 ) -> tl.tensor:
-    """Which of three ranks, steps above ``last``, each reaches: a bit for each, so far apart."""
+    """Mark which of ``last + step``, ``last + 2 step`` and ``last + 3 step`` each rank reaches.
+
+    A mark is one bit; the three lie COUNT_BITS apart, so that a sum of marks holds three counts.
+    """
     reach = tl.zeros(rank.shape, dtype=tl.int32)
     for i in tl.static_range(3):
         reach += tl.where(rank >= last + (i + 1) * step, 1 << (i * COUNT_BITS), 0)
@@ -126,7 +134,7 @@ def _reached(
 
 @triton.jit
 def _widened(counts: tl.tensor, BITS: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
-    """Three counts of BITS each, as one number of 64 bits with WIDE for each."""
+    """Widen three counts of BITS bits in an int32 to WIDE bits each in an int64."""
     wide = (counts & ((1 << BITS) - 1)).to(tl.int64)
     for i in tl.static_range(1, 3):
         wide += ((counts >> (i * BITS)) & ((1 << BITS) - 1)).to(tl.int64) << (i * WIDE)
@@ -156,12 +164,15 @@ def _take_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: one query, which writes a key, if there are any, where its token is the last of
-    a block.
+    """Take the TOP_K blocks of highest rank of one query; store its block's key if it completes
+    one.
 
-    The rank of the last block that is taken is found from its highest bits on, by counting how many
-    blocks reach each of three ranks, until exactly TOP_K reach one; then blocks are taken in their
-    order: all above the last rank, and the first of those at it.
+    Grid: a program for each token. Tile: BLOCK ranks; the first tile stays in registers, further
+    ones are read again in each pass. Memory: ranks come from L2, where the launch before left them.
+
+    The program finds the TOP_K-th rank two bits a pass, from the highest on: it counts how many
+    ranks reach each of three candidates. It then stores in ascending order all blocks above that
+    rank, and the first blocks at it.
     """
     token = tl.program_id(0)
     seq = sequence_of_token(cu_seqlens, num_seqs, token)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
-"""How recurrences whose state is a few numbers a channel walk their tokens, states in registers.
+"""Launches of recurrences with a few state numbers a channel, whose states stay in registers.
 
-Where there are many tokens, sequences are cut in segments. A launch walks the first of each, and
-all others but the last from nothing, for the states that they leave; a second one, the carried
-segments, walks all but the first from where the one before it ended.
+With many tokens, sequences are cut into segments. A first launch walks each sequence's first
+segment, and all others but its last from a zero state, for the states that they leave. A second,
+"carried" launch walks all but the first from where the segment before ended.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ class ChannelPrograms:
     def of(
         cls, num_tokens: int, num_seqs: int, num_channels: int, *, is_invariant: bool
     ) -> ChannelPrograms:
-        """``is_invariant``: one kernel for any lengths, which walks sequences whole."""
+        """Choose the programs of a call.
+
+        Args:
+            is_invariant: use one kernel for all lengths, which walks sequences whole.
+        """
         is_decode = num_tokens <= num_seqs and not is_invariant
         is_whole = is_decode or is_invariant or num_tokens < _FEWEST_SEGMENTS * _SEGMENT
         return cls(
@@ -52,7 +56,7 @@ class ChannelPrograms:
         )
 
     def launches(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-        """The grid and the constants of each launch."""
+        """Yield each launch's grid and constants."""
         block_c = min(_MOST_CHANNELS, triton.next_power_of_2(self.num_channels))
         for is_carried in (False, True) if self.segment else (False,):
             # One program more for each block of channels, for padding.
@@ -79,8 +83,11 @@ def walk_of(
     SEGMENT: tl.constexpr,
     CARRIED: tl.constexpr,
 ) -> tl.tuple:
-    """The sequence of a walk, its first and last tokens, those of the walk, and whether there is
-    anything to walk in this launch."""
+    """Find the tokens of a walk: ``(seq, begin, end, first, last, is_walked)``.
+
+    A walk is a sequence or a segment of one. ``begin`` and ``end`` bound the sequence, ``first``
+    and ``last`` the walk; ``is_walked`` tells whether this launch walks it.
+    """
     seq = walk
     if SEGMENT > 0:
         seq = sequence_of_block(cu_seqlens, num_seqs, walk, SEGMENT)

@@ -15,7 +15,8 @@ import triton.language as tl
 
 @triton.jit
 def last_inputs(p_state: tl.tensor, mask: tl.tensor, C: tl.constexpr, W: tl.constexpr) -> tl.tuple:
-    """The W - 1 rows of channels in a convolution's state, oldest first; zeros where masked."""
+    """Load the W - 1 rows of channels in a convolution's state, oldest first; masked channels are
+    0."""
     rows = ()
     for row in tl.static_range(W - 1):
         b_x = tl.load(p_state + row * C, mask=mask, other=0.0)
@@ -34,8 +35,10 @@ def inputs_before(
     C: tl.constexpr,
     W: tl.constexpr,
 ) -> tl.tuple:
-    """The W - 1 rows of channels before a sequence's ``place``-th token, which is at ``p_x``: those
-    of tokens, and before them the convolution's state, zeros unless ``known``."""
+    """Load the W - 1 rows of channels before token ``place`` of a sequence, which lies at ``p_x``.
+
+    Rows before the sequence's first token come from the convolution's state; 0 unless ``known``.
+    """
     rows = ()
     for row in tl.static_range(W - 1):
         i = place - (W - 1) + row
@@ -62,7 +65,8 @@ def taps(
     mask: tl.tensor,
     W: tl.constexpr,
 ) -> tl.tuple:
-    """The filters of channels, tap by tap, and after them their biases."""
+    """Load the W filter taps of channels, oldest first, and after them the biases (0 if there are
+    none)."""
     taps = ()
     for tap in tl.static_range(W):
         b_w = tl.load(weight + channel * W + tap, mask=mask, other=0.0)
@@ -77,7 +81,7 @@ def taps(
 def convolve(
     past: tl.tuple, b_x: tl.tensor, taps: tl.tuple, W: tl.constexpr, SILU: tl.constexpr
 ) -> tl.tensor:
-    """The convolution and activation of one token, rounded to the dtype of its input."""
+    """Convolve one token's channels and activate them, in float32, rounded to the input's dtype."""
     b_y = taps[W].to(tl.float32)
     for tap in tl.static_range(W - 1):
         b_y = tl.fma(past[tap].to(tl.float32), taps[tap].to(tl.float32), b_y)
@@ -103,11 +107,15 @@ def leave_channels(
     R: tl.constexpr,
     W: tl.constexpr,
 ) -> None:
-    """Leave a sequence's last certain inputs, and records of its drafts.
+    """Store a sequence's last committed inputs, and records of its drafts.
 
-    Its inputs were, one after the other, the state at ``p_old`` (zeros unless ``known``), the first
-    records at ``p_replayed``, rows R apart, and the tokens at ``p_new``, of which the first is
-    certain. This program alone reads and writes the channels.
+    Its inputs are, in this order:
+
+    - the state at ``p_old``, zeros unless ``known``;
+    - the accepted records at ``p_replayed``, rows R apart;
+    - the tokens at ``p_new``: a committed one, and drafts.
+
+    No other program may read or write these channels.
     """
     first = num_replayed + tl.minimum(num_new, 1) - (W - 1)
     rows = ()

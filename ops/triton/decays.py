@@ -23,10 +23,10 @@ _LN_2: tl.constexpr = tl.constexpr(math.log(2))
 
 @triton.jit
 def exp(x: tl.tensor) -> tl.tensor:
-    """``e^x`` of a finite float32 to float32 precision.
+    """Compute ``e^x`` of a finite float32 to float32 precision.
 
-    A GPU has 2^x alone, and the product with log2(e) that goes before it is rounded: an error that
-    grows with x. What was rounded off is put back.
+    A GPU has only 2^x, and rounding ``x log2(e)`` costs an error that grows with x. The term that
+    rounding dropped is multiplied back.
     """
     x_log2 = x * _LOG2_E
     rest = tl.fma(x, tl.full(x.shape, _LOG2_E, tl.float32), -x_log2) + x * _LOG2_E_REST
@@ -36,9 +36,9 @@ def exp(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def exp2_of_decay(x: tl.tensor) -> tl.tensor:
-    """2^x of an x <= 0, within a rounding where that is nearly 1: of a state that lasts.
+    """Compute 2^x of an x <= 0, within one rounding for results near 1: of a state that lasts.
 
-    The error of a GPU's 2^x, up to two roundings, would add up over the tokens that the state sums.
+    A GPU's own 2^x is up to two roundings off, which would add up over the tokens of a state.
     """
     series = 0.6931468 + x * (0.24021336 + x * (0.05534397 + x * 0.0088430066))
     return tl.where(x > -0.25, 1.0 + x * series, tl.exp2(x))
@@ -46,7 +46,7 @@ def exp2_of_decay(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def softplus(x: tl.tensor) -> tl.tensor:
-    """log(1 + e^x) of a float32 within 1e-7: a series of atanh, which has no cancellation."""
+    """Compute log(1 + e^x) of a float32 within 1e-7, by a series of atanh that does not cancel."""
     e = exp(-tl.abs(x))
     s = e / (2.0 + e)
     t = s * s
@@ -58,7 +58,7 @@ def softplus(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def fixed_decay(g: tl.tensor) -> tl.tensor:
-    """g, cut off at MOST_FIXED, as an integer that counts 2^-23 powers of 2.
+    """Convert a log decay g, at least MOST_FIXED, to fixed point: a log2 in units of 2^-23.
 
     Sums and differences of integers are exact, also where longer sums overflow.
     """
@@ -67,7 +67,7 @@ def fixed_decay(g: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def fixed_exp(x: tl.tensor) -> tl.tensor:
-    """The power of 2 of such an integer, between 2^-126 and 2^126."""
+    """Raise 2 to a fixed-point log2 (``fixed_decay``) between -126 and 126."""
     fraction = ((x & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)  # 1 more than it is
     power = tl.exp2(fraction).to(tl.int32, bitcast=True)
     return (power + (x & -0x800000) - 0x800000).to(tl.float32, bitcast=True)
@@ -75,9 +75,9 @@ def fixed_exp(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def cumulate(g: tl.tensor, axis: tl.constexpr = 0, dtype: tl.constexpr = tl.float64) -> tl.tensor:
-    """Sums of g along ``axis``, the tokens of a chunk, from the first on.
+    """Sum log decays g along ``axis``, the tokens of a chunk, inclusively.
 
-    A difference of two large sums must not lose a small decay that lies between them: float64.
+    The sums are float64: differences of two large ones must keep a small decay between them.
     """
     return tl.cumsum(tl.maximum(g, _FULL_DECAY).to(dtype), axis)
 

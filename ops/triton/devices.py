@@ -1,4 +1,4 @@
-"""Where Triton kernels run on this machine, asked without importing triton."""
+"""Properties of this machine's GPUs that kernels depend on, known without importing triton."""
 
 from __future__ import annotations
 
@@ -16,40 +16,44 @@ PROCESSORS = 132  # of the GPUs that grids are made for, which have 108 to 148
 
 
 def interpreted() -> bool:
-    """Triton runs kernels in its interpreter, on CPU tensors too (``TRITON_INTERPRET=1``)."""
+    """Tell whether Triton's interpreter runs the kernels, also on CPU tensors
+    (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def triton_devices() -> frozenset[str]:
-    """Device types whose tensors a Triton kernel takes in this process."""
+    """List the device types whose tensors a Triton kernel takes in this process."""
     return frozenset({"cuda", "cpu"}) if interpreted() else frozenset({"cuda"})
 
 
 def triton_missing() -> str | None:
-    """Why Triton cannot be used here, or None when it can."""
+    """Say why Triton cannot be used here; None when it can."""
     return None if importlib.util.find_spec("triton") else "triton is not installed"
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether products of 64 rows run asynchronously on operands in shared memory alone.
+    """Tell whether the device has WGMMA: asynchronous products of 64 rows, operands in shared
+    memory.
 
-    They leave registers that other GPUs need for operands.
+    Operands then take no registers, which other GPUs need for them.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def launches_early(device: torch.device) -> bool:
-    """Whether a kernel may begin before the one that it waits for has ended."""
+    """Tell whether a kernel may begin before the one that it waits for ends (programmatic launch,
+    PDL)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def converts_fp8(device: torch.device) -> bool:
-    """Whether the device has instructions for float8_e4m3fn, and kernels see them as such."""
+    """Tell whether the device converts FP8 (e4m3) by an instruction, so that kernels take that
+    dtype."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def fp8_products_missing() -> str | None:
-    """Why Triton's products of 8 by 8 bits cannot be used here, or None when they can."""
+    """Say why Triton's FP8 GEMMs cannot be used here; None when they can."""
     if triton_missing() is not None or interpreted():
         return triton_missing()
     if not torch.cuda.is_available() or is_hopper(torch.device("cuda")):
@@ -59,13 +63,13 @@ def fp8_products_missing() -> str | None:
 
 
 def runs_gluon(device: torch.device) -> bool:
-    """Whether kernels written in Gluon (``ops/triton/hopper.py``) run on the device."""
+    """Tell whether kernels written in Gluon (``ops/triton/hopper.py``) run on the device."""
     return is_hopper(device) and gluon_missing() is None
 
 
 @cache
 def gluon_missing() -> str | None:
-    """Why kernels written in Gluon cannot be compiled here, or None when they can."""
+    """Say why kernels written in Gluon cannot be compiled here; None when they can."""
     if triton_missing() is not None:
         return triton_missing()
     version = importlib.metadata.version("triton")
@@ -76,7 +80,8 @@ def gluon_missing() -> str | None:
 
 
 def rows_are_aligned(rows: torch.Tensor) -> bool:
-    """Whether each row of 16-bit numbers begins at 16 bytes, and the compiler sees that it does."""
+    """Tell whether rows of BF16 or FP16 begin at multiples of 16 bytes, and the compiler can see
+    it."""
     *strides, last = rows.stride()
     begins = rows.device.type != "cuda" or rows.data_ptr() % 16 == 0
     return last == 1 and begins and all(stride % 16 == 0 for stride in strides)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numbers of 8 bits (float8_e4m3fn) in Triton: widened in registers, or multiplied as they are."""
+"""FP8 (float8_e4m3fn) in Triton: widened in registers, or multiplied as it is."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _BLOCKS = 16  # that a program rounds: of one row, or of several short ones
 
 
 def readable(weight: Tensor) -> Tensor:
-    """float8_e4m3fn as kernels widen it on its device: as it is, or as its bits."""
+    """View an FP8 weight as its device's kernels read it: as FP8, or as its bits (uint8)."""
     return weight if converts_fp8(weight.device) else weight.view(torch.uint8)
 
 
 @triton.jit
 def widen(numbers: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """float8_e4m3fn, or its bits, to a wider float that holds each of them exactly."""
+    """Widen FP8 numbers, or their bits, to a float dtype that holds each exactly."""
     if numbers.dtype == tl.uint8:
         bits = numbers.to(tl.int32) << 24
         wide = ((bits >> 4) & _KEPT).to(tl.float32, bitcast=True) * _REBIAS
@@ -42,7 +42,8 @@ def widen(numbers: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def rounded(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Rows [..., 128] in 8 bits, and the unit [...] of each, as ``block_scales.rounded`` says."""
+    """Round rows [..., 128] to FP8; return them and each row's unit [...], as
+    ``block_scales.rounded``."""
     LAST: tl.constexpr = len(x.shape) - 1
     wide = x.to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(wide), LAST), _LEAST)
@@ -53,8 +54,10 @@ def rounded(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def _to_8_bits(numbers: tl.tensor) -> tl.tensor:
-    """float32 to the nearest of 8 bits; in the interpreter, whose casts do not round, to float32
-    that has no other values."""
+    """Round float32 numbers to FP8.
+
+    The interpreter's casts do not round: there the result is float32 with FP8's values.
+    """
     if _INTERPRETED:
         bits = numbers.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -65,9 +68,9 @@ def _to_8_bits(numbers: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def fp8_product(w: tl.tensor, x: tl.tensor, zeros: tl.tensor, ROUNDS: tl.constexpr) -> tl.tensor:
-    """[..., N, M] products of rows of a weight [..., N, 128] in 8 bits and of x [..., M, 128].
+    """Multiply FP8 weight rows [..., N, 128] by x [..., M, 128]: sums [..., N, M].
 
-    Weights are widened to x's dtype; or multiplied as they are, and rows of x rounded.
+    Weights are widened to x's dtype; with ROUNDS, rows of x are rounded to FP8 instead.
     """
     if ROUNDS:
         numbers, unit = rounded(x)
@@ -77,7 +80,7 @@ def fp8_product(w: tl.tensor, x: tl.tensor, zeros: tl.tensor, ROUNDS: tl.constex
 
 @triton.jit
 def fp8_dot(w: tl.tensor, x: tl.tensor, zeros: tl.tensor) -> tl.tensor:
-    """The same of numbers that both have 8 bits."""
+    """Multiply FP8 rows w [..., N, K] by FP8 rows x [..., M, K], and add ``zeros``."""
     if _INTERPRETED:
         return dot(widen(w, tl.float32), _transposed(widen(x, tl.float32)), zeros)
     return tl.dot(w, _transposed(x), zeros)
@@ -92,7 +95,7 @@ def _transposed(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def rounded_row(x: tl.tensor) -> tl.tensor:
-    """float32 [..., K] that is left of rows in 8 bits, for K of whole blocks."""
+    """Round rows [..., K] to FP8 and back to float32; K is a multiple of 128."""
     LAST: tl.constexpr = len(x.shape) - 1
     if LAST == 0:
         numbers, unit = rounded(tl.reshape(x, [x.shape[0] // _BLOCK, _BLOCK]))
@@ -103,9 +106,10 @@ def rounded_row(x: tl.tensor) -> tl.tensor:
 
 
 def rounded_rows(x: Tensor, *, num_rows: int | None = None) -> tuple[Tensor, Tensor]:
-    """Rows [M, K] in 8 bits, and their units [ceil(K / 128), M], side by side for one block.
+    """Round rows [M, K] to FP8, and return them with their units [ceil(K / 128), M].
 
-    With ``num_rows``, as many rows; what those past M hold is left to chance.
+    Units of one block of columns are contiguous. With ``num_rows``, both have that many rows; rows
+    past M are uninitialised.
     """
     given, depth = x.shape
     num_rows = given if num_rows is None else num_rows
@@ -140,7 +144,11 @@ def _round_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """One program: BLOCKS times 128 columns of ROWS rows."""
+    """Round ROWS rows times BLOCKS blocks of 128 columns to FP8, and store them with their units.
+
+    Grid: (rows / ROWS, columns / (128 BLOCKS)). A tile is read once, rounded in registers and
+    written.
+    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     k = block[None, :, None] * _BLOCK + tl.arange(0, _BLOCK)[None, None, :]

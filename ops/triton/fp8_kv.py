@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Keys, values and latents of 8 bits (float8_e4m3fn) in Triton: rounded, and widened two by two."""
+"""FP8 (float8_e4m3fn) keys, values and latents in Triton: rounded, and widened in pairs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROUNDS_SMALL_BITS: tl.constexpr = tl.constexpr(0x46800000)
 def widen_pairs(
     pairs: tl.tensor, dtype: tl.constexpr, CONVERTS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Two numbers of float8_e4m3fn in an int16, widened: the one in the low bits, and the other.
+    """Widen the two FP8 numbers in each int16: return the one in the low byte, and the other.
 
     CONVERTS: the device has an instruction for it.
     """
@@ -35,9 +35,9 @@ def widen_pairs(
 
 @triton.jit
 def narrow(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """float32 to the nearest float8_e4m3fn, ties to even, or to its bits (uint8).
+    """Round float32 to FP8, or to its bits (uint8): to nearest, ties to even.
 
-    What is larger than the largest number becomes that; NaN stays.
+    Numbers beyond 448, the largest, become 448; NaN stays.
     """
     values = tl.clamp(values, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if dtype == tl.uint8:
@@ -56,10 +56,11 @@ def narrow(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def float16_factors(largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Powers of two that bring rows of bfloat16 into the reach of float16, and their inverses.
+    """Choose powers of two that bring rows of BF16 into FP16's range; return them and their
+    inverses.
 
-    Numbers of 8 bits widen to float16 in one instruction for two, to bfloat16 in five. Of a row
-    times its factor, float16 has every bit but those below 2^-38 of the row's largest.
+    Two FP8 numbers widen to FP16 in one instruction, to BF16 in five. A row times its factor keeps
+    in FP16 every bit but those below 2^-38 of the row's largest number.
 
     Args:
         largest: the largest absolute value of each row, float32.
@@ -71,7 +72,7 @@ def float16_factors(largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def as_float16(rows: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Rows of bfloat16 times their factors, and what products with them are to be multiplied by."""
+    """Scale rows of BF16 to FP16; return them and the factor that undoes it in their products."""
     wide = rows.to(tl.float32)
     factor, inverse = float16_factors(tl.max(tl.abs(wide), 1))
     return (wide * factor[:, None]).to(tl.float16), inverse

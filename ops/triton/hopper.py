@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What Gluon kernels of Hopper share: layouts, barriers, and which sequence a block is of.
+"""Building blocks of the Gluon kernels for Hopper: layouts, barriers, and a block's sequence.
 
-Gluon says where each value lies, and which warps do what. It is experimental, and not interpreted:
-``runs_gluon`` (``ops/triton/devices.py``) says where it is the one that these are written in.
+In Gluon a kernel says where each value lies, and which warps do what. It is experimental, and not
+interpreted: ``runs_gluon`` (``ops/triton/devices.py``) knows the versions that work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COPYING_THREADS = gl.constexpr(128)
 
 
 def rows_layout() -> gl.NVMMASharedLayout:
-    """Rows in shared memory, as products take them."""
+    """Lay out rows in shared memory as WGMMA reads them: swizzled by 128 bytes."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -32,13 +32,13 @@ _LN_2 = gl.constexpr(math.log(2))
 
 @gluon.constexpr_function
 def products_layout(columns: int) -> gl.NVMMADistributedLayout:
-    """How the results of four warps' products lie: 16 rows each, so many columns an instruction."""
+    """Lay out accumulators of four warps' WGMMAs: 16 rows a warp, ``columns`` an instruction."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
 def new_barriers(NUM: gl.constexpr, COUNT: gl.constexpr) -> gl.shared_memory_descriptor:
-    """NUM barriers, each of which COUNT arrivals complete."""
+    """Allocate NUM mbarriers, each of which COUNT arrivals complete."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(barriers.index(i), count=COUNT)
@@ -49,7 +49,7 @@ def new_barriers(NUM: gl.constexpr, COUNT: gl.constexpr) -> gl.shared_memory_des
 def sequence_of_block(
     cu_seqlens: gl.tensor, num_seqs: gl.tensor, block: gl.tensor, BLOCK: gl.constexpr
 ) -> gl.tensor:
-    """The sequence that takes the block; see ``ops/triton/ragged.py``."""
+    """Find the sequence that owns a block of tokens; see ``ops/triton/ragged.py``."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     before = gl.zeros([256], gl.int32, L)
     for base in range(0, num_seqs, 256):
@@ -61,7 +61,7 @@ def sequence_of_block(
 
 @gluon.jit
 def finish(peak: gl.tensor, total: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
-    """What results of each row are to be divided by, and the natural LSE, -inf without keys."""
+    """Return the divisor of each row's output, and its natural LSE: -inf without keys."""
     empty = total == 0.0
     total = gl.where(empty, 1.0, total)
     lse = gl.where(empty, -float("inf"), (peak + gl.log2(total)) * _LN_2)
@@ -77,8 +77,11 @@ def tiles_in_pages(
     HAS_WINDOW: gl.constexpr,
     REACH: gl.constexpr,
 ) -> gl.tuple:
-    """Of tiles that hold ``num_held`` keys, how many a block of queries from ``position`` on takes
-    that hide keys or have biases, and how many before those that do not."""
+    """Count the tiles of keys in pages that queries from ``position`` on read.
+
+    Returns:
+        The number of tiles that need masks or biases, and before them of tiles that need neither.
+    """
     begin, num_whole = 0, num_held // BLOCK_KV
     if REACH > 0:
         num_whole = gl.minimum(num_held, gl.maximum(0, position - REACH + 1)) // BLOCK_KV

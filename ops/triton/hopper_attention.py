@@ -1,4 +1,5 @@
-"""Where attention runs in its form for Hopper (``hopper_kernel.py``), and how it is launched."""
+"""Launcher of attention's Hopper kernel (``hopper_kernel.py``): where it serves, and with what
+tiles."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperTiles:
-    """How many keys a tile has, how many are on their way, and how registers are dealt out."""
+    """Tile size, pipeline stages and registers of the Hopper kernel for one problem."""
 
     block_kv: int
     num_stages: int
@@ -41,10 +42,11 @@ class HopperTiles:
         windowed: bool = False,
         biased: bool = False,
     ) -> HopperTiles | None:
-        """As many keys as leave room for two tiles; None where this form does not serve.
+        """Choose tiles of which at least two fit in shared memory; None where the kernel does not
+        serve.
 
-        Where there is a window or logits are ``biased``, registers are left for fewer keys at once:
-        those who copy need more of them.
+        With a window or biases (``biased``), tiles have fewer keys: the copying warps need
+        registers.
         """
         dims = (q.shape[2], v.shape[2])
         serves = dims in HEAD_DIMS and q.itemsize == 2 and q.shape[1] <= BLOCK_M * k.shape[1]
@@ -63,13 +65,15 @@ class HopperTiles:
 
 
 def _heads_at_once(num_kv_heads: int) -> int:
-    """Key heads whose blocks run side by side: few enough for many blocks of each, which find in L2
-    what one of them has read."""
+    """Choose how many key heads have blocks side by side.
+
+    They are few, so that many blocks of each head run at once and share its keys in L2.
+    """
     return num_kv_heads if num_kv_heads < _HEADS else math.gcd(num_kv_heads, _HEADS)
 
 
 def rows_by_tiles(rows: Tensor, num_dims: int, *, block_kv: int) -> TensorDescriptor:
-    """The descriptor of [T, H, D] rows by which tiles of one head are fetched, so many dims of it.
+    """Describe rows [T, H, D] for TMA, which fetches tiles of ``num_dims`` dims of one head.
 
     A head begins at the column where it lies in a row of all heads.
     """

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What the copying warps of ``ops/triton/hopper_kernel.py`` do, and how queries are fetched.
+"""Copies of queries, keys and values to shared memory in ``ops/triton/hopper_kernel.py``.
 
-Rows of this step come by the descriptors of their tensors, a tile by one instruction. What a
-descriptor knows is where a tensor ends, not a sequence: the tile that may hold the end of one, the
-first, is copied row by row, as tiles in pages are, and holds 0 past it.
+TMA fetches a tile of this step's rows by one instruction. It knows where a tensor ends, not a
+sequence. So threads copy the tile that may hold a sequence's end, the first, row by row, with 0
+past the end; tiles in pages, too.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def copy_queries(
     D: gl.constexpr,
     REST: gl.constexpr,
 ) -> gl.tuple:
-    """M rows of tokens times heads on their way: their first D dims, and the REST, if any.
+    """Begin to copy M query rows (tokens times heads) to shared memory: their first D dims, and the
+    REST.
 
-    Rows that no token has are 0.
+    Rows without a token become 0.
     """
     q, stride_token, stride_head, first_head, first_token, end = queries
     row = FIRST_ROW + gl.arange(0, M, gl.SliceLayout(1, COPIED))
@@ -76,7 +77,8 @@ def copy_keys_and_values(
     HAS_WINDOW: gl.constexpr,
     REACH: gl.constexpr,
 ) -> None:
-    """All tiles, each as soon as there is room, and its biases, if it has some."""
+    """Copy all tiles of keys and values, and their biases, each as soon as its pipeline stage is
+    free."""
     keys, values, stride_k, stride_v, row_of_key_0 = rows
     held_keys, held_values, stride_held, table, stride_table_page, held_begin, num_held = pages
     rows_begin, num_rows_tiles, num_whole, keys_end = tiles
@@ -131,7 +133,8 @@ def _copy_tile(
     V: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """Tile number i, of rows that begin at ``p_k`` and ``p_v``; 0 where there is no key."""
+    """Copy tile number i from rows that begin at ``p_k`` and ``p_v``; a row without a key becomes
+    0."""
     k_ready, v_ready, k_free, v_free, _ = bars
     b_k, b_rest, b_v = bufs
     stage = i % STAGES
@@ -164,7 +167,7 @@ def _fetch_tile(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """Tile number i, of keys and values from ``row`` on, all of the sequence."""
+    """Fetch tile number i by TMA: keys and values from ``row`` on, all of one sequence."""
     k_ready, v_ready, k_free, v_free, _ = bars
     b_k, b_rest, b_v = bufs
     box_k, box_rest, box_v, column_k, column_v = boxes
@@ -198,9 +201,9 @@ def _copy_biases(
     STAGES: gl.constexpr,
     REACH: gl.constexpr,
 ) -> None:
-    """The biases of the tile that is number i of those that have some, from ``first_key`` on.
+    """Copy the biases of the i-th tile that has some, whose keys begin at ``first_key``.
 
-    They are turned around: a row has them by distance, a tile by key.
+    A row of the tensor holds biases by distance; the copy has them by key, in reverse.
     """
     first_token, end, first_head, ahead = block
     relative_bias, b_bias, ready, free, _ = biases

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Attention of 128 rows to keys on Hopper: warps that copy, beside two groups that compute.
+"""Attention of 128 rows to keys on Hopper, with warps that copy and two groups that compute.
 
-Each group of four warps has 64 of the rows (``hopper_rows.py``); the warps that copy keep STAGES
-tiles on their way (``hopper_copies.py``). Barriers say when keys or values of a tile have arrived
+Each group of four warps computes 64 rows (``hopper_rows.py``); the copying warps keep STAGES tiles
+in flight (``hopper_copies.py``). Barriers say when a tile's keys or values have arrived
 (``ready``), and when both groups are done with them (``free``).
 
-Tiles are taken from the last key to the first, the rows of this step before the pages: the first
-tile may hide keys from rows, and there always is one.
+Tiles go from the last key to the first, this step's rows before the pages: the first tile may need
+a mask, and always exists.
 """
 
 from __future__ import annotations
@@ -69,11 +69,16 @@ def hopper_attend_kernel(
     REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ) -> None:
-    """One program: a block of tokens, the query heads of one key head.
+    """Attend a block of tokens, in the query heads of one key head, to its sequence's keys.
 
-    A key is counted by its position in the sequence, wherever it lies: in pages of PAGE_SIZE, if
-    that is not 0, those of earlier steps. A block of tokens none of which is ``wanted`` is left
-    alone, if there is such a choice. Where there is a REACH, rows have biases by distance.
+    Grid: blocks times key heads, last blocks first, HEADS heads side by side. Tile: 128 rows
+    (tokens times heads), 64 a computing group, by BLOCK_KV keys. Pipeline: STAGES tiles of keys and
+    values in shared memory, which TMA and copying warps fill and WGMMA reads. Registers: a group's
+    scores and outputs; REGISTERS a thread of the second group, COPY_REGISTERS a copying thread.
+
+    A key counts by its position in the sequence; earlier steps' keys lie in pages of PAGE_SIZE, if
+    it is not 0. With ``wanted``, blocks without a wanted token write nothing. Rows have biases for
+    distances below REACH.
     """
     GROUP: gl.constexpr = H // HK
     M: gl.constexpr = 64

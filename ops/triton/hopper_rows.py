@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What a group of warps that computes does in ``ops/triton/hopper_kernel.py``.
+"""Attention of 64 rows by one group of four warps in ``ops/triton/hopper_kernel.py``.
 
-The product of its queries and one tile of keys runs beside that of weights and values of the tile
-before, and the softmax beside the latter.
+Two WGMMAs run side by side: queries times a tile's keys, and weights times the values of the tile
+before. The softmax runs beside the latter.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def _scores(
     STAGES: gl.constexpr,
     COPIED: gl.constexpr,
 ) -> gl.tensor:
-    """Begin the products of queries and the keys of tile number i, once those have arrived.
+    """Begin the WGMMA of queries and tile i's keys, once they have arrived.
 
-    Products see what threads have COPIED to shared memory behind a fence alone.
+    With COPIED, threads wrote the tile: WGMMA sees their stores only after a fence.
     """
     k_ready, _, _, _, _ = bars
     b_k, b_k_rest, _ = bufs
@@ -83,7 +83,10 @@ def _advance(
     total: gl.tensor,
     HIDES: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """As ``advance`` of ``ops/triton/softmax.py``; a row sees keys up to its ``last``."""
+    """Take in a tile of scores, like ``advance`` of ``ops/triton/softmax.py``.
+
+    With HIDES, a row sees keys up to its ``last``.
+    """
     if HIDES:
         scores = gl.where(key[None, :] <= last[:, None], scores, -float("inf"))
     new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
@@ -105,7 +108,7 @@ def _biased(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> gl.tensor:
-    """Scores and the biases of the tile that is number i of those that have some."""
+    """Add the biases of the i-th tile that has some to its scores."""
     _, b_bias, ready, free, bias_scale = biases
     stage = i % STAGES
     mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
@@ -139,11 +142,10 @@ def _take_in(
     HAS_WINDOW: gl.constexpr,
     BIASED: gl.constexpr,
 ) -> gl.tuple:
-    """Tiles number ``first`` and on, downward from ``first_key``; where they are BIASED, they are
-    ``first_biased`` and on of those that are.
+    """Take in tiles from number ``first`` on, whose keys descend from ``first_key``.
 
-    ``sums`` are those of the tiles before the last one, and the last one's weights, whose values
-    are added beside the products of the next.
+    With BIASED, ``first_biased`` counts the biased tiles before them. ``sums`` lag a tile behind:
+    they hold its weights, whose product with the values runs beside the next tile's scores.
     """
     _, v_ready, k_free, v_free, _ = bars
     _, _, b_v = bufs
@@ -199,7 +201,7 @@ def attend(
     HAS_WINDOW: gl.constexpr,
     REACH: gl.constexpr,
 ) -> None:
-    """M rows of the block, from FIRST_ROW on."""
+    """Attend M rows of the block, from FIRST_ROW on, to all tiles, and store outputs and LSEs."""
     out, lse = outputs
     first_token, _, _, ahead = block
     rows_begin, num_rows_tiles, num_whole, keys_end = tiles
@@ -288,7 +290,7 @@ def _rows_out(
     H: gl.constexpr,
     BLOCK_Q: gl.constexpr,
 ) -> gl.tuple:
-    """Where results of rows go, of [T, H], and whether there are such."""
+    """Return each row's place in [T, H], and whether the row exists."""
     first_token, end, first_head, _ = block
     token = first_token + row // GROUP
     head = first_head + row % GROUP

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Weights that are integers in Triton: widened in registers, a tile of rows and columns at a time.
+"""INT8 and INT4 weights in Triton: widened in registers, a tile of rows and columns at a time.
 
-Kernels are told GROUP, how many numbers of 4 bits share a scale, 0 of 8 bits, of which a row has
-one; and ZEROS, whether scales have zero points beside them.
+GROUP is the number of INT4 weights that share a scale, or 0 for INT8, which has a scale a row.
+ZEROS tells whether a zero point lies beside each scale.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CHUNK_BYTES: tl.constexpr = tl.constexpr(16)  # that a thread loads at once
 
 @triton.constexpr_function
 def chunk_of(group: int) -> int:
-    """How many numbers a thread loads at once."""
+    """Return how many weights a thread loads at once: 16 bytes."""
     return 32 if group else 16
 
 
@@ -27,7 +27,7 @@ def chunk_of(group: int) -> int:
 def scale_and_zero(
     pointer: tl.tensor, mask: tl.tensor, ZEROS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The scales of groups, and what is stored of numbers that are worth nothing."""
+    """Load the scales of groups and their zero points: 8 where none are stored."""
     scale = tl.load(pointer, mask=mask, other=0.0)
     if ZEROS:
         zero = tl.load(pointer + 1, mask=mask, other=0.0)
@@ -46,7 +46,7 @@ def rows_at(
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Where column ``first`` of rows of a weight is, and its scale, or that of the row."""
+    """Return pointers to column ``first`` of rows of a weight, and to its scale."""
     if GROUP > 0:
         p_w = weight + row * (K // 2) + first // 2
         p_scale = scales + row * (K // GROUP * (1 + ZEROS)) + first // GROUP * (1 + ZEROS)
@@ -58,8 +58,10 @@ def rows_at(
 
 @triton.jit
 def _halves(stored: tl.tensor, zero: tl.tensor, ZEROS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The low and the high numbers of bytes, float32, less the zero points of their groups; the
-    high ones 16 times as large, where they lie in a byte."""
+    """Unpack each byte's INT4 weights to float32, low and high, less their group's zero points.
+
+    High weights stay in their bits: they come 16 times too large.
+    """
     word = stored.to(tl.int32)
     low = ((word & 15) | _BITS).to(tl.float32, bitcast=True)
     high = ((word & 240) | _BITS).to(tl.float32, bitcast=True)
@@ -82,10 +84,10 @@ def wide_tile(
     BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_N, BLOCK_K] columns from ``first`` on of rows that begin at p_w [BLOCK_N], in DTYPE:
-    numbers of 4 bits times their scales, of which a row's begin at p_scale; of 8 bits, bare.
+    """Load a weight tile [BLOCK_N, BLOCK_K] from column ``first`` on, in DTYPE.
 
-    BLOCK_K is a multiple of GROUP, or divides it.
+    INT4 is scaled by the scales that begin at p_scale [BLOCK_N]; INT8 is not scaled. BLOCK_K is a
+    multiple of GROUP, or divides it.
     """
     BLOCK_N: tl.constexpr = p_w.shape[0]
     if GROUP > 0:
@@ -122,10 +124,11 @@ def few_products(
     BLOCK_K: tl.constexpr,
     SUMMED: tl.constexpr = False,
 ) -> tl.tensor:
-    """[BLOCK_N, chunks, 16] products of such columns and those of one row of x, which begins at
-    p_x: of each byte, float32, to be summed when there are no more. Outside the tensor cores.
+    """Multiply a weight tile by one row of x at p_x, outside the tensor cores.
 
-    SUMMED: [BLOCK_N, chunks, 1] sums of those, of which each is scaled once: fewer roundings.
+    Returns:
+        [BLOCK_N, chunks, 16] float32 sums, one a byte, for the caller to add up; with SUMMED,
+        [BLOCK_N, chunks, 1]: a chunk is summed before it is scaled, with fewer roundings.
     """
     CHUNK: tl.constexpr = chunk_of(GROUP)
     chunk = first // CHUNK + tl.arange(0, BLOCK_K // CHUNK)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What rows of padding hold, where the kernel that attends leaves them alone."""
+"""Padding rows of attention's outputs, where the attending kernel leaves them unwritten."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ def _padding_kernel(
     BLOCK: tl.constexpr,
     LSE_UNIT: tl.constexpr,
 ) -> None:
-    """One program: one token of as many as there are programs."""
+    """Write (0, -inf) to padding rows, and convert the LSEs of the others to natural logarithms.
+
+    Grid: up to a program for each token, which strides over tokens. Tile: BLOCK elements of one
+    row.
+    """
     end = tl.load(cu_seqlens + num_seqs)
     head = tl.arange(0, BLOCK_H)
     if LSE_UNIT != 1.0:

@@ -20,7 +20,7 @@ def rows_of_block(
     is_known: tl.tensor,
     D: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK, BLOCK_D]: of new tokens, and of those that a slot has by their places in a block."""
+    """Load a block's rows [BLOCK, BLOCK_D]: new tokens, and those that the slot holds, by place."""
     is_new = (token >= begin)[:, None]
     p_new = new + token.to(tl.int64)[:, None] * stride + index_d[None, :]
     p_held = held + place[:, None] * (2 * D) + index_d[None, :]
@@ -32,8 +32,10 @@ def rows_of_block(
 def pool(
     b_key: tl.tensor, b_gate: tl.tensor, b_bias: tl.tensor, place: tl.tensor, SIZE: tl.constexpr
 ) -> tl.tensor:
-    """[BLOCK_D] float32: a block's mean, weighed by the softmax of gates and biases [BLOCK, ...] of
-    its SIZE places."""
+    """Average a block's keys to float32 [BLOCK_D], weighed by the softmax of gates plus biases.
+
+    Places from SIZE on do not count.
+    """
     logits = b_gate.to(tl.float32) + b_bias.to(tl.float32)
     logits = tl.where((place < SIZE)[:, None], logits, -float("inf"))
     weights = tl.exp(logits - tl.max(logits, 0)[None, :])

@@ -1,10 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Matrix products of numbers in pieces, exact as float32 where a state depends on them.
+"""GEMMs of numbers in pieces, as exact as float32 where a state depends on them.
 
-A float32 number is the sum of three bfloat16 numbers to its last bit: its pieces, the largest
-first. Tensor cores multiply pieces; of the products of two such sums, those below that bit are
-left out. Where inputs are float32, numbers stay whole and products run outside the tensor cores,
-which cut off the sums that they accumulate where float32 arithmetic rounds them.
+A float32 number is exactly the sum of three BF16 numbers: its pieces, the largest first. Tensor
+cores multiply pieces, without the products below float32's last bit. float32 inputs stay whole, and
+their products run outside the tensor cores: those truncate the sums that they accumulate.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 
 
 def pieces_of_states(dtype: torch.dtype) -> int:
-    """Pieces of numbers that are as exact as float32 when inputs are of ``dtype``."""
+    """Return how many pieces make numbers as exact as float32 when inputs have ``dtype``."""
     return 1 if dtype == torch.float32 else NUM_PIECES
 
 
@@ -46,7 +45,7 @@ def state_pieces(
 
 
 def in_pieces(x: Tensor) -> Tensor:
-    """[T, P, ...] whose sum over P is x [T, ...]: three where x is float16, else x itself."""
+    """Cut x [T, ...] into pieces [T, P, ...] whose sum is x: three of FP16, else x itself."""
     if x.dtype != torch.float16:
         return x[:, None]
     rest, pieces = x.float(), []
@@ -58,7 +57,7 @@ def in_pieces(x: Tensor) -> Tensor:
 
 @triton.jit
 def dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor) -> tl.tensor:
-    """``acc + x @ y`` for pieces on both sides."""
+    """Compute ``acc + x @ y`` of two pieces."""
     if _INTERPRETED:
         # The interpreter holds bfloat16 as integers and would multiply them as such.
         x, y = x.to(tl.float32), y.to(tl.float32)
@@ -67,9 +66,9 @@ def dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def first_piece(x: tl.tensor) -> tl.tensor:
-    """The first 8 bits of float32 numbers, cut off as bfloat16.
+    """Truncate float32 numbers to BF16.
 
-    By their bits: conversions of single numbers are slower than the products.
+    Their bits are shifted: conversions of single numbers are slower than the products.
     """
     bits = x.to(tl.int32, bitcast=True)
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -77,16 +76,16 @@ def first_piece(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def without_first_piece(x: tl.tensor) -> tl.tensor:
-    """What :func:`first_piece` leaves of float32 numbers."""
+    """Subtract :func:`first_piece` from float32 numbers."""
     bits = x.to(tl.int32, bitcast=True)
     return x - (bits & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def piece_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
-    """``acc + x @ y`` for the first PIECES pieces of x, which is float32, and a piece y.
+    """Compute ``acc + x @ y`` of float32 x, cut into PIECES pieces, and one piece y.
 
-    What is small is added first. x stays in registers, as the left side of a product may.
+    Small products are added first. x stays in registers, as a product's left side may.
     """
     if y.dtype == tl.float32 or _INTERPRETED:
         # Outside the tensor cores the other way around is faster.
@@ -106,7 +105,7 @@ def piece_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr) 
 
 @triton.jit
 def exact_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
-    """``acc + x @ y`` for both of float32, in PIECES pieces: whole in 1, to its last bit in 3."""
+    """Compute ``acc + x @ y`` of float32 matrices in PIECES pieces: 1 is whole, 3 is exact."""
     if PIECES == 1 or _INTERPRETED:
         acc += tl.dot(x, y, input_precision="ieee")
     elif PIECES == 2:
@@ -121,14 +120,14 @@ def exact_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr) 
 
 @triton.jit
 def inverse_root(x: tl.tensor) -> tl.tensor:
-    """``x^-1/2`` to float32 precision: the GPU's own, and what a step of Newton's adds to it."""
+    """Compute ``x^-1/2`` to float32 precision: the GPU's estimate and a step of Newton's method."""
     root = tl.rsqrt(x)
     return root + root * (0.5 - 0.5 * x * root * root)
 
 
 @triton.jit
 def sum_rows(select: tl.tensor, x: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
-    """Sums of rows of x [R, N], which is float32: row i of those that ``select[i]`` [R] names."""
+    """Sum the rows of float32 x [R, N] that each ``select[i]`` [R] marks."""
     if PIECES == 1 or _INTERPRETED:
         acc = tl.dot(select.to(tl.float32), x, input_precision="ieee")
     else:
@@ -142,7 +141,7 @@ def sum_rows(select: tl.tensor, x: tl.tensor, PIECES: tl.constexpr) -> tl.tensor
 
 @triton.jit
 def transpose_dot(x: tl.tensor, acc: tl.tensor, factor: tl.constexpr = 1.0) -> tl.tensor:
-    """``acc + factor x^T``, by a product, for which x may lie in shared memory as it came.
+    """Compute ``acc + factor x^T`` by a GEMM, for which x may stay in shared memory as it came.
 
     ``factor`` is a power of 2.
     """
@@ -170,7 +169,7 @@ def store_pieces(
 
 @triton.jit
 def cut(x: tl.tensor, PIECES: tl.constexpr) -> tl.tuple:
-    """Numbers of float32 in PIECES pieces: whole in 1, of float16 in 2, of bfloat16 in 3."""
+    """Cut float32 numbers into PIECES pieces: 1 is whole, 2 are FP16, 3 are BF16."""
     if PIECES == 1:
         pieces = (x,)
     elif PIECES == 2:
@@ -184,9 +183,9 @@ def cut(x: tl.tensor, PIECES: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def cut_rows(x: tl.tensor, PIECES: tl.constexpr) -> tl.tuple:
-    """Pieces of x [R, N], and what products with them are multiplied by: [R], powers of 2.
+    """Cut x [R, N] into pieces; return them and the factors [R], powers of 2, of their products.
 
-    float16 has a narrow range: a row's largest number is brought near 2^10 first.
+    FP16 has a narrow range: each row is scaled first, its largest number to about 2^10.
     """
     unit = tl.full([x.shape[0]], 1.0, dtype=tl.float32)
     if PIECES == 2:
@@ -199,7 +198,7 @@ def cut_rows(x: tl.tensor, PIECES: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def pieces_dot(x: tl.tuple, y: tl.tuple, acc: tl.tensor) -> tl.tensor:
-    """``acc + x @ y`` for numbers in pieces; what is small is added first."""
+    """Compute ``acc + x @ y`` of numbers in pieces; small products are added first."""
     if x[0].dtype == tl.float32:
         # Outside the tensor cores the other way around is faster.
         return acc + tl.trans(tl.dot(tl.trans(y[0]), tl.trans(x[0]), input_precision="ieee"))
@@ -213,7 +212,7 @@ def pieces_dot(x: tl.tuple, y: tl.tuple, acc: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def rows_dot(x: tl.tensor, y: tl.tuple, zeros: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
-    """``x @ y`` for x [R, N] of float32, cut in PIECES, and y in pieces."""
+    """Compute ``x @ y`` of float32 x [R, N], which is cut into PIECES, and y in pieces."""
     if PIECES == ROUNDED:
         product = dot(x.to(tl.float16), y[0], zeros)
     else:
@@ -226,7 +225,7 @@ def rows_dot(x: tl.tensor, y: tl.tuple, zeros: tl.tensor, PIECES: tl.constexpr) 
 def load_pieces(
     pointer: tl.tensor, stride: tl.tensor, PIECES: tl.constexpr, mask: tl.tensor
 ) -> tl.tuple:
-    """PIECES pieces that lie ``stride`` apart; 0 where the mask is False."""
+    """Load PIECES pieces that lie ``stride`` apart; 0 where the mask is False."""
     pieces = ()
     for i in tl.static_range(PIECES):
         pieces = pieces + (tl.load(pointer + i * stride, mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
@@ -235,7 +234,7 @@ def load_pieces(
 
 @triton.jit
 def transposed(pieces: tl.tuple) -> tl.tuple:
-    """Each of them."""
+    """Transpose each piece."""
     columns = ()
     for i in tl.static_range(len(pieces)):
         columns = columns + (tl.trans(pieces[i]),)  # type: ignore[assignment]  # noqa: RUF005
@@ -244,9 +243,9 @@ def transposed(pieces: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def rounded_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr = 1) -> tl.tensor:
-    """``acc + x @ y`` for x of float32 rounded to the dtype of y; for outputs alone.
+    """Compute ``acc + x @ y`` of float32 x rounded to y's dtype: for outputs, never for states.
 
-    Where numbers are ROUNDED, x has float16's range already.
+    With PIECES of ROUNDED, the caller has brought x into FP16's range.
     """
     if y.dtype == tl.float16 and PIECES != ROUNDED:
         pieces, unit = cut_rows(x, 2)

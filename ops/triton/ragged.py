@@ -1,9 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
-"""How a grid that follows from shapes alone covers ragged sequences of any lengths.
+"""Grids that follow from shapes alone, and cover ragged sequences of any lengths.
 
-Tokens are dealt out in blocks of BLOCK. Sequence n takes the blocks from
-``cu_seqlens[n] // BLOCK + n`` on: at least as many as its tokens need, for any lengths, so that
-``num_blocks`` serves all batches of these shapes. Blocks past a sequence's last token are idle.
+A block has BLOCK tokens. Sequence n owns the blocks from ``cu_seqlens[n] // BLOCK + n`` on: at
+least as many as its tokens need, for any lengths. So ``num_blocks`` serves all batches of these
+shapes. Blocks past a sequence's last token are idle.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 def num_blocks(num_tokens: int, num_seqs: int, block: int) -> int:
-    """Blocks that any ``num_seqs`` sequences of ``num_tokens`` in all may need."""
+    """Bound the blocks that any ``num_seqs`` sequences of ``num_tokens`` in all may need."""
     return num_tokens // block + num_seqs if num_seqs else 0
 
 
@@ -21,7 +21,7 @@ def num_blocks(num_tokens: int, num_seqs: int, block: int) -> int:
 def sequence_of_block(
     cu_seqlens: tl.tensor, num_seqs: tl.tensor, block: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """The sequence that takes the block."""
+    """Find the sequence that owns a block."""
     before = tl.zeros([256], dtype=tl.int32)
     for base in range(0, num_seqs, 256):
         seq = base + tl.arange(0, 256)
@@ -34,13 +34,14 @@ def sequence_of_block(
 def first_token_of_block(
     begin: tl.tensor, seq: tl.tensor, block: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """The first token of a block of a sequence that begins at ``begin``; past its end when idle."""
+    """Return the first token of a block whose sequence begins at ``begin``; an idle block's is past
+    it."""
     return begin + (block - begin // BLOCK - seq) * BLOCK
 
 
 @triton.jit
 def sequence_of_token(cu_seqlens: tl.tensor, num_seqs: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """The sequence that a token is of; ``num_seqs`` where it is padding."""
+    """Find a token's sequence; ``num_seqs`` for padding."""
     before = tl.zeros([256], dtype=tl.int32)
     for base in range(0, num_seqs, 256):
         seq = base + tl.arange(0, 256)
@@ -58,9 +59,9 @@ def fetch_rows(
     mask: tl.tensor,
     ROWS: tl.constexpr,
 ) -> tl.tuple:
-    """ROWS rows from ``first`` on, a stride apart; zeros from ``last`` on.
+    """Load ROWS rows from ``first`` on, a stride apart; rows from ``last`` on are 0.
 
-    They are on their way together, where one after the other each would be waited for.
+    All loads are in flight together: a loop would wait for each.
     """
     rows = ()
     begin = pointer + tl.cast(first, tl.int64) * stride

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What logits are biased by, of each query by the distance of a key."""
+"""Biases of attention logits, which each query has by the distance to a key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_hybrid.ops.triton.decays import LOG2_E
 
 
 def reach_of(relative_bias: Tensor | None) -> int:
-    """Distances that have a bias: 0 where there are none."""
+    """Return how many distances have a bias; 0 without biases."""
     return 0 if relative_bias is None else relative_bias.shape[2]
 
 
@@ -26,8 +26,10 @@ def biases_of_rows(
     GROUP: tl.constexpr,
     REACH: tl.constexpr,
 ) -> tl.tensor:
-    """[rows] where the biases of each row begin, of tokens from ``first_token`` on times the query
-    heads of one key head; rows that ``mask`` hides have those of some other."""
+    """Return a pointer to each row's biases; a row is a token and one query head of a key head.
+
+    Rows count from ``first_token`` on. Masked rows point to another row's biases.
+    """
     first = (first_token.to(tl.int64) * HQ + head_kv * GROUP) * REACH
     offset = (row // GROUP * HQ + row % GROUP) * REACH
     return relative_bias + first + tl.where(mask, offset, 0)
@@ -42,10 +44,11 @@ def with_biases(
     key: tl.tensor,
     REACH: tl.constexpr,
 ) -> tl.tensor:
-    """[rows, keys] logits to base 2: of products, and the biases of keys less than REACH before.
+    """Compute base-2 logits [rows, keys]: scaled products, and biases of keys less than REACH
+    before.
 
-    Not in units of products: those the compiler would sum from the biases on, and round each of
-    their terms at the size of a bias.
+    Biases are not added in units of products: the compiler would then begin the sum with the bias,
+    and round each product at the bias's size.
     """
     distance = position[:, None] - key[None, :]
     is_near = (distance >= 0) & (distance < REACH)

@@ -1,4 +1,4 @@
-"""Two launches side by side, of which the second walks what the first prepared."""
+"""Overlap of two launches on two streams, of which one walks what the other has prepared."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Launch = Callable[[int, int], None]
 def side_by_side(
     prepare: Launch, walk: Launch, num_blocks: int, num_segments: int, device: torch.device
 ) -> None:
-    """Prepare segment after segment of the blocks, and walk each as soon as it is there.
+    """Prepare the segments of blocks in turn, and walk each while the next one is prepared.
 
-    Walks of few sequences wait most of the time and leave most processors idle, which prepare the
-    next segments meanwhile. Both are done when the current stream goes on.
+    A walk of few sequences mostly waits and leaves most SMs idle, which prepare the next segment.
+    Both are done when the current stream goes on.
     """
     segments = pairwise(num_blocks * i // num_segments for i in range(num_segments + 1))
     if num_segments == 1 or device.type != "cuda":
@@ -38,8 +38,9 @@ def side_by_side(
 
 @cache
 def _side_stream(device: torch.device, beside: int) -> torch.cuda.Stream:
-    """One for each stream that callers run on, whose address is ``beside``.
+    """Make the side stream of the caller's stream at address ``beside``.
 
-    Of high priority, which torch takes from a pool of their own: it is never the caller's.
+    Its priority is high, since torch takes such streams from another pool: it is never the
+    caller's.
     """
     return torch.cuda.Stream(device, priority=-1)

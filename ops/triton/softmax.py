@@ -14,7 +14,7 @@ _LN_2: tl.constexpr = tl.constexpr(math.log(2))
 
 
 def log2_scale(scale: float) -> float:
-    """What makes logits to base 2 of what ``scale`` makes logits of."""
+    """Scale logits to base 2: return ``scale log2(e)``."""
     return scale * math.log2(math.e)
 
 
@@ -24,11 +24,12 @@ def advance(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Take in a tile of products ``[rows, keys]``, -inf where a key is hidden.
 
-    ``scale_log2``, of ``log2_scale``, makes logits of them to base 2: the one multiplication of an
-    element is fused with the subtraction.
+    ``scale_log2``, of ``log2_scale``, turns products into base-2 logits: one FMA an element, with
+    the subtraction of the maximum.
 
-    Returns the tile's weights, what earlier results of each row are to be multiplied by, and the
-    running maximum, to base 2, and sum of each row.
+    Returns:
+        The tile's weights; the factor of each row's earlier results; each row's running maximum, to
+        base 2; and its running sum.
     """
     new_peak = tl.maximum(peak, tl.max(products, 1) * scale_log2)
     shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # no key was visible so far
@@ -39,7 +40,7 @@ def advance(
 
 @triton.jit
 def finish(peak: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """What results of each row are to be divided by, and the natural LSE, -inf without keys."""
+    """Return the divisor of each row's output, and its natural LSE: -inf without keys."""
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     lse = tl.where(empty, -float("inf"), (peak + tl.log2(total)) * _LN_2)
@@ -48,7 +49,7 @@ def finish(peak: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def tanh(x: tl.tensor) -> tl.tensor:
-    """Hyperbolic tangent to float32 precision, also where 1 - exp(-2x) would cancel."""
+    """Compute tanh to float32 precision, also where 1 - exp(-2x) would cancel."""
     t = tl.exp(-2.0 * tl.abs(x))
     worth = 1.0 / (1.0 + t)  # to two units of its last place, which a step of Newton's takes off
     large = (1.0 - t) * worth
@@ -120,7 +121,12 @@ def _merge_kernel(
     BLOCK_SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_D elements of one head of one token."""
+    """Merge NUM_SPLITS partial outputs of one token's head by their LSEs: the reduction of
+    split-KV.
+
+    Grid: (tokens, heads, D / BLOCK_D). Tile: BLOCK_SPLITS splits by BLOCK_D elements, in registers.
+    Splits whose LSE is -inf are not read; padding rows become (0, -inf).
+    """
     num_live = tl.load(cu_seqlens + num_seqs)
     if EARLY:
         gdc_wait()

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What the Triton kernels of recurrent ops share: blocks of a state, and rows of padding."""
+"""Tiles of a recurrent state, and zero rows for padding, in Triton."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ class Tile:
 
     @classmethod
     def of(cls, head_dim_v: int, head_dim_k: int, *, by_channel: bool = False) -> Tile:
-        """All of K, so that no program waits for another, and as many rows of V as fit: twice as
-        many where each channel of K decays on its own, which every program works out for itself."""
+        """Fit a warp's tile: all of K, so that no program waits for another, and as many rows of V
+        as fit.
+
+        Decays ``by_channel`` of K double the rows: each program computes the decays anew.
+        """
         block_k = triton.next_power_of_2(head_dim_k)
         num_rows = (1 + by_channel) * _STATE_TILE // block_k
         block_v = min(triton.next_power_of_2(head_dim_v), max(1, num_rows))

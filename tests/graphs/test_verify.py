@@ -22,10 +22,10 @@ from torch_hybrid.graphs.capturing.cuda_graph import why_not_capturable
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.adapt import adapt
 from torch_hybrid.ops.core.capability import Implementation, Need
-from torch_hybrid.ops.gated_delta_step import op as gated_delta_step
-from torch_hybrid.ops.kimi_delta_step import op as kimi_delta_step
-from torch_hybrid.ops.lightning_step import op as lightning_step
-from torch_hybrid.ops.ssd_step import op as ssd_step
+from torch_hybrid.ops.delta_rule import op_step_gated as gated_delta_step
+from torch_hybrid.ops.delta_rule import op_step_kimi as kimi_delta_step
+from torch_hybrid.ops.ssd import op_step_lightning as lightning_step
+from torch_hybrid.ops.ssd import op_step_mamba2 as ssd_step
 from torch_hybrid.ops.step_implementations import VERIFY
 from torch_hybrid.sampling import Draw, Sampling
 

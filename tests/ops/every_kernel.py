@@ -30,15 +30,14 @@ from tests.ops.block_attention import cases as blocks
 from tests.ops.causal_conv1d import cases as conv
 from tests.ops.delta_rule import gated as gdn
 from tests.ops.delta_rule import kimi as kda
+from tests.ops.delta_rule import step_gated_cases as gdn_step
+from tests.ops.delta_rule import step_kimi_cases as kda_step
 from tests.ops.delta_rule.cases import Case as DeltaCase
 from tests.ops.delta_rule.cases import chunked
 from tests.ops.delta_rule.kernels import on_device
 from tests.ops.fused_experts import cases as experts
-from tests.ops.gated_delta_step import cases as gdn_step
 from tests.ops.gated_pooling import cases as pooling
-from tests.ops.kimi_delta_step import cases as kda_step
 from tests.ops.latent_attention import cases as latents
-from tests.ops.lightning_step import cases as lightning_step_cases
 from tests.ops.linear import cases as linears
 from tests.ops.ngram_embedding import cases as ngrams
 from tests.ops.paged_attention import cases as paged
@@ -48,7 +47,8 @@ from tests.ops.rg_lru import cases as rg_lru_cases
 from tests.ops.select_blocks import cases as selection
 from tests.ops.selective_scan import cases as scans
 from tests.ops.ssd import cases as ssd
-from tests.ops.ssd_step import cases as ssd_step_cases
+from tests.ops.ssd import step_lightning_cases as lightning_step_cases
+from tests.ops.ssd import step_mamba2_cases as ssd_step_cases
 from tests.ops.wkv import cases as wkv_cases
 from torch_hybrid.ops import (
     block_attention,
@@ -56,12 +56,9 @@ from torch_hybrid.ops import (
     delta_rule,
     draw_tokens,
     fused_experts,
-    gated_delta_step,
     gated_pooling,
     head_linear,
-    kimi_delta_step,
     latent_attention,
-    lightning_step,
     linear,
     ngram_embedding,
     paged_attention,
@@ -72,7 +69,6 @@ from torch_hybrid.ops import (
     route,
     select_blocks,
     selective_scan,
-    ssd_step,
     top_k,
     wkv,
 )
@@ -102,6 +98,10 @@ def run(op: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], 
     return op(*moved(args, device), **{"impl": "triton", **options})
 
 
+def linear_call(inputs: linears.Inputs, impl: str = "triton") -> Call:
+    return partial(run, linear.linear, inputs.args(), {**inputs.options(), "impl": impl})
+
+
 def with_records(inputs: Any, width: int, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """A decode step's inputs as those of a step that verifies drafts, of which some are accepted:
     arguments and options."""
@@ -126,8 +126,8 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     odd = {"num_padding_tokens": 3, "has_bias": True, **ODD}
     gdn_one = gdn_step.case(lengths=(1, 0, 1), **odd)
     for op, make_inputs, step in (
-        (gated_delta_step.gated_delta_step, gdn_step.make_inputs, gdn_one),
-        (kimi_delta_step.kimi_delta_step, kda_step.make_inputs, kda_step.case(1, 0, 1, **odd)),
+        (delta_rule.gated_delta_step, gdn_step.make_inputs, gdn_one),
+        (delta_rule.kimi_delta_step, kda_step.make_inputs, kda_step.case(1, 0, 1, **odd)),
     ):
         inputs = make_inputs(step, dtype)
         yield op.__name__, partial(run, op, inputs.args(), inputs.options())
@@ -140,7 +140,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     for gate in ("before_norm", "no_norm"):
         mamba2 = ssd_step_cases.Case(lengths=(1, 0, 1), num_padding_tokens=3, gate=gate, **ODD)
         inputs = ssd_step_cases.make_inputs(mamba2, dtype)
-        op = ssd_step.ssd_step
+        op = ssd_ops.ssd_step
         yield f"{op.__name__}, {gate}", partial(run, op, inputs.args(), inputs.options())
         inputs = ssd_step_cases.make_inputs(replace(mamba2, lengths=DRAFTED), dtype)
         given = with_records(inputs, inputs.xBC.shape[1] + inputs.dt.shape[1], dtype)
@@ -150,7 +150,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             lengths=(1, 0, 1), num_padding_tokens=3, gated=gated, dim=27, rotary_dim=6
         )
         inputs = lightning_step_cases.make_inputs(mixer, dtype)
-        op = lightning_step.lightning_step
+        op = ssd_ops.lightning_step
         name = op.__name__ if gated else f"{op.__name__} without a gate"
         yield name, partial(run, op, inputs.args(), inputs.options())
         inputs = lightning_step_cases.make_inputs(replace(mixer, lengths=DRAFTED), dtype)
@@ -299,24 +299,18 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             yield f"{name}, {stored}", partial(run, op, args, options)
     for num_rows in (3, 9):
         layers = linears.Case(num_rows=num_rows, depth=77, widths=(66, 7), biased=frozenset({1}))
-        args = linears.make_inputs(layers, dtype=dtype)
-        yield f"linear of {num_rows} rows", partial(run, linear.linear, args, {})
-        args, scales = linears.make_fp8_inputs(layers, dtype=dtype)
-        name = f"linear of {num_rows} rows, 8-bit weights"
-        yield name, partial(run, linear.linear, args, {"scales": scales})
-        options = {"scales": scales, "impl": "triton_fp8"}
-        yield f"linear of {num_rows} rows, in 8 bits", partial(run, linear.linear, args, options)
+        name = f"linear of {num_rows} rows"
+        yield name, linear_call(linears.make_inputs(layers, dtype=dtype))
+        fp8 = linears.make_fp8_inputs(layers, dtype=dtype)
+        yield f"{name}, 8-bit weights", linear_call(fp8)
+        yield f"{name}, in 8 bits", linear_call(fp8, impl="triton_fp8")
         if dtype == torch.bfloat16:
-            deep = replace(layers, depth=1030)
-            args, scales = linears.make_mixed_inputs(deep, dtype=dtype)
-            options = {"scales": scales, "impl": "triton_fp8"}
-            name = f"linear of {num_rows} rows, in 8 and 16 bits"
-            yield name, partial(run, linear.linear, args, options)
+            mixed = linears.make_mixed_inputs(replace(layers, depth=1030), dtype=dtype)
+            yield f"{name}, in 8 and 16 bits", linear_call(mixed, impl="triton_fp8")
     for num_rows, stored in product((1, 9, 70), ("int8", "int4_of_32")):
         layers = linears.Case(num_rows=num_rows, depth=77, widths=(66, 7), biased=frozenset({1}))
-        args, scales = linears.make_integer_inputs(layers, stored, dtype=dtype)
-        name = f"linear of {num_rows} rows, {stored}"
-        yield name, partial(run, linear.linear, args, {"scales": scales})
+        integers = linears.make_integer_inputs(layers, stored, dtype=dtype)
+        yield f"linear of {num_rows} rows, {stored}", linear_call(integers)
     args = (torch.randn(5, 3, 37).to(dtype), torch.randn(3, 27, 37).to(dtype))
     yield "head_linear", partial(run, head_linear.head_linear, args, {})
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
@@ -434,7 +428,7 @@ def is_finite(result: Any) -> bool:
 def never_launched(launched: set[kernels.Kernel], *, gluon: bool) -> list[str]:
     """A line for each kernel that no call launched."""
     missing = kernels.all_kernels(gluon=gluon) - launched
-    return [f"never launched: {folder} {name}" for folder, name in sorted(missing)]
+    return [f"never launched: {module} {name}" for module, name in sorted(missing)]
 
 
 def main() -> None:
@@ -455,7 +449,7 @@ def main() -> None:
             if not options.dry and not is_finite(result):
                 wrong.append(f"{name}: not finite")
     if options.part[1] > 1:
-        print(*(f"launched: {folder} {name}" for folder, name in sorted(launched)), sep="\n")
+        print(*(f"launched: {module} {name}" for module, name in sorted(launched)), sep="\n")
     else:
         gluon = options.dry or runs_gluon(torch.device(device))
         wrong += never_launched(launched, gluon=gluon)

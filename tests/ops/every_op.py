@@ -21,13 +21,12 @@ from tests.ops.causal_conv1d import cases as convolution
 from tests.ops.contract import impls_on, skip_reason
 from tests.ops.delta_rule import gated as gated_delta
 from tests.ops.delta_rule import kimi as kimi_delta
+from tests.ops.delta_rule import step_gated_cases as gated_delta_step
+from tests.ops.delta_rule import step_kimi_cases as kimi_delta_step
 from tests.ops.delta_rule.cases import Case as DeltaCase
 from tests.ops.fused_experts import cases as experts
-from tests.ops.gated_delta_step import cases as gated_delta_step
 from tests.ops.gated_pooling import cases as pooling
-from tests.ops.kimi_delta_step import cases as kimi_delta_step
 from tests.ops.latent_attention import cases as latents
-from tests.ops.lightning_step import cases as lightning_step
 from tests.ops.linear import cases as linears
 from tests.ops.ngram_embedding import cases as ngrams
 from tests.ops.paged_attention import cases as pages
@@ -39,7 +38,8 @@ from tests.ops.rg_lru import cases as rg_lru
 from tests.ops.select_blocks import cases as selection
 from tests.ops.selective_scan import cases as scans
 from tests.ops.ssd import cases as ssd
-from tests.ops.ssd_step import cases as ssd_step
+from tests.ops.ssd import step_lightning_cases as lightning_step
+from tests.ops.ssd import step_mamba2_cases as ssd_step
 from tests.ops.state_copy import cases as copies
 from tests.ops.wkv import cases as wkv
 from torch_hybrid.ops.core.registration import NAMESPACE, REGISTERED
@@ -316,7 +316,7 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "lightning_step, ungated": lambda: _recurrent(
         lightning_step.make_inputs(replace(lightning_step.CASES["ungated"], **_ONE_EACH))
     ),
-    "linear": lambda: _without_indices(*linears.make_inputs(linears.CASES["five_rows_odd"])),
+    "linear": lambda: _without_indices(*linears.make_inputs(linears.CASES["five_rows_odd"]).args()),
     "merge_states": lambda: _without_indices(*(torch.randn(2, 3, 16), torch.randn(2, 3)) * 2),
     "ngram_embedding": _ngram_embedding,
     "paged_attention": _paged_attention,

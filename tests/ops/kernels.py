@@ -15,14 +15,14 @@ from torch_hybrid import ops
 
 OPS = Path(ops.__path__[0])
 
-Kernel = tuple[str, str]  # its folder, and its name: "attend" of _attend_kernel
+Kernel = tuple[str, str]  # its module in ops ("ssd._triton"), and its name: "walk" of _walk_kernel
 
 
 def all_kernels(*, gluon: bool = True) -> set[Kernel]:
     """Every Triton kernel of the package that is launched by itself, and those in ``gluon``."""
     jits = ("triton.jit", "gluon.jit") if gluon else ("triton.jit",)
     return {
-        (file.parent.name, short_name(node.name))
+        (f"{file.parent.name}.{file.stem}", short_name(node.name))
         for file in OPS.glob("*/*.py")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef)
@@ -46,8 +46,8 @@ def launched_kernels(*, dry: bool = False) -> Iterator[set[Kernel]]:
 
     def noting(run: Callable[..., Any]) -> Callable[..., Any]:
         def noted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            folder = kernel.fn.__module__.split(".")[-2]
-            seen.add((folder, short_name(kernel.fn.__name__)))
+            module = ".".join(kernel.fn.__module__.split(".")[-2:])
+            seen.add((module, short_name(kernel.fn.__name__)))
             return None if dry else run(kernel, *args, **kwargs)
 
         return noted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
@@ -16,5 +17,6 @@ from torch_hybrid.ops.core.registration import REGISTERED
 def public_ops() -> Mapping[str, Callable[..., Any]]:
     """Import all families, which completes REGISTERED, and find the public function of each op."""
     paths = pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")
-    modules = [import_module(each.name) for each in paths if each.name.endswith(".op")]
+    names = [each.name for each in paths if re.search(r"\.op(_\w+)?$", each.name)]
+    modules = [import_module(name) for name in names]
     return {name: vars(m)[name] for m in modules for name in REGISTERED if name in vars(m)}

@@ -65,7 +65,7 @@ class Part:
     def launched(self) -> set[kernels.Kernel]:
         """The kernels that ran to their end."""
         lines = re.findall(r"^launched: (\S+) (\S+)$", self.log, re.MULTILINE)
-        return {(folder, name) for folder, name in lines}
+        return {(module, name) for module, name in lines}
 
     def findings(self) -> Counter[str]:
         """What the tool reports, and how often: its words, and the kernel."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -16,7 +16,6 @@ from tests.ops.contract import assert_within_budget, impls_on, skip_reason
 from tests.ops.pages import offsets
 from tests.ops.step_family import Family
 from tests.ops.step_triton import on_device
-from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.step_implementations import VERIFY
 
 DEVICE = "cpu"
@@ -36,23 +35,21 @@ class VerifyContract:
 
     Attributes:
         family: the decode step.
-        verify: the op, which takes ``records`` and ``accepted`` besides the step's tensors.
-        implementations: of ``verify``, some of which can.
         recorded: the per-token tensors that a record is made of, in its order.
         records_are_inputs: and nothing else, so that each implementation leaves the same.
-        by_reference: the definition of ``verify``.
+        by_reference: the definition, of the step's value with records.
     """
 
     family: ClassVar[Family]
-    verify: ClassVar[Callable[..., Tensor]]
-    implementations: ClassVar[Mapping[str, Implementation]]
     recorded: ClassVar[tuple[str, ...]]
     records_are_inputs: ClassVar[bool] = True
     by_reference: ClassVar[Callable[..., Tensor]]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        able = {n: i for n, i in self.implementations.items() if i.capability.features >= VERIFY}
-        names = impls_on(DEVICE, able)
+        known = self.family.implementations
+        names = impls_on(
+            DEVICE, {n: i for n, i in known.items() if i.capability.features >= VERIFY}
+        )
         kinds = {
             "impl": names,
             "native_impl": [name for name in names if name != "torch"],
@@ -60,7 +57,7 @@ class VerifyContract:
         }
         for kind, members in kinds.items():
             if kind in metafunc.fixturenames:
-                reasons = {n: skip_reason(self.implementations[n], DEVICE) for n in members}
+                reasons = {n: skip_reason(known[n], DEVICE) for n in members}
                 metafunc.parametrize(
                     kind,
                     [
@@ -147,8 +144,7 @@ class VerifyContract:
     def test_records_go_with_counts(self):
         history = History(self, self.family.cases["mixed"], torch.float32, "torch")
         given = history.given((1, 1, 1, 1))
-        verify = type(self).verify
-        options = {**given.options(), "impl": "torch"}
+        verify, options = self.family.op, {**given.options(), "impl": "torch"}
         with pytest.raises(ValueError, match="together, got records alone"):
             verify(*given.args(), **options, records=history.records)
         with pytest.raises(ValueError, match="together, got accepted alone"):
@@ -162,7 +158,7 @@ class VerifyContract:
 
     def run_of(self, impl: str) -> Callable[[Any, Tensor, Tensor], Tensor]:
         """The op, of a call's inputs, records and counts."""
-        verify = type(self).verify
+        verify = self.family.op
 
         def run(inputs: Any, records: Tensor, accepted: Tensor) -> Tensor:
             drafts = {"records": records, "accepted": accepted}
@@ -171,7 +167,9 @@ class VerifyContract:
         return run
 
     def by_reference_of(self, inputs: Any, records: Tensor, accepted: Tensor) -> Tensor:
-        return type(self).by_reference(*inputs.args(), records, accepted, **inputs.options())
+        given = {"records": records, "accepted": accepted, "impl": "reference"}
+        value = self.family.value(*inputs.args(), **inputs.options(), **given)
+        return type(self).by_reference(value)
 
 
 class History:

@@ -13,7 +13,7 @@ from torch_hybrid.backends.recurrent import (
     rule_of,
 )
 from torch_hybrid.ops.delta_rule import op
-from torch_hybrid.ops.kimi_delta_step import op as step
+from torch_hybrid.ops.delta_rule import op_step_kimi as step
 from torch_hybrid.specs import KimiDeltaSpec
 
 

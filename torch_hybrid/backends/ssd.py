@@ -15,9 +15,9 @@ from torch_hybrid.backends.recurrent import (
     chunked_rule,
     rule_of,
 )
-from torch_hybrid.ops.lightning_step import op as lightning_step
 from torch_hybrid.ops.ssd import op
-from torch_hybrid.ops.ssd_step import op as step
+from torch_hybrid.ops.ssd import op_step_lightning as lightning_step
+from torch_hybrid.ops.ssd import op_step_mamba2 as step
 from torch_hybrid.specs import LightningSpec, Mamba2Spec, MlstmSpec
 
 

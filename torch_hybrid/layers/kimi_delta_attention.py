@@ -20,7 +20,7 @@ from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
+from torch_hybrid.ops.delta_rule import kimi_delta_step
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import KimiDeltaSpec
 

@@ -17,7 +17,7 @@ from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.lightning_step import lightning_step
+from torch_hybrid.ops.ssd import lightning_step
 from torch_hybrid.ranks import Ranks, own_means
 from torch_hybrid.specs import LightningSpec
 

@@ -21,7 +21,7 @@ from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.ssd_step import ssd_step
+from torch_hybrid.ops.ssd import ssd_step
 from torch_hybrid.ranks import Ranks, own_means
 from torch_hybrid.specs import Mamba2Spec
 

@@ -554,8 +554,9 @@ class DeclaredFill(Op):
     """Set the places of tensors of any number to their number in the sequence."""
 
     tensors: Annotated[Sequence[Tensor], MUTATED]
-    others: Sequence[Tensor]
+    others: Sequence[Tensor | None]
     places: Annotated[Tensor, Index("n", counts=True)]
+    more: Sequence[Tensor] | None = field(default=None, kw_only=True)
 
     def check_indices(self) -> None:
         """Raise ValueError for a place that some tensor has not."""
@@ -565,7 +566,7 @@ class DeclaredFill(Op):
 
 def fill(x: DeclaredFill) -> None:
     """Compute the op in torch."""
-    for number, tensor in enumerate(x.tensors):
+    for number, tensor in enumerate(x.tensors, len(x.more or ())):
         tensor[x.places.long()] = number
 
 
@@ -589,9 +590,11 @@ def test_tensors_of_any_number_and_a_result_of_nothing():
         declared_fill(tensors, [], places.long(), impl="torch")
     op = torch.ops.torch_hybrid.declared_fill.default
     torch.library.opcheck(op, (tensors, [], places), {"impl": "torch"})
+    declared_fill(tensors, [None, places], places, more=tensors, impl="torch")
+    assert tensors[0].tolist() == [2, 9, 2]
     assert_expected_inline(
         str(op._schema),
-        """torch_hybrid::declared_fill(Tensor(a!)[] tensors, Tensor[] others, Tensor places, *, str impl) -> ()""",  # noqa: E501
+        """torch_hybrid::declared_fill(Tensor(a!)[] tensors, Tensor?[] others, Tensor places, *, Tensor[]? more=None, str impl) -> ()""",  # noqa: E501
     )
 
 
@@ -641,8 +644,10 @@ def test_a_pool_whose_dtype_the_op_checks():
         x: Annotated[Tensor, Rows("D")]
         kept: Annotated[Tensor, Pool("D", dtype="any")]
 
-        def features(self) -> frozenset[str]:
-            """List what the pool wants."""
+        def features(self) -> frozenset[str] | None:
+            """List what the pool wants; one of float32 asks for nothing."""
+            if self.kept.dtype == torch.float32:
+                return None
             return frozenset({"bytes"} if self.kept.dtype == torch.uint8 else ())
 
     plain = Implementation(
@@ -657,5 +662,31 @@ def test_a_pool_whose_dtype_the_op_checks():
     assert op(x, kept, impl="bytes").eq(5).all()
     # Who asks for nothing may call what "auto" would not take.
     assert op(x, kept.float(), impl="bytes").eq(5).all()
+    with pytest.raises(ValueError, match="it is for bytes alone"):
+        op(x, kept.double(), impl="bytes")
     with pytest.raises(ValueError, match="kept must have shape"):
         op(x, kept[:, :2].contiguous(), impl="torch")
+
+
+def test_ids_of_either_width_and_numbers_of_an_option():
+    @dataclass(slots=True)
+    class DeclaredIds(Op):
+        """Add the first of some numbers to each element, and ids, which have two dtypes."""
+
+        x: Annotated[Tensor, Rows("D")]
+        ids: Annotated[Tensor, Dense("T", "D", dtype=(torch.int32, torch.int64))]
+        numbers: Sequence[float] | None = field(default=None, kw_only=True)
+
+    first = Implementation(
+        capability=ON_A_CPU,
+        launcher=lambda x: x.x + x.ids + (0 if x.numbers is None else x.numbers[0]),
+    )
+    op = define(DeclaredIds, {"torch": first}, returns=like("x"))
+    REGISTERED.pop("declared_ids")
+    x, ids = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.int64)
+    assert op(x, ids, impl="torch").eq(1).all()
+    assert op(x, ids.int(), numbers=(2.5, 1.0), impl="torch").eq(3.5).all()
+    with pytest.raises(ValueError, match=r"ids must have dtype torch\.int32 or torch\.int64, got"):
+        op(x, x, impl="torch")
+    schema = str(torch.ops.torch_hybrid.declared_ids.default._schema)
+    assert schema.endswith("(Tensor x, Tensor ids, *, float[]? numbers=None, str impl) -> Tensor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from tests.ops.block_scales import in_blocks
 from tests.ops.integers import in_integers, whole_groups
-from torch_hybrid.ops.fused_experts.op import HAS_GATE
+from torch_hybrid.ops.fused_experts.op import HAS_GATE, FusedExperts
+from torch_hybrid.ops.fused_experts.reference import sum_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,11 @@ CASES = {
 }
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def expected_of(inputs: Sequence[Tensor], *, rounds: bool = False, **options: Any) -> Tensor:
+    """Compute the op as its definition; with ``rounds``, from rows in FP8."""
+    return sum_experts(FusedExperts(*inputs, **options, impl=""), rounds=rounds)
 
 
 def make_ids(case: Case, generator: torch.Generator) -> Tensor:

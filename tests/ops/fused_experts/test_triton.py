@@ -19,6 +19,7 @@ from tests.ops.fused_experts.cases import (
     CASES,
     Case,
     Inputs,
+    expected_of,
     make_fp8_inputs,
     make_inputs,
     make_integer_inputs,
@@ -43,8 +44,7 @@ from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_t
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.formats.block_scales import BLOCK, DTYPE
 from torch_hybrid.ops.fused_experts import fused_experts
-from torch_hybrid.ops.fused_experts.op import IMPLEMENTATIONS
-from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
+from torch_hybrid.ops.fused_experts.op import IMPLEMENTATIONS, FusedExperts
 from torch_hybrid.ops.triton.devices import runs_gluon
 
 # What of the contract the interpreter can do in seconds.
@@ -137,10 +137,10 @@ def test_fp8_on_a_gpu(name: str, impl: str, dtype: torch.dtype) -> None:
     exact = exact_of(inputs, scales, case.options())
     if is_rounded(impl, case):
         options = {**case.options(), "rounds": True}
-        expected = fused_experts_reference(*inputs, **scales, **options)
+        expected = expected_of(inputs, **scales, **options)
         assert_rounds_alike(out.float(), expected.float())
     elif dtype == torch.float32:
-        reference = fused_experts_reference(*inputs, **scales, **case.options())
+        reference = expected_of(inputs, **scales, **case.options())
         assert_within_budget(out, exact, reference)
     else:
         assert_near(out, exact)
@@ -158,7 +158,7 @@ def test_integers_on_a_gpu(name: str, stored: str, dtype: torch.dtype) -> None:
     out = fused_experts(*on_device(inputs), **moved, **options).cpu()
     exact = exact_of(inputs, scales, case.options())
     if dtype == torch.float32:
-        reference = fused_experts_reference(*inputs, **scales, **case.options())
+        reference = expected_of(inputs, **scales, **case.options())
         assert_within_budget(out, exact, reference)
     else:
         assert_near(out, exact)
@@ -214,9 +214,9 @@ def call(inputs: Inputs, options: Mapping[str, Any]) -> Tensor:
 
 def assert_as_exact(inputs: Inputs, options: Mapping[str, Any], out: Tensor) -> None:
     """Within budget in float32; else as near as hidden activations of x's dtype allow."""
-    exact = fused_experts_reference(*to_exact(*inputs), **options)
+    exact = expected_of(to_exact(*inputs), **options)
     if out.dtype == torch.float32:
-        reference = fused_experts_reference(*inputs, **options)
+        reference = expected_of(inputs, **options)
         assert_within_budget(out.cpu(), exact, reference)
     else:
         assert_near(out.cpu(), exact)
@@ -246,18 +246,23 @@ def test_what_hopper_kernels_take() -> None:
     """All else goes to the other kernels: it would be read or written beside what is meant."""
     from torch_hybrid.ops.fused_experts import _hopper
 
-    def suits(num_pairs: int = 1000, dim: int = 192, width: int = 64, **changes: Any) -> bool:
+    def suits(
+        top_k: int = 10, dim: int = 192, width: int = 64, limit: float | None = None, **changes: Any
+    ) -> bool:
         like = {"device": "meta", "dtype": torch.bfloat16} | changes
         x = torch.empty(100, dim + 16, **like)[:, :dim]
+        ids, weights = torch.empty(100, top_k, dtype=torch.int64), torch.empty(100, top_k)
         gate_up, down = torch.empty(8, 2 * width, dim, **like), torch.empty(8, dim, width, **like)
-        return _hopper.suits(x, gate_up, down, num_pairs)
+        options = {"activation": "silu", "limit": limit, "impl": "triton"}
+        return _hopper.suits(FusedExperts(x, ids, weights, gate_up, down, **options))
 
     assert not suits()
     with mock.patch.object(_hopper, "runs_gluon", return_value=True):
         assert suits()
         assert suits(dtype=torch.float16)
         refused = (
-            suits(num_pairs=128),
+            suits(top_k=1),
+            suits(limit=1.0),
             suits(dim=200),
             suits(width=72),
             suits(dtype=torch.float32),
@@ -316,7 +321,7 @@ def test_compiles_without_spills() -> None:
     ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
-        kernel = row.kernel.removeprefix("hopper_").removeprefix("fp8_").removeprefix("integer_")
+        kernel = row.kernel.removeprefix("hopper_").removeprefix("fp8_").removeprefix("scaled_")
         multiplies = kernel.startswith(("gate_up", "down"))
         assert (row.products != "-") == (multiplies and "float32" not in row.kernel), row
 
@@ -341,7 +346,7 @@ def record_launches(
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device="meta")
     rows = (1 + (activation == "silu")) * width
     with launches_on(target) as launches:
-        _triton.fused_experts(
+        x = FusedExperts(
             weights(num_tokens, dim),
             ids,
             weights(num_tokens, top_k),
@@ -349,7 +354,9 @@ def record_launches(
             weights(num_experts, dim, width),
             activation=activation,
             softcaps=softcaps,
+            impl="triton",
         )
+        _triton.fused_experts(x)
     return launches
 
 
@@ -365,7 +372,7 @@ def record_fp8_launches(
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     with launches_on(target) as launches:
-        launcher(
+        x = FusedExperts(
             empty(num_tokens, 2048),
             empty(num_tokens, 10, dtype=torch.int64),
             empty(num_tokens, 10),
@@ -374,8 +381,10 @@ def record_fp8_launches(
             gate_up_scales=empty(512, 2 * width // BLOCK, 2048 // BLOCK, dtype=torch.float32),
             down_scales=empty(512, 2048 // BLOCK, width // BLOCK, dtype=torch.float32),
             activation="silu",
+            impl="triton_fp8" if rounds else "triton",
         )
-    return {name: launch for name, launch in launches.items() if "fp8" in name}
+        launcher(x)
+    return {name: launches[name] for name in launches if "fp8" in name or "scaled" in name}
 
 
 @needs_cross_compiler
@@ -409,7 +418,7 @@ def record_integer_launches(
     gate_up, gate_up_scales = weight(512, 1024, 2048)
     down, down_scales = weight(512, 2048, 512)
     with launches_on(target) as launches:
-        _triton.fused_experts(
+        x = FusedExperts(
             empty(num_tokens, 2048),
             empty(num_tokens, 10, dtype=torch.int64),
             empty(num_tokens, 10),
@@ -418,5 +427,7 @@ def record_integer_launches(
             gate_up_scales=gate_up_scales,
             down_scales=down_scales,
             activation="silu",
+            impl="triton",
         )
-    return {name: launch for name, launch in launches.items() if "integer" in name}
+        _triton.fused_experts(x)
+    return {name: launch for name, launch in launches.items() if "scaled" in name}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from tests.ops.block_scales import in_blocks
+from tests.ops.contract import rows_apart
+from tests.ops.declared import DeclaredInputs
 from tests.ops.integers import in_integers, whole_groups
+from torch_hybrid.ops.linear.op import Linear, linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +44,43 @@ CASES = {
     "no_depth": Case(num_rows=7, depth=0, widths=(5, 4), biased=frozenset({0})),
 }
 
-Inputs = tuple[Tensor, list[Tensor], list[Tensor | None]]
+
+@dataclass(slots=True, kw_only=True)
+class Inputs(DeclaredInputs, Linear):
+    """Arguments of one call."""
+
+    impl: str = ""
+
+    def run(self, impl: str) -> Tensor:
+        """Call the op."""
+        return linear(*self.args(), **self.options(), impl=impl)
+
+    def args(self) -> tuple[Any, ...]:
+        """Return what is given by position."""
+        return self.x, self.weights, self.biases
+
+    def options(self) -> dict[str, Any]:
+        """Return what is given by name, where it is."""
+        return {} if self.scales is None else {"scales": self.scales}
+
+    def exact(self) -> Self:
+        """Convert to float64 what the op computes with; weights stay as they are stored."""
+        biases = [None if bias is None else bias.double() for bias in self.biases]
+        scales = None if self.scales is None else [scale.double() for scale in self.scales]
+        return replace(self, x=self.x.double(), biases=biases, scales=scales)
+
+    def on_gpu(self) -> Self:
+        """Copy to a GPU; rows of x lie apart."""
+        moved = {
+            "weights": [weight.cuda() for weight in self.weights],
+            "biases": [None if bias is None else bias.cuda() for bias in self.biases],
+            "scales": None if self.scales is None else [scale.cuda() for scale in self.scales],
+        }
+        return replace(self, x=rows_apart(self.x.cuda()), **moved)
 
 
 def make_inputs(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
-    """x, weights and biases; x is a slice of a wider tensor whose other columns are NaN."""
+    """Draw x, weights and biases; x is a slice of a wider tensor whose other columns are NaN."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.full((case.num_rows, case.depth + 5), torch.nan)
     wide[:, 3 : 3 + case.depth] = torch.randn(case.num_rows, case.depth, generator=generator)
@@ -54,35 +91,36 @@ def make_inputs(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0
         for i, n in enumerate(case.widths)
     ]
     x = wide.to(dtype)[:, 3 : 3 + case.depth]
-    return x, [weight.to(dtype) for weight in weights], biases
+    return Inputs(x=x, weights=[weight.to(dtype) for weight in weights], biases=biases)
 
 
-def make_fp8_inputs(
-    case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> tuple[Inputs, list[Tensor]]:
-    """The same with weights of 8 bits, and their scales."""
-    x, weights, biases = make_inputs(case, dtype=torch.float32, seed=seed)
-    numbers, scales = zip(*map(in_blocks, weights), strict=True)
-    rounded = [None if bias is None else bias.to(dtype) for bias in biases]
-    return (x.to(dtype), list(numbers), rounded), list(scales)
+def _stored(
+    case: Case, store: Callable[[Tensor], tuple[Tensor, Tensor]], dtype: torch.dtype, seed: int
+) -> Inputs:
+    """Draw inputs whose weights are stored with scales."""
+    drawn = make_inputs(case, dtype=dtype, seed=seed)
+    wide = make_inputs(case, seed=seed).weights
+    weights, scales = zip(*map(store, wide), strict=True)
+    return replace(drawn, weights=list(weights), scales=list(scales))
 
 
-def make_mixed_inputs(
-    case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> tuple[Inputs, list[Tensor]]:
-    """The same, all but the first half of the weights of x's own dtype."""
-    (x, numbers, biases), scales = make_fp8_inputs(case, dtype=dtype, seed=seed)
-    _, weights, _ = make_inputs(case, dtype=dtype, seed=seed)
-    num_scaled = (len(weights) + 1) // 2
-    return (x, numbers[:num_scaled] + weights[num_scaled:], biases), scales[:num_scaled]
+def make_fp8_inputs(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    """Draw inputs with FP8 weights."""
+    return _stored(case, in_blocks, dtype, seed)
+
+
+def make_mixed_inputs(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    """Draw inputs of which the first half of the weights is FP8, the others have x's dtype."""
+    fp8 = make_fp8_inputs(case, dtype=dtype, seed=seed)
+    count = (len(fp8.weights) + 1) // 2
+    others = make_inputs(case, dtype=dtype, seed=seed).weights[count:]
+    assert fp8.scales is not None
+    return replace(fp8, weights=[*fp8.weights[:count], *others], scales=fp8.scales[:count])
 
 
 def make_integer_inputs(
     case: Case, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> tuple[Inputs, list[Tensor]]:
-    """The same with integers as weights, ``name`` of ``FORMATS``, whole groups of them."""
+) -> Inputs:
+    """Draw inputs with INT8 or INT4 weights in whole groups, ``name`` of ``FORMATS``."""
     case = replace(case, depth=whole_groups(case.depth, name))
-    x, weights, biases = make_inputs(case, dtype=torch.float32, seed=seed)
-    numbers, scales = zip(*(in_integers(weight, name) for weight in weights), strict=True)
-    rounded = [None if bias is None else bias.to(dtype) for bias in biases]
-    return (x.to(dtype), list(numbers), rounded), list(scales)
+    return _stored(case, lambda weight: in_integers(weight, name), dtype, seed)

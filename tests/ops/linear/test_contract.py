@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -14,7 +18,6 @@ from tests.ops.contract import (
     assert_within_budget,
     impls_on,
     skip_reason,
-    to_exact,
 )
 from tests.ops.integers import FORMATS
 from tests.ops.linear.cases import (
@@ -33,6 +36,7 @@ from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.op import FEATURES, IMPLEMENTATIONS, MIXED
 from torch_hybrid.ops.linear.reference import linear_reference
 
+ALL_OPCHECKS = ("test_schema", *FP8_OPCHECKS)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = Case(num_rows=6, depth=50, widths=(7, 20), biased=frozenset({1}))
 INVARIANT = impls_on("cpu", IMPLEMENTATIONS, frozenset({BATCH_INVARIANT}))
@@ -48,63 +52,61 @@ def impl(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_exact_result(impl: str, name: str, dtype: str) -> None:
-    x, weights, biases = make_inputs(CASES[name], dtype=DTYPES[dtype])
-    exact = linear_reference(*to_exact(x), to_exact(*weights), to_exact(*biases))
-    reference = linear_reference(x, weights, biases)
-    assert_within_budget(linear(x, weights, biases, impl=impl), exact, reference)
+    assert_as_exact(impl, make_inputs(CASES[name], dtype=DTYPES[dtype]))
 
 
 @pytest.mark.parametrize("num_rows", range(1, 20))
 def test_every_small_number_of_rows(impl: str, num_rows: int) -> None:
     case = Case(num_rows=num_rows, depth=600, widths=(21,), biased=frozenset({0}))
-    x, weights, biases = make_inputs(case)
-    exact = linear_reference(*to_exact(x), to_exact(*weights), to_exact(*biases))
-    reference = linear_reference(x, weights, biases)
-    assert_within_budget(linear(x, weights, biases, impl=impl), exact, reference)
+    assert_as_exact(impl, make_inputs(case))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 3, 9, 64])
 def test_a_row_does_not_see_the_others(impl: str, num_rows: int, dtype: str) -> None:
     case = Case(num_rows=num_rows, depth=530, widths=(70,))
-    x, weights, biases = make_inputs(case, dtype=DTYPES[dtype])
-    expected = linear(x, weights, biases, impl=impl)
+    assert_last_row_sees_no_other(impl, make_inputs(case, dtype=DTYPES[dtype]))
+
+
+def assert_last_row_sees_no_other(impl: str, inputs: Inputs) -> None:
+    expected = inputs.run(impl)
     for others in (torch.nan, torch.inf, 1e30):
-        x[:-1] = others
-        assert torch.equal(linear(x, weights, biases, impl=impl)[-1], expected[-1])
+        inputs.x[:-1] = others
+        assert torch.equal(inputs.run(impl)[-1], expected[-1])
 
 
-def assert_same_bits_in_any_batch(x: Tensor, *others: list[Tensor | None], impl: str) -> None:
-    whole = linear(x, *others, impl=impl)
+def assert_same_bits_in_any_batch(impl: str, inputs: Inputs) -> None:
+    whole = inputs.run(impl)
     for rows in (slice(1), slice(3), slice(17), slice(5, 69), slice(69, None)):
-        assert torch.equal(linear(x[rows], *others, impl=impl), whole[rows])
+        assert torch.equal(replace(inputs, x=inputs.x[rows]).run(impl), whole[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("impl", INVARIANT, indirect=True)
 def test_a_row_has_the_same_bits_in_any_batch(impl: str, dtype: str) -> None:
     case = Case(num_rows=75, depth=330, widths=(70, 9), biased=frozenset({1}))
-    assert_same_bits_in_any_batch(*make_inputs(case, dtype=DTYPES[dtype]), impl=impl)
+    assert_same_bits_in_any_batch(impl, make_inputs(case, dtype=DTYPES[dtype]))
 
 
 def test_is_deterministic(impl: str) -> None:
     inputs = make_inputs(CASES["decode_in_proj"])
-    first = linear(*inputs, impl=impl)
-    assert all(torch.equal(linear(*inputs, impl=impl), first) for _ in range(5))
+    first = inputs.run(impl)
+    assert all(torch.equal(inputs.run(impl), first) for _ in range(5))
 
 
 def test_merged_equals_one_by_one(impl: str) -> None:
-    x, weights, biases = make_inputs(CASES["decode_in_proj"])
-    merged = linear(x, weights, biases, impl=impl)
-    single = [linear(x, [w], [b], impl=impl) for w, b in zip(weights, biases, strict=True)]
+    inputs = make_inputs(CASES["decode_in_proj"])
+    merged = inputs.run(impl)
+    pairs = zip(inputs.weights, inputs.biases, strict=True)
+    single = [replace(inputs, weights=[w], biases=[b]).run(impl) for w, b in pairs]
     torch.testing.assert_close(merged, torch.cat(single, dim=1), rtol=1e-5, atol=1e-6)
 
 
 def test_infinity_and_nan_in_a_weight_stay_in_their_column(impl: str) -> None:
-    x, weights, biases = make_inputs(SMALL)
-    expected = linear(x, weights, biases, impl=impl)
-    weights[0][2, 7], weights[1][5, 9] = torch.nan, torch.inf
-    out = linear(x, weights, biases, impl=impl)
+    inputs = make_inputs(SMALL)
+    expected = inputs.run(impl)
+    inputs.weights[0][2, 7], inputs.weights[1][5, 9] = torch.nan, torch.inf
+    out = inputs.run(impl)
     assert out[:, 2].isnan().all()
     assert out[:, 12].isinf().all()
     clean = [i for i in range(27) if i not in (2, 12)]
@@ -124,14 +126,13 @@ def fp8_impl(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_fp8_matches_the_exact_result(fp8_impl: str, name: str, dtype: str) -> None:
-    inputs, scales = make_fp8_inputs(CASES[name], dtype=DTYPES[dtype])
-    assert_as_exact(fp8_impl, inputs, scales)
+    assert_as_exact(fp8_impl, make_fp8_inputs(CASES[name], dtype=DTYPES[dtype]))
 
 
 @pytest.mark.parametrize("num_rows", range(1, 20))
 def test_fp8_of_every_small_number_of_rows(fp8_impl: str, num_rows: int) -> None:
     case = Case(num_rows=num_rows, depth=600, widths=(21,), biased=frozenset({0}))
-    assert_as_exact(fp8_impl, *make_fp8_inputs(case))
+    assert_as_exact(fp8_impl, make_fp8_inputs(case))
 
 
 @pytest.mark.parametrize("impl", impls_on("cpu", IMPLEMENTATIONS, FEATURES | {MIXED}))
@@ -140,26 +141,17 @@ def test_fp8_of_every_small_number_of_rows(fp8_impl: str, num_rows: int) -> None
 def test_weights_beside_those_with_scales(impl: str, name: str, dtype: str) -> None:
     if reason := skip_reason(IMPLEMENTATIONS[impl], "cpu"):
         pytest.skip(reason)
-    assert_as_exact(impl, *make_mixed_inputs(CASES[name], dtype=DTYPES[dtype]))
+    assert_as_exact(impl, make_mixed_inputs(CASES[name], dtype=DTYPES[dtype]))
 
 
-def assert_as_exact(impl: str, inputs: Inputs, scales: list[Tensor]) -> None:
-    x, weights, biases = inputs
-    assert_within_budget(
-        linear(x, weights, biases, scales=scales, impl=impl),
-        *expected_of(inputs, scales, rounds=impl == "triton_fp8"),
-    )
+def assert_as_exact(impl: str, inputs: Inputs) -> None:
+    assert_within_budget(inputs.run(impl), *expected_of(inputs, impl))
 
 
-def expected_of(
-    inputs: Inputs, scales: list[Tensor], *, rounds: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The result exactly, and by the reference; with ``rounds`` of x in 8 bits."""
-    x, weights, biases = inputs
-    exact = linear_reference(
-        *to_exact(x), weights, to_exact(*biases), scales=to_exact(*scales), rounds=rounds
-    )
-    return exact, linear_reference(x, weights, biases, scales=scales, rounds=rounds)
+def expected_of(inputs: Inputs, impl: str = "torch") -> tuple[Tensor, Tensor]:
+    """Compute the result exactly, and by the reference, for an implementation."""
+    inputs = replace(inputs, impl=impl)
+    return linear_reference(inputs.exact()), linear_reference(inputs)
 
 
 def test_what_is_left_of_x_in_8_bits() -> None:
@@ -191,19 +183,15 @@ def test_every_number_of_8_bits(fp8_impl: str) -> None:
 @pytest.mark.parametrize("num_rows", [1, 3, 9, 64])
 def test_a_row_of_fp8_does_not_see_the_others(fp8_impl: str, num_rows: int, dtype: str) -> None:
     case = Case(num_rows=num_rows, depth=530, widths=(70,))
-    (x, weights, biases), scales = make_fp8_inputs(case, dtype=DTYPES[dtype])
-    expected = linear(x, weights, biases, scales=scales, impl=fp8_impl)
-    for others in (torch.nan, torch.inf, 1e30):
-        x[:-1] = others
-        out = linear(x, weights, biases, scales=scales, impl=fp8_impl)
-        assert torch.equal(out[-1], expected[-1])
+    assert_last_row_sees_no_other(fp8_impl, make_fp8_inputs(case, dtype=DTYPES[dtype]))
 
 
 def test_a_scale_is_that_of_its_block(fp8_impl: str) -> None:
-    (x, weights, biases), scales = make_fp8_inputs(Case(num_rows=6, depth=300, widths=(140, 130)))
-    expected = linear(x, weights, biases, scales=scales, impl=fp8_impl)
-    scales[0][1, 2], scales[1][0, 0] = torch.nan, torch.inf
-    out = linear(x, weights, biases, scales=scales, impl=fp8_impl)
+    inputs = make_fp8_inputs(Case(num_rows=6, depth=300, widths=(140, 130)))
+    assert inputs.scales is not None
+    expected = inputs.run(fp8_impl)
+    inputs.scales[0][1, 2], inputs.scales[1][0, 0] = torch.nan, torch.inf
+    out = inputs.run(fp8_impl)
     assert out[:, 128:140].isnan().all()
     assert not out[:, 140:268].isfinite().any()
     clean = [*range(128), 268, 269]
@@ -227,10 +215,9 @@ def test_integers_match_the_exact_result(impl: str, name: str, stored: str, dtyp
     is_one_number = case.num_rows == len(case.widths) == case.widths[0] == 1
     draws = []
     for seed in range(8 if is_one_number else 1):
-        inputs, scales = make_integer_inputs(case, stored, dtype=DTYPES[dtype], seed=seed)
-        check_takes(impl, inputs[1][0])
-        actual = linear(*inputs, scales=scales, impl=impl)
-        draws.append((actual, *expected_of(inputs, scales)))
+        inputs = make_integer_inputs(case, stored, dtype=DTYPES[dtype], seed=seed)
+        check_takes(impl, inputs.weights[0])
+        draws.append((inputs.run(impl), *expected_of(inputs)))
     assert_draws_within_budget(draws)
 
 
@@ -238,9 +225,9 @@ def test_integers_match_the_exact_result(impl: str, name: str, stored: str, dtyp
 @pytest.mark.parametrize("num_rows", range(1, 20))
 def test_integers_meet_every_small_number_of_rows(impl: str, num_rows: int, stored: str) -> None:
     case = Case(num_rows=num_rows, depth=600, widths=(21,), biased=frozenset({0}))
-    inputs, scales = make_integer_inputs(case, stored)
-    check_takes(impl, inputs[1][0])
-    assert_as_exact(impl, inputs, scales)
+    inputs = make_integer_inputs(case, stored)
+    check_takes(impl, inputs.weights[0])
+    assert_as_exact(impl, inputs)
 
 
 @pytest.mark.parametrize("num_rows", [1, 6, 40])
@@ -268,24 +255,21 @@ def test_a_row_beside_integers_does_not_see_the_others(
     impl: str, num_rows: int, stored: str, dtype: str
 ) -> None:
     case = Case(num_rows=num_rows, depth=530, widths=(70,))
-    (x, weights, biases), scales = make_integer_inputs(case, stored, dtype=DTYPES[dtype])
-    check_takes(impl, weights[0])
-    expected = linear(x, weights, biases, scales=scales, impl=impl)
-    for others in (torch.nan, torch.inf, 1e30):
-        x[:-1] = others
-        out = linear(x, weights, biases, scales=scales, impl=impl)
-        assert torch.equal(out[-1], expected[-1])
+    inputs = make_integer_inputs(case, stored, dtype=DTYPES[dtype])
+    check_takes(impl, inputs.weights[0])
+    assert_last_row_sees_no_other(impl, inputs)
 
 
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("num_rows", [2, 7, 30])
 def test_a_scale_is_that_of_its_row_or_group(impl: str, num_rows: int, stored: str) -> None:
     case = Case(num_rows=num_rows, depth=384, widths=(37, 50))
-    (x, weights, biases), scales = make_integer_inputs(case, stored)
-    check_takes(impl, weights[0])
-    expected = linear(x, weights, biases, scales=scales, impl=impl)
-    scales[0][5], scales[1][49] = torch.nan, torch.inf
-    out = linear(x, weights, biases, scales=scales, impl=impl)
+    inputs = make_integer_inputs(case, stored)
+    check_takes(impl, inputs.weights[0])
+    assert inputs.scales is not None
+    expected = inputs.run(impl)
+    inputs.scales[0][5], inputs.scales[1][49] = torch.nan, torch.inf
+    out = inputs.run(impl)
     assert out[:, 5].isnan().all()
     assert not out[:, 86].isfinite().any()
     clean = [i for i in range(87) if i not in (5, 86)]
@@ -295,45 +279,29 @@ def test_a_scale_is_that_of_its_row_or_group(impl: str, num_rows: int, stored: s
 # ---- the op as the compiler sees it ----------------------------------------------------------
 
 
-def test_schema() -> None:
-    assert_expected_inline(
-        str(torch.ops.torch_hybrid.linear.default._schema).replace(", ", ",\n"),
-        """\
-torch_hybrid::linear(Tensor x,
-Tensor[] weights,
-Tensor?[] biases,
-*,
-Tensor[]? scales=None,
-str impl) -> Tensor""",
-    )
+def opcheck(impl: str, inputs: Inputs, utils: Sequence[str] = ALL_OPCHECKS) -> None:
+    x = inputs.x.contiguous()  # opcheck compares the whole storage, NaN margins included
+    args, options = replace(inputs, x=x).args(), {**inputs.options(), "impl": impl}
+    op = torch.ops.torch_hybrid.linear.default
+    torch.library.opcheck(op, args, options, test_utils=utils)
 
 
-@pytest.mark.parametrize("name", ["five_rows_odd", "no_rows", "prefill"])
+@pytest.mark.parametrize("name", ["no_rows", "prefill"])
 def test_opcheck(impl: str, name: str) -> None:
-    x, weights, biases = make_inputs(CASES[name])
-    x = x.contiguous()  # opcheck compares the whole storage, NaN margins included
-    torch.library.opcheck(
-        torch.ops.torch_hybrid.linear.default, (x, weights, biases), {"impl": impl}
-    )
+    opcheck(impl, make_inputs(CASES[name]))
 
 
 @pytest.mark.parametrize("name", ["five_rows_odd", "prefill"])
 def test_opcheck_of_fp8(fp8_impl: str, name: str) -> None:
-    (x, weights, biases), scales = make_fp8_inputs(CASES[name])
-    options = {"scales": scales, "impl": fp8_impl}
-    op = torch.ops.torch_hybrid.linear.default
-    utils = FP8_OPCHECKS
-    torch.library.opcheck(op, (x.contiguous(), weights, biases), options, test_utils=utils)
+    opcheck(fp8_impl, make_fp8_inputs(CASES[name]), FP8_OPCHECKS)
 
 
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("name", ["five_rows_odd", "prefill"])
 def test_opcheck_of_integers(impl: str, name: str, stored: str) -> None:
-    (x, weights, biases), scales = make_integer_inputs(CASES[name], stored)
-    check_takes(impl, weights[0])
-    options = {"scales": scales, "impl": impl}
-    op = torch.ops.torch_hybrid.linear.default
-    torch.library.opcheck(op, (x.contiguous(), weights, biases), options)
+    inputs = make_integer_inputs(CASES[name], stored)
+    check_takes(impl, inputs.weights[0])
+    opcheck(impl, inputs)
 
 
 def step(impl: str) -> object:
@@ -346,8 +314,8 @@ def step(impl: str) -> object:
 
 
 def step_inputs(num_rows: int) -> tuple[Tensor, ...]:
-    x, weights, _ = make_inputs(Case(num_rows=num_rows, depth=50, widths=(7, 20)))
-    return x, *weights, torch.ones(20)
+    inputs = make_inputs(Case(num_rows=num_rows, depth=50, widths=(7, 20)))
+    return inputs.x, *inputs.weights, torch.ones(20)
 
 
 def test_compiles_once(impl: str) -> None:
@@ -365,24 +333,27 @@ def test_inductor_gives_the_eager_result(impl: str) -> None:
 
 
 def test_what_is_traced_without_scales_does_not_name_them() -> None:
-    x, weights, biases = make_inputs(SMALL)
+    inputs = make_inputs(SMALL)
     traced = torch.fx.experimental.proxy_tensor.make_fx(
-        lambda x: linear(x, weights, biases, impl="torch")
-    )(x)
+        lambda x: linear(x, inputs.weights, inputs.biases, impl="torch")
+    )(inputs.x)
     assert "scales" not in str(traced.graph)
 
 
 def failing(impl: str = "torch", /, **changes: object) -> str:
-    x, weights, biases = make_inputs(SMALL)
-    arguments = {"x": x, "weights": weights, "biases": biases, **changes}
+    arguments = {**given(make_inputs(SMALL)), **changes}
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
         linear(**arguments, impl=impl)
     return str(error.value)
 
 
+def given(inputs: Inputs) -> dict[str, Any]:
+    return dict(zip(("x", "weights", "biases"), inputs.args(), strict=True)) | inputs.options()
+
+
 def fp8_errors() -> list[str]:
-    (x, weights, biases), scales = make_fp8_inputs(Case(num_rows=6, depth=300, widths=(7, 200)))
-    fp8 = {"x": x, "weights": weights, "biases": biases, "scales": scales}
+    fp8 = given(make_fp8_inputs(Case(num_rows=6, depth=300, widths=(7, 200))))
+    weights, scales = fp8["weights"], fp8["scales"]
     return [
         failing(**fp8 | {"weights": [weight.float() for weight in weights]}),
         failing(**fp8 | {"scales": None}),
@@ -395,10 +366,9 @@ def fp8_errors() -> list[str]:
 
 def integer_errors() -> list[str]:
     case = Case(num_rows=6, depth=384, widths=(7, 20))
-    (x, weights, biases), scales = make_integer_inputs(case, "int8")
-    int8 = {"x": x, "weights": weights, "biases": biases, "scales": scales}
-    (x, weights, biases), scales = make_integer_inputs(case, "int4_of_128")
-    int4 = {"x": x, "weights": weights, "biases": biases, "scales": scales}
+    int8 = given(make_integer_inputs(case, "int8"))
+    int4 = given(make_integer_inputs(case, "int4_of_128"))
+    weights, scales = int4["weights"], int4["scales"]
     return [
         failing(**int8 | {"scales": None}),
         failing(**int8 | {"weights": [int8["weights"][0], weights[1]]}),

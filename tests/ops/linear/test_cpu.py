@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.contract import assert_within_budget, to_exact
 from tests.ops.integers import FORMATS
-from tests.ops.linear.cases import CASES, Case, make_fp8_inputs, make_inputs, make_integer_inputs
+from tests.ops.linear.cases import (
+    CASES,
+    Case,
+    Inputs,
+    make_fp8_inputs,
+    make_inputs,
+    make_integer_inputs,
+)
 from tests.ops.linear.test_contract import assert_as_exact
-from torch_hybrid.ops.linear import _cpu, linear
-from torch_hybrid.ops.linear.reference import linear_reference
+from torch_hybrid.ops.linear import _cpu
 from torch_hybrid.ops.native import build, compiler_missing
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.cpu_tuning import CpuTuning
@@ -56,13 +61,9 @@ def threads() -> Iterator[None]:
 def test_fp8_is_the_same_in_every_batch_and_with_any_threads(threads: None) -> None:
     case = Case(num_rows=40, depth=300, widths=(500, 40))
     for dtype in DTYPES.values():
-        (x, weights, biases), scales = make_fp8_inputs(case, dtype=dtype)
+        inputs = make_fp8_inputs(case, dtype=dtype)
         for few in ((1, 2, 3, 4), (17, 33, 40)):
-            whole = linear(x[: max(few)], weights, biases, scales=scales, impl="cpp")
-            for count, num_rows in enumerate(few, 1):
-                torch.set_num_threads(count)
-                part = linear(x[:num_rows], weights, biases, scales=scales, impl="cpp")
-                assert torch.equal(bits(part), bits(whole[:num_rows])), num_rows
+            assert_same_bits_with_any_threads(inputs, few)
 
 
 @pytest.mark.parametrize("stored", FORMATS)
@@ -71,13 +72,21 @@ def test_integers_give_the_same_bits_in_every_batch_and_with_any_threads(
 ) -> None:
     case = Case(num_rows=40, depth=300, widths=(500, 40))
     for dtype in DTYPES.values():
-        (x, weights, biases), scales = make_integer_inputs(case, stored, dtype=dtype)
+        inputs = make_integer_inputs(case, stored, dtype=dtype)
         for few in ((1, 2, 3, 4), (5, 6, 8, 9, 16), (17, 33, 40)):
-            whole = linear(x[: max(few)], weights, biases, scales=scales, impl="cpp")
-            for count, num_rows in enumerate(few, 1):
-                torch.set_num_threads(count)
-                part = linear(x[:num_rows], weights, biases, scales=scales, impl="cpp")
-                assert torch.equal(bits(part), bits(whole[:num_rows])), num_rows
+            assert_same_bits_with_any_threads(inputs, few)
+
+
+def assert_same_bits_with_any_threads(inputs: Inputs, few: Sequence[int]) -> None:
+    whole = rows_of(inputs, slice(max(few)))
+    for count, num_rows in enumerate(few, 1):
+        torch.set_num_threads(count)
+        assert torch.equal(rows_of(inputs, slice(num_rows)), whole[:num_rows]), num_rows
+
+
+def rows_of(inputs: Inputs, rows: slice) -> Tensor:
+    """Compute some rows alone, and read their bits."""
+    return bits(replace(inputs, x=inputs.x[rows]).run("cpp"))
 
 
 def bits(out: Tensor) -> Tensor:
@@ -90,25 +99,24 @@ def bits(out: Tensor) -> Tensor:
 )
 def test_a_row_has_the_same_bits_in_every_batch(few: tuple[int, ...], dtype: str) -> None:
     case = Case(num_rows=max(few), depth=1101, widths=(70, 33), biased=frozenset({0}))
-    x, weights, biases = make_inputs(case, dtype=DTYPES[dtype])
-    whole = linear(x, weights, biases, impl="cpp")
+    inputs = make_inputs(case, dtype=DTYPES[dtype])
+    whole = bits(inputs.run("cpp"))
     for num_rows in few:
-        part = linear(x[:num_rows], weights, biases, impl="cpp")
-        assert torch.equal(bits(part), bits(whole[:num_rows])), num_rows
-        part = linear(x[-num_rows:], weights, biases, impl="cpp")
-        assert torch.equal(bits(part), bits(whole[-num_rows:])), num_rows
+        for rows in (slice(num_rows), slice(-num_rows, None)):
+            assert torch.equal(rows_of(inputs, rows), whole[rows]), num_rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 7, 30, 600])
 def test_threads_and_neighbours_change_no_bit(num_rows: int, dtype: str, threads: None) -> None:
     case = Case(num_rows=num_rows, depth=300, widths=(500, 40))
-    x, weights, biases = make_inputs(case, dtype=DTYPES[dtype])
+    inputs = make_inputs(case, dtype=DTYPES[dtype])
     outs = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        outs.append(linear(x, weights, biases, impl="cpp"))
-    outs.append(torch.cat([linear(x, [weight], [None], impl="cpp") for weight in weights], dim=1))
+        outs.append(inputs.run("cpp"))
+    alone = [replace(inputs, weights=[w], biases=[None]).run("cpp") for w in inputs.weights]
+    outs.append(torch.cat(alone, dim=1))
     assert all(torch.equal(bits(out), bits(outs[0])) for out in outs[1:])
 
 
@@ -120,10 +128,10 @@ def test_the_measured_form_changes_no_bit(
 ) -> None:
     case = Case(num_rows=num_rows, depth=depth, widths=(70, 33, 2), biased=frozenset({0}))
     inputs = make_inputs(case, dtype=DTYPES[dtype])
-    expected = linear(*inputs, impl="cpp")
+    expected = inputs.run("cpp")
     for form in (replace(OWN, streams=1), replace(OWN, streams=8), replace(OWN, by_hardware=True)):
         monkeypatch.setattr(_cpu, "tuning", lambda dtype, form=form: form)
-        assert torch.equal(bits(linear(*inputs, impl="cpp")), bits(expected)), form
+        assert torch.equal(bits(inputs.run("cpp")), bits(expected)), form
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,13 +140,11 @@ def test_many_rows_by_torch_see_nothing_beside_them(
     depth: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_cpu, "tuning", lambda dtype: replace(OWN, many_by_torch=True))
-    x, weights, biases = make_inputs(
-        Case(num_rows=100, depth=depth, widths=(50,)), dtype=DTYPES[dtype]
-    )
-    expected = linear(x, weights, biases, impl="cpp")  # x has NaN beside its rows
+    inputs = make_inputs(Case(num_rows=100, depth=depth, widths=(50,)), dtype=DTYPES[dtype])
+    expected = inputs.run("cpp")  # x has NaN beside its rows
     assert expected.isfinite().all()
-    x[1:] = torch.nan
-    assert torch.equal(linear(x, weights, biases, impl="cpp")[0], expected[0])
+    inputs.x[1:] = torch.nan
+    assert torch.equal(inputs.run("cpp")[0], expected[0])
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="builds for x86-64 without AVX-512")
@@ -153,11 +159,8 @@ def test_a_cpu_with_avx2_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cpu, "_RUN_INTEGERS", of_integers)
     for case in CASES.values():
         for dtype in DTYPES.values():
-            x, weights, biases = make_inputs(case, dtype=dtype)
-            exact = linear_reference(*to_exact(x), to_exact(*weights), to_exact(*biases))
-            reference = linear_reference(x, weights, biases)
-            assert_within_budget(linear(x, weights, biases, impl="cpp"), exact, reference)
-            assert_as_exact("cpp", *make_fp8_inputs(case, dtype=dtype))
+            assert_as_exact("cpp", make_inputs(case, dtype=dtype))
+            assert_as_exact("cpp", make_fp8_inputs(case, dtype=dtype))
             for stored in FORMATS:
-                assert_as_exact("cpp", *make_integer_inputs(case, stored, dtype=dtype))
+                assert_as_exact("cpp", make_integer_inputs(case, stored, dtype=dtype))
     build.load_library.cache_clear()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.devices import needs_cuda
-from tests.ops.contract import assert_within_budget, rows_apart, to_exact
+from tests.ops.contract import assert_within_budget
 from tests.ops.integers import FORMATS
 from tests.ops.linear.cases import (
     CASES,
     Case,
+    Inputs,
     make_fp8_inputs,
     make_inputs,
     make_integer_inputs,
@@ -24,10 +25,8 @@ from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_c
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.formats.block_scales import DTYPE, num_blocks
-from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.by_torch import ALIGNED, empty_columns
 from torch_hybrid.ops.linear.op import IMPLEMENTATIONS
-from torch_hybrid.ops.linear.reference import linear_reference
 
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/linear -k triton
@@ -90,36 +89,25 @@ def test_fp8_of_real_sizes_on_a_gpu(name: str, impl: str, num_rows: int) -> None
 def test_mixed_weights_on_a_gpu(name: str, num_rows: int) -> None:
     depth, *widths = MIXED[name]
     case = Case(num_rows=num_rows, depth=depth, widths=sum(widths, ()))
-    (x, weights, biases), scales = make_mixed_inputs(case, dtype=torch.bfloat16)
-    out = linear(
-        x.cuda(),
-        [weight.cuda() for weight in weights],
-        biases,
-        scales=[scale.cuda() for scale in scales],
-        impl="triton_fp8",
-    )
-    assert_within_budget(out.cpu(), *expected_of((x, weights, biases), scales, rounds=True))
+    assert_on_gpu("triton_fp8", make_mixed_inputs(case, dtype=torch.bfloat16))
+
+
+def assert_on_gpu(impl: str, inputs: Inputs) -> None:
+    out = inputs.on_gpu().run(impl).cpu()
+    assert_within_budget(out, *expected_of(inputs, impl))
 
 
 def assert_fp8_as_exact(case: Case, dtype: torch.dtype, impl: str) -> None:
     if (reason := IMPLEMENTATIONS[impl].capability.available()) is not None:
         pytest.skip(reason)
-    (x, weights, biases), scales = make_fp8_inputs(case, dtype=dtype)
-    out = linear(
-        rows_apart(x.cuda()),
-        [weight.cuda() for weight in weights],
-        [None if bias is None else bias.cuda() for bias in biases],
-        scales=[scale.cuda() for scale in scales],
-        impl=impl,
-    )
-    rounds = impl == "triton_fp8"
-    exact, reference = expected_of((x, weights, biases), scales, rounds=rounds)
-    if rounds and dtype == torch.float32 and out.numel():
-        # Tensor cores sum products of 8 bits in fewer bits than a float has.
-        error = (out.cpu().double() - exact).abs().max()
-        assert error <= 2**-11 * exact.abs().max()
-    else:
-        assert_within_budget(out.cpu(), exact, reference)
+    inputs = make_fp8_inputs(case, dtype=dtype)
+    if impl != "triton_fp8" or dtype != torch.float32:
+        assert_on_gpu(impl, inputs)
+        return
+    out, (exact, _) = inputs.on_gpu().run(impl).cpu(), expected_of(inputs, impl)
+    if out.numel():
+        # Tensor cores sum products of FP8 in fewer bits than a float has.
+        assert (out.double() - exact).abs().max() <= 2**-11 * exact.abs().max()
 
 
 @needs_cuda
@@ -127,22 +115,14 @@ def assert_fp8_as_exact(case: Case, dtype: torch.dtype, impl: str) -> None:
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("name", CASES)
 def test_integers_on_a_gpu(name: str, stored: str, dtype: torch.dtype) -> None:
-    (x, weights, biases), scales = make_integer_inputs(CASES[name], stored, dtype=dtype)
-    out = linear(
-        rows_apart(x.cuda()),
-        [weight.cuda() for weight in weights],
-        [None if bias is None else bias.cuda() for bias in biases],
-        scales=[scale.cuda() for scale in scales],
-        impl="triton",
-    )
-    assert_within_budget(out.cpu(), *expected_of((x, weights, biases), scales))
+    assert_on_gpu("triton", make_integer_inputs(CASES[name], stored, dtype=dtype))
 
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    assert_as_exact(CASES[name], dtype)
+    assert_on_gpu("triton", make_inputs(CASES[name], dtype=dtype))
 
 
 @needs_cuda
@@ -150,7 +130,8 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", REAL)
 def test_real_sizes_on_a_gpu(name: str, num_rows: int) -> None:
     depth, widths = REAL[name]
-    assert_as_exact(Case(num_rows=num_rows, depth=depth, widths=widths), torch.bfloat16)
+    case = Case(num_rows=num_rows, depth=depth, widths=widths)
+    assert_on_gpu("triton", make_inputs(case, dtype=torch.bfloat16))
 
 
 @needs_cuda
@@ -159,17 +140,8 @@ def test_real_sizes_on_a_gpu(name: str, num_rows: int) -> None:
 def test_a_row_has_the_same_bits_in_any_batch_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     depth, widths = REAL[name]
     case = Case(num_rows=1000, depth=depth, widths=widths)  # of each tile, those that few rows have
-    x, weights, biases = make_inputs(case, dtype=dtype)
-    weights = [weight.cuda() for weight in weights]
-    assert_same_bits_in_any_batch(x.cuda(), weights, biases, impl="triton_invariant")
-
-
-def assert_as_exact(case: Case, dtype: torch.dtype) -> None:
-    x, weights, biases = make_inputs(case, dtype=dtype)
-    exact = linear_reference(*to_exact(x), to_exact(*weights), to_exact(*biases))
-    moved = [None if bias is None else bias.cuda() for bias in biases]
-    out = linear(rows_apart(x.cuda()), [w.cuda() for w in weights], moved, impl="triton")
-    assert_within_budget(out.cpu(), exact, linear_reference(x, weights, biases))
+    inputs = make_inputs(case, dtype=dtype)
+    assert_same_bits_in_any_batch("triton_invariant", inputs.on_gpu())
 
 
 @needs_cross_compiler
@@ -182,11 +154,7 @@ def test_compiles_without_spills() -> None:
         depth, widths = REAL[name]
         for target in SHARED_LIMITS:
             with launches_on(target) as launches:
-                _triton.linear(
-                    torch.empty(num_rows, depth, dtype=torch.bfloat16, device="meta"),
-                    [torch.empty(n, depth, dtype=torch.bfloat16, device="meta") for n in widths],
-                    [None] * len(widths),
-                )
+                _triton.linear(nowhere(num_rows, depth, widths))
             launch = launches["_linear_kernel"]
             rows.append(resources_of(launch, target, f"{name}, {num_rows} rows"))
     depth, widths = REAL["qkv"]
@@ -195,11 +163,7 @@ def test_compiles_without_spills() -> None:
     any_rows += [("sm_90", num_rows, torch.bfloat16) for num_rows in (16, 32, 64, 150)]
     for target, num_rows, dtype in any_rows:
         with launches_on(target) as launches:
-            _triton.invariant_linear(
-                torch.empty(num_rows, depth, dtype=dtype, device="meta"),
-                [torch.empty(n, depth, dtype=dtype, device="meta") for n in widths],
-                [None] * len(widths),
-            )
+            _triton.invariant_linear(nowhere(num_rows, depth, widths, dtype=dtype))
         label = f"qkv of any rows, {num_rows} of {dtype}"
         rows.append(resources_of(launches["_linear_kernel"], target, label))
     for name, num_rows in (*cases, ("qkv", 8), ("qkv", 64), ("out_proj", 1000)):
@@ -224,21 +188,36 @@ def test_compiles_without_spills() -> None:
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
 
+def nowhere(
+    num_rows: int,
+    depth: int,
+    widths: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    stored: torch.dtype | None = None,
+    scale_shapes: Sequence[tuple[int, ...]] = (),
+) -> Inputs:
+    """Make inputs without data; as many weights as there are scales are ``stored``."""
+    wide = depth // 2 if stored == torch.uint8 else depth
+    shapes = [((n, wide), stored) for n in widths[: len(scale_shapes)]]
+    shapes += [((n, depth), dtype) for n in widths[len(scale_shapes) :]]
+    return Inputs(
+        x=torch.empty(num_rows, depth, dtype=dtype, device="meta"),
+        weights=[torch.empty(shape, dtype=own, device="meta") for shape, own in shapes],
+        biases=[None] * len(widths),
+        scales=[torch.empty(shape, device="meta") for shape in scale_shapes] or None,
+    )
+
+
 def mixed_launches(
     num_rows: int, depth: int, widths: tuple[int, ...], others: tuple[int, ...]
 ) -> dict[str, Launch]:
     from torch_hybrid.ops.linear import _triton_fp8
 
-    def weights(dtype: torch.dtype, sizes: tuple[int, ...]) -> list[torch.Tensor]:
-        return [torch.empty(n, depth, dtype=dtype, device="meta") for n in sizes]
-
+    blocks = [(num_blocks(n), num_blocks(depth)) for n in widths]
+    inputs = nowhere(num_rows, depth, widths + others, stored=DTYPE, scale_shapes=blocks)
     with launches_on("sm_90") as launches:
-        _triton_fp8.rounded_linear(
-            torch.empty(num_rows, depth, dtype=torch.bfloat16, device="meta"),
-            weights(DTYPE, widths) + weights(torch.bfloat16, others),
-            [None] * len(widths + others),
-            scales=[torch.empty(num_blocks(n), num_blocks(depth), device="meta") for n in widths],
-        )
+        _triton_fp8.rounded_linear(inputs)
     return launches
 
 
@@ -248,16 +227,11 @@ def integer_launches(
     from torch_hybrid.ops.linear import _triton
 
     group = FORMATS[stored]
-    dtype, width = (torch.int8, depth) if group is None else (torch.uint8, depth // 2)
+    dtype = torch.int8 if group is None else torch.uint8
     pair = (2,) if stored.endswith("zeros") else ()
     shapes = [(n,) if group is None else (n, depth // group, *pair) for n in widths]
     with launches_on(target) as launches:
-        _triton.linear(
-            torch.empty(num_rows, depth, dtype=torch.bfloat16, device="meta"),
-            [torch.empty(n, width, dtype=dtype, device="meta") for n in widths],
-            [None] * len(widths),
-            scales=[torch.empty(shape, device="meta") for shape in shapes],
-        )
+        _triton.linear(nowhere(num_rows, depth, widths, stored=dtype, scale_shapes=shapes))
     return launches
 
 
@@ -267,13 +241,7 @@ def fp8_launches(
     from torch_hybrid.ops.linear import _triton, _triton_fp8
 
     launcher = _triton_fp8.rounded_linear if rounds else _triton.linear
-
-    weights = [torch.empty(n, depth, dtype=DTYPE, device="meta") for n in widths]
+    blocks = [(num_blocks(n), num_blocks(depth)) for n in widths]
     with launches_on(target) as launches:
-        launcher(
-            torch.empty(num_rows, depth, dtype=torch.bfloat16, device="meta"),
-            weights,
-            [None] * len(widths),
-            scales=[torch.empty(num_blocks(n), num_blocks(depth), device="meta") for n in widths],
-        )
+        launcher(nowhere(num_rows, depth, widths, stored=DTYPE, scale_shapes=blocks))
     return launches

@@ -11,7 +11,7 @@ from torch_hybrid.backends.select import select
 from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.linear.op import IMPLEMENTATIONS
 from torch_hybrid.ops.native import build, compiler_missing, cpu_tuning
-from torch_hybrid.ops.ssd_step import op as ssd_step
+from torch_hybrid.ops.ssd import op_step_mamba2 as ssd_step
 
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
 FOUND = cpu_tuning.CpuTuning(

@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ops.contract import assert_within_budget, to_exact
 from tests.ops.linear.cases import CASES, make_fp8_inputs, make_inputs
 from tests.ops.linear.test_contract import assert_as_exact
 from tests.ops.linear.test_cpu import OWN
-from torch_hybrid.ops.linear import _cpu, linear
-from torch_hybrid.ops.linear.reference import linear_reference
+from torch_hybrid.ops.linear import _cpu
 from torch_hybrid.ops.native import build, compiler_missing, load_library
 from torch_hybrid.ops.native.call import kernel
 
@@ -67,11 +65,8 @@ def test_products_in_pairs_and_in_tiles(has_tiles: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(_cpu, "_RUN", kernel("linear", _cpu.SOURCE, **_cpu.FIELDS))
     try:
         for case in CASES.values():
-            x, weights, biases = make_inputs(case, dtype=torch.bfloat16)
-            exact = linear_reference(*to_exact(x), to_exact(*weights), to_exact(*biases))
-            reference = linear_reference(x, weights, biases)
-            assert_within_budget(linear(x, weights, biases, impl="cpp"), exact, reference)
-            assert_as_exact("cpp", *make_fp8_inputs(case, dtype=torch.bfloat16))
+            assert_as_exact("cpp", make_inputs(case, dtype=torch.bfloat16))
+            assert_as_exact("cpp", make_fp8_inputs(case, dtype=torch.bfloat16))
         library = load_library("linear", _cpu.SOURCE)
         assert (library.tile_products() > 0) == has_tiles
     finally:

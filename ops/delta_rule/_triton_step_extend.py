@@ -1,0 +1,369 @@
+# mypy: disable-error-code="untyped-decorator"
+"""The Triton form of delta rules' steps in which sequences have any number of tokens, each by the
+arithmetic of a decode step: a token's bits and the states after it depend on nothing but the tokens
+before it.
+
+Three launches, as in ``_triton_step.py``. Here every token is prepared by itself. States walk from
+one to the next while inputs of the two after it are on their way. How many rows of a state a
+program has says nothing about how a row is summed: eight threads have it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from torch_hybrid.ops.delta_rule._triton_step import (
+    PIECE,
+    PREPARED_CHANNELS,
+    Rule,
+    advance_states,
+    decay_of,
+    launch_norm,
+    leave_states,
+    read_states,
+    rows_of_warp,
+    unit,
+)
+from torch_hybrid.ops.delta_rule.op_step import DeltaStep
+from torch_hybrid.ops.triton.conv_step import convolve, inputs_before, leave_inputs, taps
+from torch_hybrid.ops.triton.devices import launches_early
+from torch_hybrid.ops.triton.ragged import sequence_of_token
+
+# Rows of a state that a warp has where a sequence has so many tokens, which wait for one another: a
+# vector of each row in a thread; and how many tokens a turn of its loop has.
+_FEW_ROWS = 4
+_MANY_ROWS = 32
+_WALKED_TOKENS = 16
+_UNROLLED = 2
+
+
+def launch_extend(x: DeltaStep, rule: Rule) -> Tensor:
+    """Run a step whose sequences have any number of tokens."""
+    num_seqs, num_tokens = x.state_indices.shape[0], x.qkv.shape[0]
+    _, num_v_heads, head_dim_v, head_dim_k = x.state.shape
+    out = torch.empty_like(x.z, memory_format=torch.contiguous_format)
+    if num_seqs == 0 or num_tokens == 0:
+        return out.zero_()
+    num_k_heads = x.widths[0] // head_dim_k
+    sizes = {"H": num_k_heads, "HV": num_v_heads, "K": head_dim_k, "V": head_dim_v}
+    sizes |= {"BY_CHANNEL": rule.by_channel, "W": x.conv_weight.shape[1]}
+    early = launches_early(x.qkv.device)
+    block = triton.next_power_of_2(max(head_dim_k, head_dim_v))
+    num_heads = max(1, PREPARED_CHANNELS // block)
+    num_blocks = triton.cdiv(2 * num_k_heads + num_v_heads, num_heads)
+    num_blocks += 1 + triton.cdiv(x.a.shape[1], num_heads * block)
+    width = x.qkv.shape[1] + x.b.shape[1] + x.a.shape[1]
+    prepared = x.state.new_empty(num_tokens, width)
+    _prepare_token_kernel[(num_blocks * num_tokens,)](
+        x.qkv,
+        x.b,
+        x.a,
+        x.conv_weight,
+        x.conv_bias,
+        x.A_log,
+        x.dt_bias,
+        x.conv_state,
+        x.cu_seqlens,
+        x.initial_indices,
+        prepared,
+        x.scale,
+        rule.beta_scale,
+        rule.lower_bound,
+        num_seqs,
+        x.qkv.stride(0),
+        x.b.stride(0),
+        x.a.stride(0),
+        **sizes,
+        HEADS=num_heads,
+        BLOCK=block,
+        BLOCK_HEADS=triton.next_power_of_2(num_v_heads),
+        SILU=x.activation == "silu",
+        EARLY=early,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    num_rows = _rows_of_program(num_seqs, num_tokens, x.state)
+    is_few = num_rows <= _FEW_ROWS
+    walks = triton.cdiv(head_dim_v, num_rows) * num_v_heads
+    leaves = triton.cdiv(x.qkv.shape[1], PREPARED_CHANNELS)
+    _walk_tokens_kernel[((walks + leaves) * num_seqs,)](
+        prepared,
+        x.qkv,
+        x.conv_state,
+        x.state,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        out,
+        x.qkv.stride(0),
+        **sizes,
+        PIECES=triton.cdiv(head_dim_k, PIECE),
+        LANES=PIECE,
+        ROWS=num_rows,
+        CHANNELS=PREPARED_CHANNELS,
+        BESIDE=num_rows if is_few else 1,
+        UNROLL=_UNROLLED if is_few else 1,
+        EARLY=early,
+        num_warps=max(1, num_rows // rows_of_warp(head_dim_k)),
+        enable_fp_fusion=False,
+        launch_pdl=early,
+    )
+    launch_norm(out, x, rule, early=early)
+    return out
+
+
+def _rows_of_program(num_seqs: int, num_tokens: int, state: Tensor) -> int:
+    """Count the rows of a state that a program walks: as many as in decode steps where sequences
+    have hardly more tokens, and else few.
+
+    Both sum alike where they were compared, at a K of 128.
+    """
+    head_dim_v, head_dim_k = state.shape[2:]
+    if head_dim_k == 128 and head_dim_v >= _MANY_ROWS and num_tokens < _WALKED_TOKENS * num_seqs:
+        return _MANY_ROWS
+    few: int = min(triton.next_power_of_2(head_dim_v), _FEW_ROWS)
+    return few
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _prepare_token_kernel(
+    qkv: tl.tensor,
+    b: tl.tensor,
+    a: tl.tensor,
+    conv_weight: tl.tensor,
+    conv_bias: tl.tensor | None,
+    A_log: tl.tensor,
+    dt_bias: tl.tensor,
+    conv_state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    prepared: tl.tensor,
+    scale: tl.tensor,
+    beta_scale: tl.tensor,
+    lower_bound: tl.tensor | None,
+    num_seqs: tl.tensor,
+    stride_x: tl.tensor,
+    stride_b: tl.tensor,
+    stride_a: tl.tensor,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    W: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    SILU: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Prepare HEADS heads of q, k and v of a token, its step sizes, or some of its decays."""
+    if EARLY:
+        gdc_launch_dependents()
+    C: tl.constexpr = 2 * H * K + HV * V
+    DECAYS: tl.constexpr = HV * K if BY_CHANNEL else HV
+    R: tl.constexpr = C + HV + DECAYS
+    OF_HEADS: tl.constexpr = (2 * H + HV + HEADS - 1) // HEADS
+    BLOCKS: tl.constexpr = OF_HEADS + 1 + (DECAYS + HEADS * BLOCK - 1) // (HEADS * BLOCK)
+    block = tl.program_id(0) % BLOCKS
+    token = tl.program_id(0) // BLOCKS
+    seq = sequence_of_token(cu_seqlens, num_seqs, token)
+    if seq < num_seqs:
+        place = token - tl.load(cu_seqlens + seq)
+        row = token.to(tl.int64)
+        p_prepared = prepared + row * R
+        if block < OF_HEADS:
+            head = block * HEADS + tl.arange(0, HEADS)
+            index = tl.arange(0, BLOCK)
+            is_key = head < 2 * H
+            first = tl.where(is_key, head * K, 2 * H * K + (head - 2 * H) * V)
+            channel = first[:, None] + index[None, :]
+            mask = index[None, :] < tl.where(is_key, K, V)[:, None]
+            mask &= (head < 2 * H + HV)[:, None]
+            initial = tl.load(initial_indices + seq).to(tl.int64)
+            p_x = qkv + row * stride_x + channel
+            past = inputs_before(
+                p_x,
+                stride_x,
+                conv_state + initial * (W - 1) * C + channel,
+                place,
+                initial != 0,
+                mask,
+                C,
+                W,
+            )
+            tap = taps(conv_weight, conv_bias, channel, mask, W)
+            b_y = convolve(past, tl.load(p_x, mask=mask, other=0.0), tap, W, SILU)
+            factor = tl.where(head < H, scale, 1.0)
+            b_y = tl.where(is_key[:, None], unit(b_y, factor), b_y)
+            tl.store(p_prepared + channel, b_y, mask=mask)
+        elif block == OF_HEADS:
+            index_b = tl.arange(0, BLOCK_HEADS)
+            mask_b = index_b < HV
+            b_b = tl.load(b + row * stride_b + index_b, mask=mask_b, other=0.0).to(tl.float32)
+            tl.store(p_prepared + C + index_b, beta_scale / (1.0 + tl.exp(-b_b)), mask=mask_b)
+        else:
+            index_a = (block - OF_HEADS - 1) * HEADS * BLOCK + tl.arange(0, HEADS * BLOCK)
+            mask_a = index_a < DECAYS
+            b_a = tl.load(a + row * stride_a + index_a, mask=mask_a, other=0.0).to(tl.float32)
+            b_a += tl.load(dt_bias + index_a, mask=mask_a, other=0.0).to(tl.float32)
+            b_A = tl.load(A_log + index_a // (DECAYS // HV), mask=mask_a, other=0.0)
+            b_decay = decay_of(b_a, b_A.to(tl.float32), lower_bound)
+            tl.store(p_prepared + C + HV + index_a, b_decay, mask=mask_a)
+
+
+@triton.jit
+def _pieces(
+    p_row: tl.tensor,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+    BESIDE: tl.constexpr,
+) -> tl.tuple:
+    """Load what lies along K, from ``p_row`` on, in the pieces that a state comes in.
+
+    Beside all rows of the state each thread asks for what it needs, and is handed nothing.
+    """
+    index = tl.arange(0, LANES)[None, :] + tl.zeros([BESIDE, 1], dtype=tl.int32)
+    pieces = ()
+    for piece in tl.static_range(PIECES):
+        b_x = tl.load(p_row + piece * LANES + index, mask=piece * LANES + index < K, other=0.0)
+        pieces = pieces + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
+    return pieces
+
+
+@triton.jit
+def _inputs_of_token(
+    p_row: tl.tensor,
+    head: tl.tensor,
+    index_v: tl.tensor,
+    mask: tl.tensor,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+    BESIDE: tl.constexpr,
+) -> tl.tuple:
+    """Load k, q, rows of v, the step size and the decays of a head at one token, as they were
+    prepared."""
+    C: tl.constexpr = 2 * H * K + HV * V
+    head_k = head // (HV // H)
+    k = _pieces(p_row + (H + head_k) * K, K, LANES, PIECES, BESIDE)
+    q = _pieces(p_row + head_k * K, K, LANES, PIECES, BESIDE)
+    b_v = tl.load(p_row + 2 * H * K + head * V + index_v, mask=mask, other=0.0)
+    beta = tl.load(p_row + C + head)
+    if BY_CHANNEL:
+        decays = _pieces(p_row + C + HV + head * K, K, LANES, PIECES, BESIDE)
+    else:
+        decays = (tl.load(p_row + C + HV + head),)
+    return k, q, b_v, beta, decays
+
+
+@triton.jit
+def _walk_tokens_kernel(
+    prepared: tl.tensor,
+    qkv: tl.tensor,
+    conv_state: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    out: tl.tensor,
+    stride_x: tl.tensor,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    W: tl.constexpr,
+    PIECES: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BESIDE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Walk ROWS rows of the state of one head of one sequence through all of its tokens; or leave
+    what its convolution leaves of CHANNELS channels, which every token has read by then."""
+    if EARLY:
+        gdc_launch_dependents()
+    C: tl.constexpr = 2 * H * K + HV * V
+    R: tl.constexpr = C + HV + (HV * K if BY_CHANNEL else HV)
+    BLOCKS: tl.constexpr = (V + ROWS - 1) // ROWS
+    PARTS: tl.constexpr = BLOCKS * HV + (C + CHANNELS - 1) // CHANNELS
+    seq = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    begin = tl.load(cu_seqlens + seq)
+    num_new = tl.load(cu_seqlens + seq + 1) - begin
+    begin = begin.to(tl.int64)
+    if num_new > 0:
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        if part < BLOCKS * HV:
+            head = part // BLOCKS
+            index_v = part % BLOCKS * ROWS + tl.arange(0, ROWS)
+            mask = index_v < V
+            lane = tl.arange(0, LANES)
+            # Of constants and the thread alone, so that all its rows lie at constant distances.
+            tile = index_v[:, None] * K + lane[None, :]
+            p_state = state + (initial * HV + head) * V * K + tile
+            states = ()
+            for piece in tl.static_range(PIECES):
+                inside = mask[:, None] & (piece * LANES + lane < K)[None, :]
+                b_s = tl.load(p_state + piece * LANES, mask=inside & (initial != 0), other=0.0)
+                states = states + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
+            p_out = out + (begin * HV + head) * V + index_v
+            p_rows = prepared + begin * R
+            p_next = p_rows + tl.minimum(num_new - 1, 1) * R
+
+            if EARLY:
+                gdc_wait()
+            k, q, b_v, beta, decays = _inputs_of_token(
+                p_rows, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES, BESIDE
+            )
+            next_k, next_q, next_v, next_beta, next_decays = _inputs_of_token(
+                p_next, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES, BESIDE
+            )
+            for i in tl.range(num_new, loop_unroll_factor=UNROLL):
+                p_last = p_rows + tl.minimum(num_new - 1, i + 2).to(tl.int64) * R
+                last_k, last_q, last_v, last_beta, last_decays = _inputs_of_token(
+                    p_last, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES, BESIDE
+                )
+                states = advance_states(states, k, b_v, beta, decays, PIECES)
+                b_o = read_states(states, q, PIECES)
+                tl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask)
+                p_out += HV * V
+                k, q, b_v, beta, decays = next_k, next_q, next_v, next_beta, next_decays
+                next_k, next_q, next_v = last_k, last_q, last_v
+                next_beta, next_decays = last_beta, last_decays
+            p_left = state + (slot * HV + head) * V * K + tile
+            leave_states(p_left, states, mask & (slot != 0), K, LANES, PIECES, "")
+        else:
+            channel = (part - BLOCKS * HV) * CHANNELS + tl.arange(0, CHANNELS)
+            mask_c = channel < C
+            p_old = conv_state + initial * (W - 1) * C + channel
+            if EARLY:
+                gdc_wait()
+            rows = inputs_before(
+                qkv + (begin + num_new) * stride_x + channel,
+                stride_x,
+                p_old,
+                num_new,
+                initial != 0,
+                mask_c,
+                C,
+                W,
+            )
+            tl.debug_barrier()  # all threads of this program have read what is left anew here
+            p_inputs = conv_state + slot * (W - 1) * C + channel
+            leave_inputs(p_inputs, rows, mask_c & (slot != 0), C, W)
+    elif EARLY:
+        gdc_wait()

@@ -1,0 +1,62 @@
+"""Tiles of the Triton kernels, and what a launch of any of them is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+
+from torch_hybrid.ops.linear.op import Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Rows of x and of a weight that a program multiplies.
+
+    Shapes alone decide it: a row's sums are in the same order whatever the other rows hold.
+
+    Attributes:
+        block_m: rows of x.
+        block_n: rows of a weight, which are columns of the result.
+        block_k: columns of both at a time, in each part.
+        num_stages: loads on their way at once.
+        num_parts: parts of the depth side by side; each warp sums one.
+        num_warps: warps of a program.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_parts: int = 1
+    num_warps: int = 4
+
+    def grid(self, x: Linear) -> tuple[int, int]:
+        """Count the programs: tiles of all weights' columns, and blocks of rows."""
+        num_tiles = sum(triton.cdiv(size, self.block_n) for size in x.sizes)
+        return num_tiles, triton.cdiv(x.x.shape[0], self.block_m)
+
+    def options(self, x: Linear) -> dict[str, int]:
+        """Name the constants of a kernel, and how it is launched."""
+        return {
+            "BIASED": sum(1 << i for i, bias in enumerate(x.biases) if bias is not None),
+            "K": x.x.shape[1],
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "PARTS": self.num_parts,
+            "STAGES": self.num_stages,
+            "num_warps": self.num_warps,
+            "enable_fp_fusion": True,
+        }
+
+
+def readable_biases(x: Linear) -> tuple[Tensor, ...]:
+    """Put a tensor that no program reads in the place of each bias that is not there."""
+    return tuple(x.x if bias is None else bias for bias in x.biases)
+
+
+def is_empty(x: Linear) -> bool:
+    """Tell whether there is nothing to multiply."""
+    return 0 in (*x.x.shape, sum(x.sizes))

@@ -1,0 +1,451 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Implementation "triton": the states block by block, then the norm and the gate.
+
+Two launches, of which the second begins while the first ends, where a GPU can; and one before them
+where drafts are verified. See README.md.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from torch_hybrid.ops.ssd.op_step_lightning import LightningStep, empty_outputs
+from torch_hybrid.ops.triton.devices import launches_early
+from torch_hybrid.ops.triton.state import Tile, zero_rows
+
+
+def lightning_step(x: LightningStep) -> Tensor:
+    """Launch a walk over the states, what prepares drafts for it, and the norm."""
+    num_tokens = x.qkv.shape[0]
+    if x.state_indices.shape[0] == 0:
+        return empty_outputs(x).zero_()
+    early = launches_early(x.qkv.device)
+    prepared = None if x.records is None else _prepare(x, x.records, early)
+    o = x.qkv.new_empty(num_tokens, x.width, dtype=torch.float32)
+    _walk(x, prepared, o, early)
+    if x.gate is None or x.norm_weight is None:
+        return o
+    return _normed(x, o, x.gate, early)
+
+
+def _prepare(x: LightningStep, records: Tensor, early: bool) -> Tensor:
+    """Make rows [q | k | v] of new tokens, and after them of each sequence's records, which have no
+    q."""
+    num_tokens, num_seqs = x.qkv.shape[0], x.state_indices.shape[0]
+    _, num_heads, dim, _ = x.state.shape
+    num_drafts = records.shape[1]
+    num_rows = num_tokens + num_seqs * num_drafts
+    prepared = x.state.new_empty(num_rows, 3 * x.width)
+    _prepare_kernel[(num_seqs * num_heads,)](
+        x.qkv,
+        x.q_norm_weight,
+        x.k_norm_weight,
+        x.cos,
+        x.sin,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        x.accepted,
+        records,
+        prepared,
+        x.scale,
+        x.norm_eps,
+        num_tokens,
+        x.qkv.stride(0),
+        0 if x.cos is None else x.cos.stride(0),
+        0 if x.sin is None else x.sin.stride(0),
+        H=num_heads,
+        D=dim,
+        HALF=x.half,
+        DRAFTS=num_drafts,
+        BLOCK=Tile.of(dim, dim).block_k,
+        SILU=x.activation == "silu",
+        EARLY=early,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return prepared
+
+
+def _walk(x: LightningStep, prepared: Tensor | None, o: Tensor, early: bool) -> None:
+    """Read from the states once they have taken the tokens, into ``o``."""
+    _, num_heads, dim, _ = x.state.shape
+    num_seqs = x.state_indices.shape[0]
+    tile = Tile.of(dim, dim)
+    num_blocks = triton.cdiv(dim, tile.block_v)
+    # The first launch of a decode step waits for nothing.
+    waits = {} if prepared is None else {"launch_pdl": early}
+    _walk_kernel[(num_blocks * num_heads * num_seqs,)](
+        x.qkv,
+        x.q_norm_weight,
+        x.k_norm_weight,
+        x.cos,
+        x.sin,
+        x.slopes,
+        x.state,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        x.accepted,
+        prepared,
+        o,
+        x.scale,
+        x.norm_eps,
+        x.qkv.shape[0],
+        num_seqs,
+        x.qkv.stride(0),
+        0 if x.cos is None else x.cos.stride(0),
+        0 if x.sin is None else x.sin.stride(0),
+        H=num_heads,
+        D=dim,
+        HALF=x.half,
+        DRAFTS=None if x.records is None else x.records.shape[1],
+        BLOCK_K=tile.block_k,
+        BLOCK_V=tile.block_v,
+        SILU=x.activation == "silu",
+        NORMED=x.gate is not None,
+        EARLY=early,
+        num_warps=1,
+        enable_fp_fusion=False,
+        **waits,
+    )
+
+
+def _normed(x: LightningStep, o: Tensor, gate: Tensor, early: bool) -> Tensor:
+    """Apply the norm and the gate to the outputs."""
+    out = empty_outputs(x)
+    num_tokens, inner = o.shape
+    width = inner // x.norm_groups
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(num_tokens * x.norm_groups,)](
+        o,
+        gate,
+        x.norm_weight,
+        x.cu_seqlens,
+        out,
+        x.norm_eps,
+        x.cu_seqlens.shape[0] - 1,
+        gate.stride(0),
+        GROUPS=x.norm_groups,
+        WIDTH=width,
+        BLOCK=block,
+        EARLY=early,
+        num_warps=min(16, max(1, block // 512)),
+        launch_pdl=early,
+    )
+    return out
+
+
+@triton.jit
+def _row(p_row: tl.tensor, index: tl.tensor, mask: tl.tensor, HALF: tl.constexpr) -> tl.tuple:
+    """Load a head's q or k, and by channel the one that each is rotated with."""
+    b_x = tl.load(p_row + index, mask=mask, other=0.0)
+    other = b_x
+    if HALF > 0:
+        partner = tl.where(index < HALF, index + HALF, index - HALF)
+        other = tl.load(p_row + partner, mask=index < 2 * HALF, other=0.0)
+    return b_x, other
+
+
+@triton.jit
+def _angles(
+    cos: tl.tensor | None,
+    sin: tl.tensor | None,
+    token: tl.tensor,
+    stride_cos: tl.tensor,
+    stride_sin: tl.tensor,
+    index: tl.tensor,
+    HALF: tl.constexpr,
+) -> tl.tuple:
+    """Load what a head's channels and those that they are rotated with are multiplied by."""
+    b_cos = tl.full(index.shape, 1.0, tl.float32)
+    b_sin = tl.zeros(index.shape, tl.float32)
+    if HALF > 0:
+        turns, angle = index < 2 * HALF, index % HALF
+        b_cos = tl.load(cos + token * stride_cos + angle, mask=turns, other=1.0)
+        b_sin = tl.load(sin + token * stride_sin + angle, mask=turns, other=0.0)
+        b_sin = tl.where(index < HALF, -b_sin, b_sin)
+    return b_cos, b_sin
+
+
+@triton.jit
+def _activated(x: tl.tensor, SILU: tl.constexpr) -> tl.tensor:
+    """Activate in float32, rounding as it is where it comes from a tensor."""
+    wide = x.to(tl.float32)
+    if SILU:
+        wide = (wide / (1.0 + tl.exp(-wide))).to(x.dtype).to(tl.float32)
+    return wide
+
+
+# A state is to have the same bits with drafts and without: nothing is fused in these but what is
+# written as ``fma``, as the compiler would choose by what stands beside.
+@triton.jit
+def _prepared(
+    row: tl.tuple,
+    weight: tl.tuple,
+    angles: tl.tuple,
+    eps: tl.tensor,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    SILU: tl.constexpr,
+) -> tl.tensor:
+    """Prepare a head's q or k: activate it, norm it with its weights and rotate it."""
+    b_x, other = _activated(row[0], SILU), _activated(row[1], SILU)
+    inverse = 1.0
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(b_x * b_x, 0) / D + eps)
+        b_x = weight[0].to(tl.float32) * (b_x * inverse)
+    if HALF > 0:
+        if NORM:
+            other = weight[1].to(tl.float32) * (other * inverse)
+        b_x = tl.fma(b_x, angles[0], other * angles[1])
+    return b_x
+
+
+@triton.jit
+def _next_state(b_s: tl.tensor, b_k: tl.tensor, b_v: tl.tensor, decay: tl.tensor) -> tl.tensor:
+    """Advance rows of a head's state by one token."""
+    return tl.fma(b_v[:, None], b_k[None, :], b_s * decay)
+
+
+@triton.jit
+def _read(
+    b_s: tl.tensor, b_q: tl.tensor, q_norm_weight: tl.tensor | None, dtype: tl.constexpr
+) -> tl.tensor:
+    """Read from rows of a head's state; what is not normed is rounded."""
+    b_o = tl.sum(b_s * b_q[None, :], 1)
+    if q_norm_weight is None:
+        b_o = b_o.to(dtype).to(tl.float32)
+    return b_o
+
+
+@triton.jit
+def _decay(slope: tl.tensor) -> tl.tensor:
+    """Make a head's decay: what a GPU's own exponential is off by would add up."""
+    return tl.exp(-slope.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _prepare_kernel(
+    qkv: tl.tensor,
+    q_norm_weight: tl.tensor | None,
+    k_norm_weight: tl.tensor | None,
+    cos: tl.tensor | None,
+    sin: tl.tensor | None,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    accepted: tl.tensor,
+    records: tl.tensor,
+    prepared: tl.tensor,
+    scale: tl.tensor,
+    eps: tl.tensor,
+    num_tokens: tl.tensor,
+    stride_qkv: tl.tensor,
+    stride_cos: tl.tensor,
+    stride_sin: tl.tensor,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Prepare a head's q, k and v of all tokens of one sequence, which it alone reads and
+    writes in records. Accepted ones are copied before drafts take their places."""
+    if EARLY:
+        gdc_launch_dependents()
+    seq = tl.program_id(0) // H
+    head = tl.program_id(0) % H
+    index = tl.arange(0, BLOCK)
+    mask = index < D
+    width: tl.constexpr = H * D
+    begin = tl.load(cu_seqlens + seq)
+    num_new = tl.load(cu_seqlens + seq + 1) - begin
+    initial = tl.load(initial_indices + seq).to(tl.int64)
+    slot = tl.load(state_indices + seq).to(tl.int64)
+    p_record = records + initial * DRAFTS * 2 * width + head * D + index
+    p_before = prepared + (num_tokens.to(tl.int64) + seq * DRAFTS) * 3 * width + head * D + index
+    for i in range(tl.load(accepted + seq)):
+        for part in tl.static_range(2):
+            b_x = tl.load(p_record + (2 * i + part) * width, mask=mask)
+            tl.store(p_before + (3 * i + 1 + part) * width, b_x, mask=mask)
+    tl.debug_barrier()  # all threads of this program have read what is left anew here
+    for i in range(num_new):
+        token = begin.to(tl.int64) + i
+        p_q = qkv + token * stride_qkv + head * D
+        p_k = p_q + width
+        x_q, x_k = _row(p_q, index, mask, HALF), _row(p_k, index, mask, HALF)
+        b_v = _activated(tl.load(p_k + width + index, mask=mask, other=0.0), SILU)
+        w_q, w_k = x_q, x_k
+        if q_norm_weight is not None:
+            w_q = _row(q_norm_weight, index, mask, HALF)
+            w_k = _row(k_norm_weight, index, mask, HALF)
+        angles = _angles(cos, sin, token, stride_cos, stride_sin, index, HALF)
+        normed: tl.constexpr = q_norm_weight is not None
+        b_q = _prepared(x_q, w_q, angles, eps, D, HALF, normed, SILU) * scale
+        b_k = _prepared(x_k, w_k, angles, eps, D, HALF, normed, SILU)
+        p_row = prepared + token * 3 * width + head * D + index
+        tl.store(p_row, b_q, mask=mask)
+        tl.store(p_row + width, b_k, mask=mask)
+        tl.store(p_row + 2 * width, b_v, mask=mask)
+        is_draft = mask & (i > 0) & (slot != 0)
+        p_draft = records + (slot * DRAFTS + i - 1) * 2 * width + head * D + index
+        tl.store(p_draft, b_k, mask=is_draft)
+        tl.store(p_draft + width, b_v, mask=is_draft)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _walk_kernel(
+    qkv: tl.tensor,
+    q_norm_weight: tl.tensor | None,
+    k_norm_weight: tl.tensor | None,
+    cos: tl.tensor | None,
+    sin: tl.tensor | None,
+    slopes: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    accepted: tl.tensor | None,
+    prepared: tl.tensor | None,
+    o: tl.tensor,
+    scale: tl.tensor,
+    eps: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_qkv: tl.tensor,
+    stride_cos: tl.tensor,
+    stride_sin: tl.tensor,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SILU: tl.constexpr,
+    NORMED: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Walk the tokens of a sequence with BLOCK_V rows of the state of one head, in registers.
+
+    The grid has a program of one warp for each block of rows, head and sequence. Accepted records
+    go before the new tokens, and the rows are stored after the first of these; q, k and v of all
+    are prepared before. In decode steps, where DRAFTS is None, a sequence has one token or none,
+    and each program norms and rotates q and k for itself. What is small is asked for before the
+    state.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    blocks: tl.constexpr = (D + BLOCK_V - 1) // BLOCK_V
+    width: tl.constexpr = H * D
+    pid = tl.program_id(0)
+    seq = pid // (blocks * H)
+    head = pid // blocks % H
+    index = tl.arange(0, BLOCK_K)
+    index_v = pid % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask, mask_v = index < D, index_v < D
+
+    begin = tl.load(cu_seqlens + seq)
+    num_new = tl.load(cu_seqlens + seq + 1) - begin
+    num_walked = num_new
+    if DRAFTS is not None:
+        num_replayed = tl.load(accepted + seq)
+        num_walked += num_replayed
+    if num_walked > 0:
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        token = begin.to(tl.int64)
+        if DRAFTS is None:
+            p_q = qkv + token * stride_qkv + head * D
+            p_k, p_v = p_q + width, p_q + 2 * width
+            x_q, x_k = _row(p_q, index, mask, HALF), _row(p_k, index, mask, HALF)
+            b_v = tl.load(p_v + index_v, mask=mask_v, other=0.0)
+            decay = _decay(tl.load(slopes + head))
+            w_q, w_k = x_q, x_k
+            if q_norm_weight is not None:
+                w_q = _row(q_norm_weight, index, mask, HALF)
+                w_k = _row(k_norm_weight, index, mask, HALF)
+            angles = _angles(cos, sin, token, stride_cos, stride_sin, index, HALF)
+            tile = head * D * D + index_v[:, None] * D + index[None, :]
+            mask_s = mask_v[:, None] & mask[None, :]
+            p_s = state + initial * H * D * D + tile
+            b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
+
+            normed: tl.constexpr = q_norm_weight is not None
+            b_q = _prepared(x_q, w_q, angles, eps, D, HALF, normed, SILU) * scale
+            b_k = _prepared(x_k, w_k, angles, eps, D, HALF, normed, SILU)
+            b_s = _next_state(b_s, b_k, _activated(b_v, SILU), decay)
+            b_o = _read(b_s, b_q, q_norm_weight, qkv.dtype.element_ty)
+            tl.store(o + token * width + head * D + index_v, b_o, mask=mask_v)
+            tl.store(state + slot * H * D * D + tile, b_s, mask=mask_s & (slot != 0))
+        else:
+            last_certain = num_replayed + tl.minimum(num_new, 1) - 1
+            decay = _decay(tl.load(slopes + head))
+            tile = head * D * D + index_v[:, None] * D + index[None, :]
+            mask_s = mask_v[:, None] & mask[None, :]
+            p_s = state + initial * H * D * D + tile
+            b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
+            p_before = prepared + (num_tokens.to(tl.int64) + seq * DRAFTS) * 3 * width + head * D
+            p_new = prepared + token * 3 * width + head * D
+
+            if EARLY:
+                gdc_wait()
+            for i in range(num_walked):
+                is_new = i >= num_replayed
+                place = i - num_replayed
+                p_row = tl.where(is_new, p_new + place * 3 * width, p_before + i * 3 * width)
+                b_k = tl.load(p_row + width + index, mask=mask, other=0.0)
+                b_v = tl.load(p_row + 2 * width + index_v, mask=mask_v, other=0.0)
+                b_s = _next_state(b_s, b_k, b_v, decay)
+                if i == last_certain:
+                    tl.store(state + slot * H * D * D + tile, b_s, mask=mask_s & (slot != 0))
+                if is_new:
+                    b_q = tl.load(p_row + index, mask=mask, other=0.0)
+                    b_o = _read(b_s, b_q, q_norm_weight, qkv.dtype.element_ty)
+                    tl.store(o + (token + place) * width + head * D + index_v, b_o, mask=mask_v)
+
+    if DRAFTS is not None and EARLY:
+        gdc_wait()
+    if not NORMED:
+        # The rows past the last sequence are dealt out to the sequences in turn.
+        padding = tl.load(cu_seqlens + num_seqs) + seq
+        zero_rows(o, padding, num_tokens, num_seqs, head, index_v, mask_v, H, D)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _norm_kernel(
+    o: tl.tensor,
+    gate: tl.tensor,
+    weight: tl.tensor,
+    cu_seqlens: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_gate: tl.tensor,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Apply the norm and the gate to one group of a token's channels; write 0 for padding."""
+    token = (tl.program_id(0) // GROUPS).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    inside = index < WIDTH
+    mask = inside & (token < tl.load(cu_seqlens + num_seqs))
+    channel = tl.program_id(0) % GROUPS * WIDTH + index
+    b_g = tl.load(gate + token * stride_gate + channel, mask=mask, other=0.0).to(tl.float32)
+    b_w = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
+    row = token * GROUPS * WIDTH + channel
+    b_o = tl.load(o + row, mask=mask, other=0.0)
+    b_o = b_w * (b_o * tl.rsqrt(tl.sum(b_o * b_o, 0) / WIDTH + eps))
+    b_o = b_o / (1.0 + tl.exp(-b_g))
+    tl.store(out + row, b_o.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,493 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Implementation "triton": a convolution, the states block by block, and what is
+normed.
+
+Three launches, each of which begins while the one before it ends, where a GPU can; see README.md.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from torch_hybrid.ops.ssd.op_step_mamba2 import SsdStep, empty_outputs
+from torch_hybrid.ops.triton.conv_step import (
+    convolve,
+    last_inputs,
+    leave_channels,
+    leave_inputs,
+    taps,
+)
+from torch_hybrid.ops.triton.decays import exp, softplus
+from torch_hybrid.ops.triton.devices import launches_early
+from torch_hybrid.ops.triton.state import Tile, zero_rows
+
+# Channels that a program convolves, of two warps: few, so that one sequence fills many processors.
+_BLOCK_CHANNELS = 256
+
+
+def ssd_step(x: SsdStep) -> Tensor:
+    """Launch a convolution, a walk over the states and, where there is one, the norm."""
+    if x.state_indices.shape[0] == 0:
+        return x.xBC.new_zeros(x.xBC.shape[0], x.inner)
+    early = launches_early(x.xBC.device)
+    mixed = _convolve(x, early) if x.records is None else _convolve_drafts(x, x.records, early)
+    out = _walk(x, mixed, early)
+    if x.norm_weight is not None:
+        _norm(x, out, early)
+    return out
+
+
+def _convolve(x: SsdStep, early: bool) -> Tensor:
+    """Convolve the inputs; rows of padding tokens are left as they are."""
+    mixed = torch.empty_like(x.xBC, memory_format=torch.contiguous_format)
+    num_channels, width = x.conv_weight.shape
+    blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS)
+    _conv_kernel[(blocks * x.state_indices.shape[0],)](
+        x.xBC,
+        x.conv_weight,
+        x.conv_bias,
+        x.conv_state,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        mixed,
+        x.xBC.stride(0),
+        C=num_channels,
+        W=width,
+        BLOCK=_BLOCK_CHANNELS,
+        SILU=x.activation == "silu",
+        EARLY=early,
+        num_warps=2,
+    )
+    return mixed
+
+
+def _convolve_drafts(x: SsdStep, records: Tensor, early: bool) -> Tensor:
+    """Convolve the inputs of new tokens and, behind them, of each sequence's records; each row is
+    followed by what step sizes are made of."""
+    num_tokens, num_seqs = x.xBC.shape[0], x.state_indices.shape[0]
+    num_channels, conv_width = x.conv_weight.shape
+    num_heads = x.state.shape[1]
+    _, num_drafts, width = records.shape
+    blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS) + triton.cdiv(num_heads, _BLOCK_CHANNELS)
+    mixed = x.xBC.new_empty(num_tokens + num_seqs * num_drafts, width)
+    _verify_conv_kernel[(blocks * num_seqs,)](
+        x.xBC,
+        x.dt,
+        x.conv_weight,
+        x.conv_bias,
+        x.conv_state,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        x.accepted,
+        records,
+        mixed,
+        num_tokens,
+        x.xBC.stride(0),
+        x.dt.stride(0),
+        C=num_channels,
+        H=num_heads,
+        W=conv_width,
+        DRAFTS=num_drafts,
+        BLOCK=_BLOCK_CHANNELS,
+        SILU=x.activation == "silu",
+        EARLY=early,
+        num_warps=2,
+    )
+    return mixed
+
+
+def _walk(x: SsdStep, mixed: Tensor, early: bool) -> Tensor:
+    """Read from the states once they have taken the tokens, and gate it if nothing is normed."""
+    num_tokens, num_channels = x.xBC.shape
+    num_seqs = x.state_indices.shape[0]
+    _, num_heads, head_dim_v, head_dim_k = x.state.shape
+    z = x.z if x.norm_weight is None else None
+    out = empty_outputs(x)
+    tile = Tile.of(head_dim_v, head_dim_k)
+    num_blocks = triton.cdiv(head_dim_v, tile.block_v)
+    _walk_kernel[(num_blocks * num_heads * num_seqs,)](
+        mixed,
+        z,
+        x.dt,
+        x.A_log,
+        x.dt_bias,
+        x.D,
+        x.state,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+        x.accepted,
+        out,
+        x.dt_min,
+        x.dt_max,
+        num_tokens,
+        num_seqs,
+        0 if z is None else z.stride(0),
+        x.dt.stride(0),
+        G=(num_channels - x.inner) // (2 * head_dim_k),
+        H=num_heads,
+        K=head_dim_k,
+        V=head_dim_v,
+        DRAFTS=None if x.records is None else x.records.shape[1],
+        BLOCK_K=tile.block_k,
+        BLOCK_V=tile.block_v,
+        EARLY=early,
+        num_warps=1,
+        enable_fp_fusion=False,
+        launch_pdl=early,
+    )
+    return out
+
+
+def _norm(x: SsdStep, out: Tensor, early: bool) -> None:
+    """Gate and norm the outputs in place."""
+    assert x.z is not None
+    num_tokens, inner = out.shape
+    width = inner // x.norm_groups
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(num_tokens * x.norm_groups,)](
+        out,
+        x.z,
+        x.norm_weight,
+        x.cu_seqlens,
+        x.norm_eps,
+        x.cu_seqlens.shape[0] - 1,
+        x.z.stride(0),
+        GROUPS=x.norm_groups,
+        WIDTH=width,
+        BLOCK=block,
+        BEFORE_GATE=x.norm_before_gate,
+        EARLY=early,
+        num_warps=min(16, max(1, block // 512)),
+        launch_pdl=early,
+    )
+
+
+@triton.jit
+def _conv_kernel(
+    xBC: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor | None,
+    conv_state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    mixed: tl.tensor,
+    stride_x: tl.tensor,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Convolve BLOCK channels of one sequence's token.
+
+    It alone reads and writes their state, which therefore may move in place.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    seq = tl.program_id(0) // blocks
+    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < C
+    begin = tl.load(cu_seqlens + seq)
+    if begin < tl.load(cu_seqlens + seq + 1):
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        token = begin.to(tl.int64)
+        b_x = tl.load(xBC + token * stride_x + channel, mask=mask, other=0.0)
+        p_old = conv_state + initial * (W - 1) * C + channel
+        past = last_inputs(p_old, mask & (initial != 0), C, W)
+        b_y = convolve(past, b_x, taps(weight, bias, channel, mask, W), W, SILU)
+        tl.store(mixed + token * C + channel, b_y.to(mixed.dtype.element_ty), mask=mask)
+        p_new = conv_state + slot * (W - 1) * C + channel
+        leave_inputs(p_new, past[1:] + (b_x,), mask & (slot != 0), C, W)  # noqa: RUF005
+
+
+@triton.jit
+def _step_size(x_dt: tl.tensor, dt_min: tl.tensor, dt_max: tl.tensor) -> tl.tensor:
+    """Make the step of a head's token, of what stands before its activation."""
+    return tl.clamp(softplus(x_dt), dt_min, dt_max, tl.PropagateNan.ALL)
+
+
+# A state is to have the same bits with drafts and without: nothing is fused in these but what is
+# written as ``fma``, as the compiler would choose by what stands beside.
+@triton.jit
+def _next_state(
+    b_s: tl.tensor, b_x: tl.tensor, b_b: tl.tensor, step: tl.tensor, decay: tl.tensor
+) -> tl.tensor:
+    """Advance rows of a head's state by one token."""
+    return tl.fma((b_x * step)[:, None], b_b[None, :], b_s * decay)
+
+
+@triton.jit
+def _read(
+    b_s: tl.tensor,
+    b_x: tl.tensor,
+    b_c: tl.tensor,
+    skip: tl.tensor,
+    b_z: tl.tensor | None,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """Read from rows of a head's state, rounded, and gated if there is a gate."""
+    b_o = tl.fma(b_x, skip, tl.sum(b_s * b_c[None, :], 1)).to(dtype)
+    if b_z is not None:
+        b_o = (b_o.to(tl.float32) * b_z / (1.0 + tl.exp(-b_z))).to(dtype)
+    return b_o
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _verify_conv_kernel(
+    xBC: tl.tensor,
+    dt: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor | None,
+    conv_state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    accepted: tl.tensor,
+    records: tl.tensor,
+    mixed: tl.tensor,
+    num_tokens: tl.tensor,
+    stride_x: tl.tensor,
+    stride_dt: tl.tensor,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Convolve BLOCK channels of all tokens of one sequence, or copy steps of so many heads.
+
+    It alone reads and writes them in the convolution's state and in records. Steps are only
+    copied: programs of a head's rows read them when its records may be others.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    R: tl.constexpr = C + H
+    of_channels: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    blocks: tl.constexpr = of_channels + (H + BLOCK - 1) // BLOCK
+    seq = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    begin = tl.load(cu_seqlens + seq)
+    num_new = tl.load(cu_seqlens + seq + 1) - begin
+    num_replayed = tl.load(accepted + seq)
+    initial = tl.load(initial_indices + seq).to(tl.int64)
+    slot = tl.load(state_indices + seq).to(tl.int64)
+    token = begin.to(tl.int64)
+    p_replayed = records + initial * DRAFTS * R
+    p_drafts = records + slot * DRAFTS * R
+    p_mixed = mixed + token * R
+    p_before = mixed + (num_tokens.to(tl.int64) + seq * DRAFTS) * R
+    if block < of_channels:
+        channel = block * BLOCK + tl.arange(0, BLOCK)
+        mask = channel < C
+        known = initial != 0
+        p_old = conv_state + initial * (W - 1) * C + channel
+        p_x = xBC + token * stride_x + channel
+        tap = taps(weight, bias, channel, mask, W)
+        past = last_inputs(p_old, mask & known, C, W)
+        for i in range(num_replayed + num_new):
+            is_new = i >= num_replayed
+            place = i - num_replayed
+            p_i = tl.where(is_new, p_x + place * stride_x, p_replayed + i * R + channel)
+            b_x = tl.load(p_i, mask=mask, other=0.0)
+            b_y = convolve(past, b_x, tap, W, SILU).to(mixed.dtype.element_ty)
+            p_y = tl.where(is_new, p_mixed + place * R, p_before + i * R)
+            tl.store(p_y + channel, b_y, mask=mask)
+            past = past[1:] + (b_x,)  # noqa: RUF005
+        if (slot != 0) & (num_new + num_replayed > 0):
+            leave_channels(
+                p_old,
+                p_replayed + channel,
+                p_x,
+                conv_state + slot * (W - 1) * C + channel,
+                p_drafts + channel,
+                known,
+                num_replayed,
+                num_new,
+                stride_x,
+                mask,
+                C,
+                R,
+                W,
+            )
+    else:
+        head = (block - of_channels) * BLOCK + tl.arange(0, BLOCK)
+        mask = head < H
+        for i in range(num_replayed):
+            b_dt = tl.load(p_replayed + i * R + C + head, mask=mask)
+            tl.store(p_before + i * R + C + head, b_dt, mask=mask)
+        tl.debug_barrier()  # all threads of this program have read what is left anew here
+        for i in range(num_new):
+            b_dt = tl.load(dt + (token + i) * stride_dt + head, mask=mask)
+            tl.store(p_mixed + i * R + C + head, b_dt, mask=mask)
+            is_draft = (i > 0) & (slot != 0)
+            tl.store(p_drafts + (i - 1) * R + C + head, b_dt, mask=mask & is_draft)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _walk_kernel(
+    mixed: tl.tensor,
+    z: tl.tensor | None,
+    dt: tl.tensor,
+    A_log: tl.tensor,
+    dt_bias: tl.tensor,
+    D: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    accepted: tl.tensor | None,
+    out: tl.tensor,
+    dt_min: tl.tensor,
+    dt_max: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_z: tl.tensor,
+    stride_dt: tl.tensor,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Walk the tokens of a sequence with BLOCK_V rows of the state of one head, in registers.
+
+    The grid has a program of one warp for each block of rows, head and sequence. Accepted records
+    go before the new tokens, and the rows are stored after the first of these. In decode steps,
+    where DRAFTS is None, a sequence has one token or none, whose step size is read from ``dt``.
+    There the state, the step and the gate are asked for before the convolution has ended. Every
+    program waits for it, also one without a token: what comes after this launch then comes after
+    that one too.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    C: tl.constexpr = H * V + 2 * G * K
+    R: tl.constexpr = C if DRAFTS is None else C + H
+    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    seq = pid // (blocks * H)
+    head = pid // blocks % H
+    index_k = tl.arange(0, BLOCK_K)
+    index_v = pid % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_k = index_k < K
+    mask_v = index_v < V
+    mask_s = mask_v[:, None] & mask_k[None, :]
+
+    begin = tl.load(cu_seqlens + seq)
+    num_new = tl.load(cu_seqlens + seq + 1) - begin
+    num_walked = num_new
+    if DRAFTS is not None:
+        num_replayed = tl.load(accepted + seq)
+        num_walked += num_replayed
+    if num_walked > 0:
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        token = begin.to(tl.int64)
+        channel_x = head * V + index_v
+        channel_b = H * V + head // (H // G) * K + index_k
+        if DRAFTS is None:
+            x_dt = tl.load(dt + token * stride_dt + head).to(tl.float32)
+        bias = tl.load(dt_bias + head).to(tl.float32)
+        rate = tl.load(A_log + head).to(tl.float32)
+        skip = tl.load(D + head).to(tl.float32)
+        b_z = None
+        if DRAFTS is None and z is not None:
+            b_z = tl.load(z + token * stride_z + channel_x, mask=mask_v, other=0.0).to(tl.float32)
+        tile_s = head * V * K + index_v[:, None] * K + index_k[None, :]
+        p_s = state + initial * H * V * K + tile_s
+        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
+
+        if DRAFTS is None:
+            step = _step_size(x_dt + bias, dt_min, dt_max)
+            decay = exp(-exp(rate) * step)
+            if EARLY:
+                gdc_wait()
+            p_x = mixed + token * R
+            b_x = tl.load(p_x + channel_x, mask=mask_v, other=0.0).to(tl.float32)
+            b_b = tl.load(p_x + channel_b, mask=mask_k, other=0.0).to(tl.float32)
+            b_c = tl.load(p_x + G * K + channel_b, mask=mask_k, other=0.0).to(tl.float32)
+            b_s = _next_state(b_s, b_x, b_b, step, decay)
+            tl.store(state + slot * H * V * K + tile_s, b_s, mask=mask_s & (slot != 0))
+            b_o = _read(b_s, b_x, b_c, skip, b_z, out.dtype.element_ty)
+            tl.store(out + token * H * V + channel_x, b_o, mask=mask_v)
+        else:
+            last_certain = num_replayed + tl.minimum(num_new, 1) - 1
+            p_mixed = mixed + token * R
+            p_before = mixed + (num_tokens.to(tl.int64) + seq * DRAFTS) * R
+            if EARLY:
+                gdc_wait()
+            for i in range(num_walked):
+                is_new = i >= num_replayed
+                place = i - num_replayed
+                p_x = tl.where(is_new, p_mixed + place * R, p_before + i * R)
+                b_x = tl.load(p_x + channel_x, mask=mask_v, other=0.0).to(tl.float32)
+                b_b = tl.load(p_x + channel_b, mask=mask_k, other=0.0).to(tl.float32)
+                x_dt = tl.load(p_x + C + head).to(tl.float32) + bias
+                step = _step_size(x_dt, dt_min, dt_max)
+                b_s = _next_state(b_s, b_x, b_b, step, exp(-exp(rate) * step))
+                if i == last_certain:
+                    tl.store(state + slot * H * V * K + tile_s, b_s, mask=mask_s & (slot != 0))
+                if is_new:
+                    b_c = tl.load(p_x + G * K + channel_b, mask=mask_k, other=0.0).to(tl.float32)
+                    b_g = None
+                    if z is not None:
+                        p_z = z + (token + place) * stride_z + channel_x
+                        b_g = tl.load(p_z, mask=mask_v, other=0.0).to(tl.float32)
+                    b_o = _read(b_s, b_x, b_c, skip, b_g, out.dtype.element_ty)
+                    tl.store(out + (token + place) * H * V + channel_x, b_o, mask=mask_v)
+
+    if EARLY:
+        gdc_wait()
+    # The rows past the last sequence are dealt out to the sequences in turn.
+    padding = tl.load(cu_seqlens + num_seqs) + seq
+    zero_rows(out, padding, num_tokens, num_seqs, head, index_v, mask_v, H, V)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _norm_kernel(
+    out: tl.tensor,
+    z: tl.tensor,
+    weight: tl.tensor,
+    cu_seqlens: tl.tensor,
+    eps: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_z: tl.tensor,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BEFORE_GATE: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Gate and norm one group of a token's channels, in place."""
+    token = (tl.program_id(0) // GROUPS).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    # Rows of padding stay zeros, whatever their gates are.
+    mask = (index < WIDTH) & (token < tl.load(cu_seqlens + num_seqs))
+    channel = tl.program_id(0) % GROUPS * WIDTH + index
+    b_z = tl.load(z + token * stride_z + channel, mask=mask, other=0.0).to(tl.float32)
+    b_w = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
+    gate = b_z / (1.0 + tl.exp(-b_z))
+    if EARLY:
+        gdc_wait()
+    p_out = out + token * GROUPS * WIDTH + channel
+    b_y = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
+    if not BEFORE_GATE:
+        b_y *= gate
+    b_y = b_w * (b_y * tl.rsqrt(tl.sum(b_y * b_y, 0) / WIDTH + eps))
+    if BEFORE_GATE:
+        b_y *= gate
+    tl.store(p_out, b_y.to(out.dtype.element_ty), mask=mask)
