@@ -1,8 +1,8 @@
 """Attention of whole prompts by cuDNN, as torch calls it: what implementations "cudnn" share.
 
 A step is for cuDNN where its sequences begin, are of one length, and fill it: one prompt, or the
-first part of one, as long as the step's bucket; or several of one length. That is a fact of the
-lengths on the host, so it is a value of the plan, and part of what a graph is captured for.
+first part of one, as long as the step's bucket; or several of one length. The lengths on the host
+tell, so it is a value of the plan, and part of what a graph is captured for.
 
 cuDNN packs sequences of any lengths too, but torch (2.11) then has cuDNN plan anew at each call:
 45 ms of the host, which cannot be captured. Its causal mask counts from the first key, so it is
@@ -28,7 +28,7 @@ forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 
 
 def cudnn_missing() -> str | None:
-    """Why cuDNN does not attend here, or None when it does."""
+    """Say why cuDNN does not attend here, or None when it does."""
     if not torch.cuda.is_available():
         return triton_missing()
     version = torch.backends.cudnn.version()
@@ -40,7 +40,7 @@ def cudnn_missing() -> str | None:
 
 
 def plan(lengths: Lengths, **_: object) -> Planned:
-    """How many sequences of one length the step is made of; 0 where it is another step."""
+    """Count the sequences of one length that make up the step; 0 where it is another step."""
     new = lengths.cu_seqlens.diff()
     num_seqs = int((new > 0).sum())
     length = lengths.num_tokens // max(num_seqs, 1)
@@ -50,8 +50,8 @@ def plan(lengths: Lengths, **_: object) -> Planned:
 
 
 def num_prompts(q: Tensor, k: Tensor, v: Tensor, planned: Sequence[Tensor]) -> int:
-    """How many sequences cuDNN is to attend to, as ``plan`` planned; 0 where the call is not for
-    it."""
+    """Count the sequences that cuDNN is to attend to, as ``plan`` planned; 0 where the call is not
+    for it."""
     (values,) = planned
     spans = [x.shape[0] * x.stride(0) for x in (q, k, v)]
     return int(values.item()) if max(spans) < _MOST_ELEMENTS else 0
@@ -60,7 +60,7 @@ def num_prompts(q: Tensor, k: Tensor, v: Tensor, planned: Sequence[Tensor]) -> i
 def attend(
     q: Tensor, k: Tensor, v: Tensor, num_seqs: int, *, scale: float, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of each of ``num_seqs`` sequences of one length to itself.
+    """Attend causally within each of ``num_seqs`` sequences of one length.
 
     Returns:
         [T, H, Dv] in the dtype of q, and the natural-log LSE [T, H] float32, or nothing of it.

@@ -172,7 +172,7 @@ class Rows(_Kind):
         self,
         *dims: str,
         apart: int = 1,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Literal["any"] | None = None,
         counts: bool | str = True,
         last_dim: bool = False,
     ) -> None:
@@ -263,6 +263,7 @@ _SCHEMA_TYPES = {
     float | None: "float?",
     Sequence[float] | None: "float[]?",
     torch.dtype: "ScalarType",
+    torch.dtype | None: "ScalarType?",
     Sequence[Tensor]: "Tensor[]",
     Sequence[Tensor] | None: "Tensor[]?",
     Sequence[Tensor | None]: "Tensor?[]",

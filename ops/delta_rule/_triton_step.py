@@ -1,14 +1,14 @@
 # mypy: disable-error-code="untyped-decorator"
-"""The Triton form of delta rules' steps, of those that verify drafts too: inputs are prepared,
-states walked block by block, and what was read from them is normed.
+"""Delta rules' steps in Triton, drafts included: prepare the inputs, walk the states, norm the
+outputs.
 
-Three launches, each of which begins while the one before it ends, where a GPU can; see
-``README.md``. A decode step is one that verifies no drafts: the kernels are the
-same, so that a state has the same bits whichever advanced it. Nothing is fused but what is written
-as ``fma``: a compiler chooses by what stands beside.
+Three launches, each of which begins while the one before it ends, where a GPU can (PDL); see
+``README.md``. A decode step verifies no drafts: both run the same kernels, so a state has the same
+bits whichever advanced it. Only what is written as ``fma`` is fused, since a compiler's own choice
+depends on the code around it.
 
-A token's inputs are a row [q | k | v | b | a] in records. Prepared, they are handed from the first
-launch to the second: q and k convolved and normed, v convolved, the step size, the decay.
+A token's inputs, and a record, are a row [q | k | v | b | a]. The first launch hands them to the
+second prepared: q and k convolved and normed, v convolved, the step size, the decay.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Rule:
     """Arithmetic of one delta rule.
 
     Attributes:
-        norm: a jit function of rows [heads, V] that were read, the norm's weight [V], gates, its
-            eps, V and the op's dtype: the op's outputs, in float32.
-        norm_eps: as of the op.
-        beta_scale: of step sizes.
+        norm: a jit function of outputs [heads, V], the norm's weight [V], gates, its eps, V and the
+            op's dtype; it returns the op's outputs, in float32.
+        norm_eps: eps of the op's norm.
+        beta_scale: factor of step sizes.
         lower_bound: of log decays, or None.
-        by_channel: each channel of K decays on its own.
+        by_channel: whether each channel of K has its own decay.
     """
 
     norm: Any
@@ -60,7 +60,7 @@ class Rule:
 
 
 def launch_step(x: DeltaStep, rule: Rule) -> Tensor:
-    """Run a step, of one token of each sequence or of drafts after it."""
+    """Run a step of one token of each sequence, and of its drafts."""
     num_drafts = 0 if x.records is None else x.records.shape[1]
     num_seqs = x.state_indices.shape[0]
     _, num_v_heads, head_dim_v, head_dim_k = x.state.shape
@@ -130,7 +130,7 @@ def launch_step(x: DeltaStep, rule: Rule) -> Tensor:
 
 
 def launch_norm(out: Tensor, x: DeltaStep, rule: Rule, *, early: bool) -> None:
-    """Normalise and gate what was read from the states, in place."""
+    """Normalise and gate the outputs in place."""
     num_tokens, (num_v_heads, head_dim_v) = out.shape[0], x.state.shape[1:3]
     _norm_kernel[(triton.cdiv(num_tokens * num_v_heads, _NORMED_HEADS),)](
         out,
@@ -167,7 +167,7 @@ def unit(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def decay_of(x: tl.tensor, A_log: tl.tensor, lower_bound: tl.tensor | None) -> tl.tensor:
-    """Compute decays from what stands before their activation."""
+    """Compute decays ``e^g``: g is ``-e^A softplus(x)``, or ``lower_bound sigmoid(e^A x)``."""
     rate = exp(A_log)
     g = -rate * softplus(x) if lower_bound is None else lower_bound / (1.0 + exp(-rate * x))
     return exp(g)
@@ -182,7 +182,7 @@ def _row(
     stride: tl.tensor,
     R: tl.constexpr,
 ) -> tl.tensor:
-    """Point to the i-th token of a sequence: records come first."""
+    """Point to the i-th row of a sequence: its accepted records, then its new tokens."""
     return tl.where(i < num_replayed, p_replayed + i * R, p_new + (i - num_replayed) * stride)
 
 
@@ -209,11 +209,10 @@ def _prepare_channels(
     W: tl.constexpr,
     SILU: tl.constexpr,
 ) -> None:
-    """Convolve rows of channels, a head's each, of a sequence's tokens, one after the other, and
-    norm those of q and k.
+    """Convolve heads' channels of a sequence's tokens in turn, and norm those of q and k.
 
-    The last certain inputs are left for the next step, and inputs of drafts as records. Each row is
-    asked for while the one before it is convolved.
+    The convolution's state receives the last committed inputs, and records receive the drafts'.
+    Each row is loaded while the one before it is convolved.
     """
     past = last_inputs(p_old, mask & known, C, W)
     b_x = tl.load(_row(0, num_replayed, p_replayed, p_new, stride, R), mask=mask, other=0.0)
@@ -249,10 +248,10 @@ def _prepare_gates(
     mask: tl.tensor,
     R: tl.constexpr,
 ) -> None:
-    """Prepare decays of a sequence's tokens, or step sizes where there is no ``A_log``.
+    """Prepare the decays of a sequence's tokens, or step sizes where there is no ``A_log``.
 
-    Inputs of drafts are left as records. ``limit`` is the lower bound of log decays, or the scale
-    of step sizes.
+    Records receive the drafts' inputs. ``limit`` is the lower bound of log decays, or the scale of
+    step sizes.
     """
     b_x = tl.load(_row(0, num_replayed, p_replayed, p_new, stride, R), mask=mask, other=0.0)
     for i in range(num_tokens):
@@ -305,10 +304,12 @@ def _prepare_kernel(
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Prepare HEADS heads of q, k and v, step sizes, or some decays, of a sequence's tokens.
+    """Prepare HEADS heads of q, k and v, all step sizes, or some decays, of a sequence's tokens.
 
-    A program alone reads and writes its columns of the convolution's state and of records. So they
-    may move in place.
+    Grid: (blocks of heads, one for step sizes, blocks of decays) times sequences. Tile: one warp
+    with HEADS rows of BLOCK channels, token after token. Memory: prepared rows go to the next
+    launch in float32. No other program reads or writes its columns of the convolution's state and
+    of records, so they move in place.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -418,7 +419,7 @@ def _prepare_kernel(
 def pieces_of_row(
     p_row: tl.tensor, K: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr
 ) -> tl.tuple:
-    """Load what lies along K, from ``p_row`` on, in the pieces that a state comes in."""
+    """Load a vector along K in pieces of LANES, as the states are held."""
     lane = tl.arange(0, LANES)
     pieces = ()
     for piece in tl.static_range(PIECES):
@@ -442,7 +443,7 @@ def inputs_of_head(
     LANES: tl.constexpr,
     PIECES: tl.constexpr,
 ) -> tl.tuple:
-    """Load k, rows of v, the step size and the decays of a head at one token, as prepared."""
+    """Load one head's prepared k, rows of v, step size and decays of one token."""
     C: tl.constexpr = 2 * H * K + HV * V
     parts_k = pieces_of_row(p_row + (H + head // (HV // H)) * K, K, LANES, PIECES)
     b_v = tl.load(p_row + 2 * H * K + head * V + index_v, mask=mask, other=0.0)
@@ -522,11 +523,14 @@ def _walk_kernel(
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Walk ROWS rows of the state of one head of one sequence through its tokens, in registers.
+    """Walk ROWS rows of one head's state of one sequence through its tokens.
 
-    They are loaded before inputs are prepared, and stored after the first new token. Every program
-    waits for these inputs, also one without a token: what comes after this launch then comes after
-    that one too.
+    Grid: V / ROWS times heads times sequences. Registers: the rows, in PIECES pieces of LANES
+    columns, 64 numbers a thread. Pipeline: the state is loaded before the launch before has ended,
+    and stored after the first new token.
+
+    Every program waits for the launch before, also one without a token: the launch after this one
+    then comes after both.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -607,7 +611,10 @@ def _norm_kernel(
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Normalise and gate HEADS heads of tokens, in place; padding becomes 0."""
+    """Normalise and gate HEADS heads of tokens in place; padding becomes 0.
+
+    Grid: tokens times heads / HEADS. Tile: a warp for each head's V channels.
+    """
     row = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)
     index = tl.arange(0, BLOCK_V)
     token = row // HV

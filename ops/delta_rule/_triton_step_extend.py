@@ -1,11 +1,10 @@
 # mypy: disable-error-code="untyped-decorator"
-"""The Triton form of delta rules' steps in which sequences have any number of tokens, each by the
-arithmetic of a decode step: a token's bits and the states after it depend on nothing but the tokens
-before it.
+"""Delta rules' steps in Triton for any number of tokens a sequence, each with a decode step's bits.
 
-Three launches, as in ``_triton_step.py``. Here every token is prepared by itself. States walk from
-one to the next while inputs of the two after it are on their way. How many rows of a state a
-program has says nothing about how a row is summed: eight threads have it.
+A token's outputs, and the states after it, depend only on the tokens before it. Three launches, as
+in ``_triton_step.py``. The first prepares every token by itself. In the second, states walk from
+token to token while the inputs of the next two are loaded. Eight threads sum a row of a state,
+however many rows a program has.
 """
 
 from __future__ import annotations
@@ -117,10 +116,9 @@ def launch_extend(x: DeltaStep, rule: Rule) -> Tensor:
 
 
 def _rows_of_program(num_seqs: int, num_tokens: int, state: Tensor) -> int:
-    """Count the rows of a state that a program walks: as many as in decode steps where sequences
-    have hardly more tokens, and else few.
+    """Choose the rows of a state that a program walks: a decode step's for few tokens, else four.
 
-    Both sum alike where they were compared, at a K of 128.
+    Both give the same sums where they were compared, at a K of 128.
     """
     head_dim_v, head_dim_k = state.shape[2:]
     if head_dim_k == 128 and head_dim_v >= _MANY_ROWS and num_tokens < _WALKED_TOKENS * num_seqs:
@@ -161,7 +159,11 @@ def _prepare_token_kernel(
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Prepare HEADS heads of q, k and v of a token, its step sizes, or some of its decays."""
+    """Prepare HEADS heads of q, k and v of one token, all its step sizes, or some of its decays.
+
+    Grid: (blocks of heads, one for step sizes, blocks of decays) times tokens. Tile: one warp with
+    HEADS rows of BLOCK channels. The convolution's state is only read.
+    """
     if EARLY:
         gdc_launch_dependents()
     C: tl.constexpr = 2 * H * K + HV * V
@@ -224,9 +226,9 @@ def _pieces(
     PIECES: tl.constexpr,
     BESIDE: tl.constexpr,
 ) -> tl.tuple:
-    """Load what lies along K, from ``p_row`` on, in the pieces that a state comes in.
+    """Load a vector along K in pieces of LANES, as the states are held.
 
-    Beside all rows of the state each thread asks for what it needs, and is handed nothing.
+    With BESIDE rows, each thread loads what its rows need itself, and exchanges nothing.
     """
     index = tl.arange(0, LANES)[None, :] + tl.zeros([BESIDE, 1], dtype=tl.int32)
     pieces = ()
@@ -251,8 +253,7 @@ def _inputs_of_token(
     PIECES: tl.constexpr,
     BESIDE: tl.constexpr,
 ) -> tl.tuple:
-    """Load k, q, rows of v, the step size and the decays of a head at one token, as they were
-    prepared."""
+    """Load one head's prepared k, q, rows of v, step size and decays of one token."""
     C: tl.constexpr = 2 * H * K + HV * V
     head_k = head // (HV // H)
     k = _pieces(p_row + (H + head_k) * K, K, LANES, PIECES, BESIDE)
@@ -291,8 +292,13 @@ def _walk_tokens_kernel(
     UNROLL: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Walk ROWS rows of the state of one head of one sequence through all of its tokens; or leave
-    what its convolution leaves of CHANNELS channels, which every token has read by then."""
+    """Walk ROWS rows of one head's state of one sequence through its tokens, or store its
+    convolution's state.
+
+    Grid: (V / ROWS times heads, and blocks of CHANNELS channels) times sequences. Registers: the
+    rows, in PIECES pieces of LANES columns. Pipeline: inputs are loaded two tokens ahead. Programs
+    of channels store the convolution's last inputs, once the launch before has read the old ones.
+    """
     if EARLY:
         gdc_launch_dependents()
     C: tl.constexpr = 2 * H * K + HV * V

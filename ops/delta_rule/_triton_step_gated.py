@@ -27,7 +27,8 @@ def gated_delta_step(x: GatedDeltaStep, *, is_invariant: bool = False) -> Tensor
 def _norm(
     b_o: tl.tensor, b_w: tl.tensor, eps: tl.tensor, V: tl.constexpr, dtype: tl.constexpr
 ) -> tl.tensor:
-    """Divide rows by their root mean squares, round, weigh and round."""
+    """Divide rows by their RMS, round, and multiply by the weight; a weight in ``dtype`` rounds
+    again."""
     b_o *= tl.rsqrt(tl.sum(b_o * b_o, 1) / V + eps)[:, None]
     b_o = b_o.to(dtype).to(tl.float32) * b_w.to(tl.float32)[None, :]
     if b_w.dtype == dtype:

@@ -30,7 +30,7 @@ def _gated_norm(
     V: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Divide rows by their root mean squares, weigh and gate; ``dtype`` rounds nothing."""
+    """Normalise rows and gate them by a sigmoid, in float32: ``dtype`` is not used."""
     b_w = b_w.to(tl.float32)[None, :]
     b_o *= tl.rsqrt(tl.sum(b_o * b_o, 1) / V + eps)[:, None] * b_w
     return b_o / (1.0 + tl.exp(-b_z))

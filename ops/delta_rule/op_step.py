@@ -1,6 +1,4 @@
-"""Mixer of a delta rule as one op, whatever its decay: its fields, their checks, and its form in
-vectorised torch; for one token of each sequence and for steps that verify drafts.
-"""
+"""Arguments of the delta rules' steps, their checks, and the steps' vectorised torch form."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ from torch_hybrid.ops.verify import StepOp, verify_by_calls
 
 @dataclass(slots=True)
 class DeltaStep(StepOp):
-    """Arguments of a delta rule's step; ops derive from it.
+    """Arguments of a delta rule's step; the ops' classes derive from it.
 
-    An op whose channels decay on their own declares ``a``, ``dt_bias`` and ``records`` once more.
+    A rule with decays by channel declares ``a``, ``dt_bias`` and ``records`` anew.
     """
 
     qkv: Annotated[Tensor, Rows("C")]

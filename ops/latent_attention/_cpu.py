@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.formats.fp8_kv import rounded, worth
-from torch_hybrid.ops.latent_attention.validate import check_gathered_slots, check_new_slots
+from torch_hybrid.ops.latent_attention.op import GatherLatents, Latents, StoreLatents
 from torch_hybrid.ops.native.call import kernel
 
 _SOURCE = Path(__file__).with_name("_cpu.cpp")
@@ -38,42 +37,34 @@ _GATHER = kernel(
 )
 
 
-def latent_attention_with_lse(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    pool_scale: Tensor | None = None,
-    is_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::latent_attention_with_lse``, and of the op without."""
+def latent_attention_with_lse(x: Latents, *, is_invariant: bool = False) -> tuple[Tensor, Tensor]:
+    """Launch ``torch_hybrid::latent_attention_with_lse``, and the op without.
+
+    Args:
+        x: arguments of the op.
+        is_invariant: whether a token has the bits that it has alone.
+    """
+    q_latent, q_rope, pool, page_table = x.q_latent, x.q_rope, x.pool, x.page_table
     num_tokens, num_heads, rank = q_latent.shape
     num_pages, page_size, _ = pool.shape
     out = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
     in_range = _ATTEND(
-        cu_seqlens,
-        seq_lens,
+        x.cu_seqlens,
+        x.seq_lens,
         page_table,
-        slot_mapping,
-        pool_scale,
+        x.slot_mapping,
+        x.pool_scale,
         q_latent,
         q_rope,
-        latent,
-        k_rope,
+        x.latent,
+        x.k_rope,
         pool,
         out,
         lse,
         page_table.stride(0),
         num_tokens,
-        seq_lens.shape[0],
+        x.seq_lens.shape[0],
         num_pages,
         page_size,
         page_table.shape[1],
@@ -81,34 +72,32 @@ def latent_attention_with_lse(
         q_latent.stride(1),
         q_rope.stride(0),
         q_rope.stride(1),
-        latent.stride(0),
-        k_rope.stride(0),
+        x.latent.stride(0),
+        x.k_rope.stride(0),
         num_heads,
         rank,
         q_rope.shape[2],
         q_latent.dtype is torch.bfloat16,
         is_invariant,
         torch.get_num_threads(),
-        scale,
+        x.scale,
     )
     if not in_range:
-        index = (cu_seqlens, seq_lens, page_table, slot_mapping)
-        check_page_indices(*index, num_pages=num_pages, page_size=page_size)
+        x.check_indices()
     return out, lse
 
 
-def store_latents(
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    slot_mapping: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    pool_scale: Tensor | None = None,
-) -> None:
-    """Launcher of ``torch_hybrid::store_latents``."""
-    if pool_scale is not None:
-        latent, k_rope = rounded(latent, pool_scale), rounded(k_rope, pool_scale)
+def store_latents(x: StoreLatents) -> None:
+    """Launch ``torch_hybrid::store_latents``."""
+    latent, k_rope, pool, slot_mapping, cu_seqlens = (
+        x.latent,
+        x.k_rope,
+        x.pool,
+        x.slot_mapping,
+        x.cu_seqlens,
+    )
+    if x.pool_scale is not None:
+        latent, k_rope = rounded(latent, x.pool_scale), rounded(k_rope, x.pool_scale)
     num_pages, page_size, width = pool.shape
     item = latent.element_size()
     in_range = _STORE(
@@ -129,17 +118,12 @@ def store_latents(
         torch.get_num_threads(),
     )
     if not in_range:
-        check_new_slots(slot_mapping, cu_seqlens, pool)
+        x.check_indices()
 
 
-def gather_latents(
-    pool: Tensor,
-    rows: Tensor,
-    *,
-    pool_scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::gather_latents``."""
+def gather_latents(x: GatherLatents) -> Tensor:
+    """Launch ``torch_hybrid::gather_latents``."""
+    pool, rows, pool_scale = x.pool, x.rows, x.pool_scale
     num_pages, page_size, width = pool.shape
     num_rows = rows.shape[0]
     out = pool.new_empty(num_rows, width)
@@ -154,5 +138,5 @@ def gather_latents(
         torch.get_num_threads(),
     )
     if not in_range:
-        check_gathered_slots(rows, pool)
-    return out if pool_scale is None else worth(out, pool_scale, dtype or torch.float32)
+        x.check_indices()
+    return out if pool_scale is None else worth(out, pool_scale, x.dtype or torch.float32)

@@ -1,8 +1,8 @@
 """Implementation "flashinfer": FlashInfer's fa3 kernel for decode over latents, for Hopper.
 
-One program on each processor (or pair of them) takes pieces of sequences that the host has dealt
-out, so that all have as many latents to read; those of a sequence that was cut are merged at the
-end of the same launch. The schedule is FlashInfer's own. It leaves room for 16384 pieces: what a
+One program on each processor (or pair of them) takes pieces of sequences. The host has dealt them
+out so that all have as many latents to read. Those of a sequence that was cut are merged at the end
+of the same launch. The schedule is FlashInfer's own. It leaves room for 16384 pieces: what a
 step of so many sequences can have is packed closer, since it is copied at every step.
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.planning import Lengths, Planned
 from torch_hybrid.ops.flashinfer.scratch import Scratch, first_pages
 from torch_hybrid.ops.latent_attention._triton_store import store_rows
+from torch_hybrid.ops.latent_attention.op import Latents
 from torch_hybrid.ops.triton.padding import set_padding
 
 _NOT_CAUSAL = 0  # of one query a sequence, which sees all keys
@@ -28,8 +29,11 @@ _MOST_PROCESSORS = 160  # of the GPUs there are
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Which of a plan's values are offsets of parts of the schedule, by what they have entries
-    for. The others are two sizes of the grid, and two offsets in the workspace."""
+    """Places of a plan's values that are offsets of parts of the schedule.
+
+    Parts are named by what they have entries for. The other values are two sizes of the grid, and
+    two offsets in the workspace.
+    """
 
     grid: tuple[int, ...] = (0, 1)
     piece: tuple[int, ...] = (2, 3, 4, 10, 11, 12, 13, 14)
@@ -52,7 +56,7 @@ def plan(
     device: torch.device,
     **_: int,
 ) -> Planned:
-    """FlashInfer's schedule for a step of one token a sequence: its parts, and where they begin."""
+    """Plan FlashInfer's schedule for a step of one token a sequence, and where its parts begin."""
     scratch = Scratch.of(device)
     workspace = scratch.workspace(2 * _ROWS * _MOST_PROCESSORS * (2 * rank + 4) + 64)
     with scratch.lock:
@@ -73,7 +77,7 @@ def plan(
 
 
 def packed(pinned: Tensor, offsets: Sequence[int], num_seqs: int, num_heads: int) -> Planned:
-    """A schedule packed into as much as any step of these sequences needs.
+    """Pack a schedule into as much as any step of these sequences needs.
 
     No sequence is cut unless the pieces are as long as a program's share of all latents: there are
     at most as many cuts as programs.
@@ -95,44 +99,32 @@ def packed(pinned: Tensor, offsets: Sequence[int], num_seqs: int, num_heads: int
     return Planned(tensors=(torch.cat(parts),), values=tuple(values))
 
 
-def latent_attention_with_lse(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    planned: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::latent_attention_with_lse``, and of the op without."""
-    (schedule, values), rank, num_heads = planned, q_latent.shape[2], q_latent.shape[1]
+def latent_attention_with_lse(x: Latents) -> tuple[Tensor, Tensor]:
+    """Launch ``torch_hybrid::latent_attention_with_lse``, and the op without."""
+    (schedule, values), q_latent, pool = x.planned or (), x.q_latent, x.pool
+    _, num_heads, rank = q_latent.shape
     offsets = values.tolist()
     out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     lse = q_latent.new_empty(out.shape[:2], dtype=torch.float32)
-    store_rows(latent, k_rope, pool, slot_mapping, cu_seqlens)
-    set_padding(out, lse, cu_seqlens)
+    store_rows(x, pool)
+    set_padding(out, lse, x.cu_seqlens)
     num_rows = 2 * offsets[0] * offsets[1] * _ROWS  # of partial results, of all programs
     workspace = out.new_empty(offsets[_PARTS.partial_lse] + 4 * num_rows, dtype=torch.uint8)
-    _module(q_latent.dtype, rank, q_rope.shape[2]).run(
+    _module(q_latent.dtype, rank, x.q_rope.shape[2]).run(
         workspace,
         schedule,
         offsets,
         q_latent,
-        q_rope,
+        x.q_rope,
         pool[..., :rank],
         pool[..., rank:],
-        page_table.flatten(),
+        x.page_table.flatten(),
         out,
         lse,
         _NOT_CAUSAL,
         num_heads,
         pool.shape[1],
-        scale,
+        x.scale,
         True,  # the log-sum-exp is a natural logarithm
         1.0,  # latents are as they are stored,
         1.0,  # and so are keys
@@ -143,7 +135,7 @@ def latent_attention_with_lse(
 
 @cache
 def _module(dtype: torch.dtype, rank: int, rope_dim: int) -> Any:
-    """FlashInfer's compiled kernel, which is built when it is first wanted."""
+    """Load FlashInfer's compiled kernel, which is built when it is first wanted."""
     from flashinfer.mla._batch_mla._backends.fa3_backend import get_batch_mla_module
 
     return get_batch_mla_module("fa3", dtype, dtype, dtype, torch.int32, rank, rope_dim, False)

@@ -7,42 +7,26 @@ import math
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.formats.fp8_kv import worth
 from torch_hybrid.ops.latent_attention._rows import store_latents
+from torch_hybrid.ops.latent_attention.op import Latents
 
 # Queries per product: bounds the logits to [H * _BLOCK, seq_len].
 _BLOCK = 64
 
 
-def latent_attention_with_lse(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    pool_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::latent_attention_with_lse``, and of the op without."""
-    num_pages, page_size, _ = pool.shape
-    if pool.device.type == "cpu":
-        index = (cu_seqlens, seq_lens, page_table, slot_mapping)
-        check_page_indices(*index, num_pages=num_pages, page_size=page_size)
-    store_latents(latent, k_rope, pool, slot_mapping, cu_seqlens, pool_scale=pool_scale)
-    q = torch.cat([q_latent, q_rope], 2)
-    offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
+def latent_attention_with_lse(x: Latents) -> tuple[Tensor, Tensor]:
+    """Launch ``torch_hybrid::latent_attention_with_lse``, and the op without."""
+    store_latents(x.stored())
+    q_latent, pool, pool_scale, page_size = x.q_latent, x.pool, x.pool_scale, x.pool.shape[1]
+    q = torch.cat([q_latent, x.q_rope], 2)
+    offsets, lengths = x.cu_seqlens.tolist(), x.seq_lens.tolist()
     out = torch.zeros(q_latent.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q_latent.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
     for n, length in enumerate(lengths):
         if offsets[n] == offsets[n + 1]:
             continue
-        pages = page_table[n, : -(-length // page_size)].long()
+        pages = x.page_table[n, : -(-length // page_size)].long()
         held = pool[pages].flatten(0, 1)[:length]
         wide = torch.promote_types(q.dtype, torch.float32)
         rows = held.to(wide) if pool_scale is None else worth(held, pool_scale, wide)
@@ -50,13 +34,13 @@ def latent_attention_with_lse(
             end = min(begin + _BLOCK, offsets[n + 1])
             visible = rows[: length - offsets[n + 1] + end]
             out[begin:end], lse[begin:end] = _attend(
-                q[begin:end], visible, q_latent.shape[2], scale
+                q[begin:end], visible, q_latent.shape[2], x.scale
             )
     return out, lse
 
 
 def _attend(q: Tensor, rows: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of the last queries to all rows, causal among the last rows."""
+    """Attend from the last queries to all rows, causal among the last rows."""
     num_tokens, num_heads, _ = q.shape
     logits = scale * (q.to(rows.dtype).flatten(0, 1) @ rows.T).view(num_tokens, num_heads, -1)
     hidden = torch.ones(num_tokens, rows.shape[0], dtype=torch.bool, device=q.device)

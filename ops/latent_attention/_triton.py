@@ -4,101 +4,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.latent_attention._triton_hopper import BLOCK_M, attend_on_hopper, serves
 from torch_hybrid.ops.latent_attention._triton_pairs import attend_to_pairs
 from torch_hybrid.ops.latent_attention._triton_store import store_rows
 from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
+from torch_hybrid.ops.latent_attention.op import Latents
 from torch_hybrid.ops.triton.devices import interpreted
 from torch_hybrid.ops.triton.fp8 import readable
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
 
-def latent_attention_with_lse(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    pool_scale: Tensor | None = None,
-    is_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::latent_attention_with_lse``, and of the op without.
+def latent_attention_with_lse(x: Latents, *, is_invariant: bool = False) -> tuple[Tensor, Tensor]:
+    """Launch ``torch_hybrid::latent_attention_with_lse``, and the op without.
 
-    ``is_invariant``: a token has the bits that it has in any call.
+    Args:
+        x: arguments of the op.
+        is_invariant: whether a token has the bits that it has in any call.
     """
-    num_pages, page_size, _ = pool.shape
-    if interpreted() and pool.device.type == "cpu":
-        index = (cu_seqlens, seq_lens, page_table, slot_mapping)
-        check_page_indices(*index, num_pages=num_pages, page_size=page_size)
-    num_tokens, num_heads, rank = q_latent.shape
-    num_seqs, max_pages = page_table.shape
+    q_latent = x.q_latent
     out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
-    lse = q_latent.new_empty(num_tokens, num_heads, dtype=torch.float32)
-    if num_seqs == 0:
+    lse = q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
+    if x.page_table.shape[0] == 0:
         return out.zero_(), lse.fill_(-math.inf)
-    kept = pool if pool_scale is None else readable(pool)
-    store_rows(latent, k_rope, kept, slot_mapping, cu_seqlens, pool_scale)
-    for_hopper = serves(q_latent, q_rope, pool)
-    tiles = Tiles.of(
-        num_tokens=num_tokens,
-        num_seqs=num_seqs,
-        num_heads=num_heads,
-        rank=rank,
-        rope_dim=q_rope.shape[2],
-        like=q_latent,
-        max_keys=max_pages * page_size,
-        for_hopper=for_hopper,
-        in_pairs=pool_scale is not None,
-        is_invariant=is_invariant,
-    )
-    queries_and_keys = (q_latent, q_rope, pool, cu_seqlens, seq_lens, page_table)
-    attend: Callable[..., None] = partial(_attend, scale=scale, tiles=tiles)
-    if pool_scale is not None:
-        attend = partial(attend_to_pairs, pool_scale=pool_scale, scale=scale, tiles=tiles)
+    store_rows(x, x.pool if x.pool_scale is None else readable(x.pool))
+    for_hopper = serves(x)
+    tiles = Tiles.of(x, for_hopper=for_hopper, is_invariant=is_invariant)
+    attend = _attend
+    if x.pool_scale is not None:
+        attend = attend_to_pairs
     elif for_hopper and tiles.block_m == BLOCK_M:
-        attend = partial(
-            attend_on_hopper, scale=scale, block_q=tiles.block_q, num_splits=tiles.num_splits
-        )
+        attend = attend_on_hopper
     if tiles.num_splits == 1:
-        attend(*queries_and_keys, out, lse)
+        attend(x, out, lse, tiles)
         return out, lse
     partial_out = out.new_empty(tiles.num_splits, *out.shape, dtype=torch.float32)
     partial_lse = lse.new_empty(tiles.num_splits, *lse.shape)
-    attend(*queries_and_keys, partial_out, partial_lse)
-    merge_splits(partial_out, partial_lse, cu_seqlens, out, lse)
+    attend(x, partial_out, partial_lse, tiles)
+    merge_splits(partial_out, partial_lse, x.cu_seqlens, out, lse)
     return out, lse
 
 
-def _attend(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    tiles: Tiles,
-) -> None:
+def _attend(x: Latents, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row."""
+    q_latent, q_rope, page_table = x.q_latent, x.q_rope, x.page_table
     num_tokens, num_heads, rank = q_latent.shape
     num_seqs = page_table.shape[0]
     grid = (
@@ -109,13 +64,13 @@ def _attend(
     _attend_kernel[grid](
         q_latent,
         q_rope,
-        pool,
-        cu_seqlens,
-        seq_lens,
+        x.pool,
+        x.cu_seqlens,
+        x.seq_lens,
         page_table,
         out,
         lse,
-        log2_scale(scale),
+        log2_scale(x.scale),
         num_tokens,
         num_seqs,
         q_latent.stride(0),
@@ -127,7 +82,7 @@ def _attend(
         H=num_heads,
         RANK=rank,
         ROPE=q_rope.shape[2],
-        PAGE_SIZE=pool.shape[1],
+        PAGE_SIZE=x.pool.shape[1],
         BLOCK_Q=tiles.block_q,
         BLOCK_H=tiles.block_h,
         BLOCK_RANK=tiles.block_rank,
@@ -136,7 +91,7 @@ def _attend(
         BLOCK_KV=tiles.block_kv,
         NUM_SPLITS=tiles.num_splits,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
-        FLOAT32_PRODUCTS=interpreted() and pool.dtype == torch.bfloat16,
+        FLOAT32_PRODUCTS=interpreted() and x.pool.dtype == torch.bfloat16,
         num_warps=tiles.num_warps,
         num_stages=2,
         enable_fp_fusion=True,
@@ -175,7 +130,12 @@ def _attend_kernel(
     NUM_SPLITS: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
 ) -> None:
-    """One program: a block of tokens, a block of heads, one split of the keys."""
+    """Attend from a block of tokens and heads to one split of the keys.
+
+    Grid: blocks of BLOCK_Q tokens, blocks of BLOCK_H heads, splits. Tile: BLOCK_M rows by BLOCK_KV
+    latents, which are taken in parts of BLOCK_PART elements. Pipeline: the compiler's, of two
+    stages. Memory: ``out`` and ``lse`` hold the splits in a row.
+    """
     BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_H
     PARTS: tl.constexpr = BLOCK_RANK // BLOCK_PART
     split = tl.program_id(2) if NUM_SPLITS > 1 else 0

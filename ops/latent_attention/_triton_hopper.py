@@ -1,10 +1,12 @@
-"""Where blocks of 64 rows take their form for Hopper (``_triton_hopper_kernel.py``)."""
+"""Launch of the form for Hopper of blocks of 64 rows (``_triton_hopper_kernel.py``)."""
 
 from __future__ import annotations
 
 import triton
 from torch import Tensor
 
+from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
+from torch_hybrid.ops.latent_attention.op import Latents
 from torch_hybrid.ops.triton.devices import rows_are_aligned, runs_gluon
 from torch_hybrid.ops.triton.padding import set_padding
 from torch_hybrid.ops.triton.ragged import num_blocks
@@ -18,49 +20,41 @@ BLOCK_KV, STAGES = 64, 2
 REGISTERS, COPY_REGISTERS = 184, 80
 
 
-def serves(q_latent: Tensor, q_rope: Tensor, pool: Tensor) -> bool:
-    """Whether the form takes these queries and latents."""
-    sizes = (q_latent.shape[2], q_rope.shape[2])
-    aligned = all(map(rows_are_aligned, (q_latent, q_rope, pool)))
-    return runs_gluon(pool.device) and pool.itemsize == 2 and sizes == (RANK, ROPE) and aligned
+def serves(x: Latents) -> bool:
+    """Tell whether the form takes these queries and latents."""
+    sizes = (x.q_latent.shape[2], x.q_rope.shape[2])
+    aligned = all(map(rows_are_aligned, (x.q_latent, x.q_rope, x.pool)))
+    return runs_gluon(x.pool.device) and x.pool.itemsize == 2 and sizes == (RANK, ROPE) and aligned
 
 
-def attend_on_hopper(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    block_q: int,
-    num_splits: int,
-) -> None:
+def attend_on_hopper(x: Latents, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row.
 
     Padding is filled where there is one split, and else left to the merge.
     """
     from torch_hybrid.ops.latent_attention._triton_hopper_kernel import hopper_attend_kernel
 
+    q_latent, q_rope, page_table = x.q_latent, x.q_rope, x.page_table
     num_tokens, num_heads, _ = q_latent.shape
     num_seqs = page_table.shape[0]
-    block_h = BLOCK_M // block_q
-    if num_splits == 1:
-        set_padding(out, lse, cu_seqlens)
-    grid = (num_blocks(num_tokens, num_seqs, block_q), triton.cdiv(num_heads, block_h), num_splits)
+    block_h = BLOCK_M // tiles.block_q
+    if tiles.num_splits == 1:
+        set_padding(out, lse, x.cu_seqlens)
+    grid = (
+        num_blocks(num_tokens, num_seqs, tiles.block_q),
+        triton.cdiv(num_heads, block_h),
+        tiles.num_splits,
+    )
     hopper_attend_kernel[grid](
         q_latent,
         q_rope,
-        pool,
-        cu_seqlens,
-        seq_lens,
+        x.pool,
+        x.cu_seqlens,
+        x.seq_lens,
         page_table,
         out,
         lse,
-        log2_scale(scale),
+        log2_scale(x.scale),
         num_tokens,
         num_seqs,
         q_latent.stride(0),
@@ -72,12 +66,12 @@ def attend_on_hopper(
         H=num_heads,
         RANK=RANK,
         ROPE=ROPE,
-        PAGE_SIZE=pool.shape[1],
-        BLOCK_Q=block_q,
+        PAGE_SIZE=x.pool.shape[1],
+        BLOCK_Q=tiles.block_q,
         BLOCK_H=block_h,
         BLOCK_KV=BLOCK_KV,
         STAGES=STAGES,
-        NUM_SPLITS=num_splits,
+        NUM_SPLITS=tiles.num_splits,
         REGISTERS=REGISTERS,
         COPY_REGISTERS=COPY_REGISTERS,
         num_warps=4,

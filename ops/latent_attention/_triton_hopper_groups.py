@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What each group of warps does in ``_triton_hopper_kernel.py``: two compute, one copies.
+"""Work of each group of warps in ``_triton_hopper_kernel.py``: two compute, one copies.
 
 The first group has the logits, the softmax and the first half of the output; it hands its weights
 to the second, which has the second half. So the second's products run beside the first's softmax.
@@ -24,7 +24,7 @@ from torch_hybrid.ops.triton.hopper import COPIED, finish, products_layout
 
 @gluon.jit
 def rows_of_block(block: gl.tuple, BLOCK_H: gl.constexpr, row: gl.tensor) -> gl.tuple:
-    """Token and head of rows, and whether there are such."""
+    """Return token and head of rows, and whether there are such."""
     first_token, end, first_head, num_heads = block
     token = first_token + row // BLOCK_H
     head = first_head + row % BLOCK_H
@@ -43,7 +43,7 @@ def copy_latents(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """All tiles, each half as soon as there is room.
+    """Copy all tiles, each half as soon as there is room.
 
     Past the last key, that one is copied again, and hidden.
     """
@@ -85,7 +85,7 @@ def _products(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> gl.tensor:
-    """Of the queries and a tile of latents, each half once it has arrived."""
+    """Multiply the queries and a tile of latents, each half once it has arrived."""
     ready, _, _, _, _ = bars
     b_first, b_second, b_rope, _, _ = bufs
     q_first, q_second, q_rope = queries
@@ -119,7 +119,7 @@ def attend_first(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """The logits and the softmax, and the first half of the output."""
+    """Compute the logits and the softmax, and the first half of the output."""
     _, lse, first_row = outputs
     begin, end, num_tiles = keys
     _, free, weights_ready, weights_free, q_ready = bars
@@ -178,7 +178,7 @@ def attend_second(
     HALF: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """The second half of the output, by the first group's weights."""
+    """Compute the second half of the output, by the first group's weights."""
     _, _, num_tiles = keys
     ready, free, weights_ready, weights_free, _ = bars
     _, b_second, _, b_weights, b_factors = bufs
@@ -211,7 +211,7 @@ def store_half(
     M: gl.constexpr,
     HALF: gl.constexpr,
 ) -> None:
-    """Half of the output, from element FIRST on; none where the split has no keys."""
+    """Store half of the output, from element FIRST on; none where the split has no keys."""
     out, _, first_row = outputs
     L_O: gl.constexpr = products_layout(HALF)
     row = gl.arange(0, M, gl.SliceLayout(1, L_O))

@@ -53,9 +53,11 @@ def hopper_attend_kernel(
     REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ) -> None:
-    """One program: a block of tokens, a block of heads, one split of the keys.
+    """Attend from a block of tokens and heads to one split of the keys.
 
-    Padding is left alone.
+    Grid: blocks of BLOCK_Q tokens, blocks of BLOCK_H heads, splits. Tile: 64 rows by BLOCK_KV
+    latents. Pipeline: a group of warps copies STAGES tiles ahead of two that compute. Memory:
+    queries and tiles in shared memory. Padding is left alone.
     """
     M: gl.constexpr = BLOCK_Q * BLOCK_H
     HALF: gl.constexpr = RANK // 2

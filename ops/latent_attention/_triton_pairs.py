@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Attention to latents of 8 bits, which are fetched two by two.
+"""Attention to FP8 latents, which are fetched two by two.
 
-As in ``paged_attention``: two adjacent numbers of a row travel as one of 16 bits, which is what
-tensor cores are fed by, and part when they are widened, to a product each.
+As in ``paged_attention``, two adjacent numbers of a row travel as one int16, which is what tensor
+cores are fed by. They part when they are widened, to a product each.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
+from torch_hybrid.ops.latent_attention.op import Latents
 from torch_hybrid.ops.triton.devices import converts_fp8
 from torch_hybrid.ops.triton.fp8_kv import float16_factors, widen_pairs
 from torch_hybrid.ops.triton.padding import set_padding
@@ -20,28 +21,16 @@ from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, seq
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale
 
 
-def attend_to_pairs(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    pool_scale: Tensor,
-    scale: float,
-    tiles: Tiles,
-) -> None:
+def attend_to_pairs(x: Latents, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row.
 
     Padding is filled where there is one split, and else left to the merge.
     """
+    q_latent, q_rope, page_table = x.q_latent, x.q_rope, x.page_table
     num_tokens, num_heads, rank = q_latent.shape
     num_seqs = page_table.shape[0]
     if tiles.num_splits == 1:
-        set_padding(out, lse, cu_seqlens)
+        set_padding(out, lse, x.cu_seqlens)
     grid = (
         num_blocks(num_tokens, num_seqs, tiles.block_q),
         triton.cdiv(num_heads, tiles.block_h),
@@ -50,14 +39,14 @@ def attend_to_pairs(
     _attend_pairs_kernel[grid](
         q_latent,
         q_rope,
-        pool.view(torch.int16),
-        pool_scale,
-        cu_seqlens,
-        seq_lens,
+        x.pool.view(torch.int16),
+        x.pool_scale,
+        x.cu_seqlens,
+        x.seq_lens,
         page_table,
         out,
         lse,
-        log2_scale(scale),
+        log2_scale(x.scale),
         num_tokens,
         num_seqs,
         q_latent.stride(0),
@@ -69,14 +58,14 @@ def attend_to_pairs(
         H=num_heads,
         RANK=rank,
         ROPE=q_rope.shape[2],
-        PAGE_SIZE=pool.shape[1],
+        PAGE_SIZE=x.pool.shape[1],
         BLOCK_Q=tiles.block_q,
         BLOCK_H=tiles.block_h,
         BLOCK_RANK=max(16, tiles.block_rank // 2),
         BLOCK_ROPE=max(16, tiles.block_rope // 2),
         BLOCK_KV=tiles.block_kv,
         NUM_SPLITS=tiles.num_splits,
-        CONVERTS=converts_fp8(pool.device),
+        CONVERTS=converts_fp8(x.pool.device),
         num_warps=tiles.num_warps,
         num_stages=2,
         enable_fp_fusion=True,
@@ -85,7 +74,7 @@ def attend_to_pairs(
 
 @triton.jit
 def _load_pairs(rows: tl.tensor, index: tl.tensor, mask: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The even and the odd elements of rows."""
+    """Load the even and the odd elements of rows."""
     even = tl.load(rows + 2 * index, mask=mask, other=0.0)
     return even, tl.load(rows + 2 * index + 1, mask=mask, other=0.0)
 
@@ -122,7 +111,12 @@ def _attend_pairs_kernel(
     NUM_SPLITS: tl.constexpr,
     CONVERTS: tl.constexpr,
 ) -> None:
-    """One program: a block of tokens, a block of heads, one split of the keys."""
+    """Attend from a block of tokens and heads to one split of the keys, two numbers at a time.
+
+    Grid: blocks of BLOCK_Q tokens, blocks of BLOCK_H heads, splits. Tile: BLOCK_M rows by BLOCK_KV
+    latents. Pipeline: the compiler's, of two stages. Memory: pairs of FP8 numbers, widened in
+    registers; ``out`` and ``lse`` hold the splits in a row.
+    """
     BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_H
     WIDTH: tl.constexpr = (RANK + ROPE) // 2
     split = tl.program_id(2) if NUM_SPLITS > 1 else 0

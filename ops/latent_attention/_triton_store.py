@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""New latents into their pages."""
+"""Writing new latents into their pages."""
 
 from __future__ import annotations
 
@@ -7,33 +7,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.latent_attention.op import Latents
 from torch_hybrid.ops.triton.fp8_kv import narrow
 
 
-def store_rows(
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    slot_mapping: Tensor,
-    cu_seqlens: Tensor,
-    pool_scale: Tensor | None = None,
-) -> None:
+def store_rows(x: Latents, pool: Tensor) -> None:
     """Put the new rows into their pages.
 
     A launch of its own: the kernel that attends reads rows which other programs write here.
+
+    Args:
+        x: arguments of the op.
+        pool: that of ``x``, as kernels can write it. Mutated.
     """
-    num_tokens, rank = latent.shape
-    rope_dim = k_rope.shape[1]
+    num_tokens, rank = x.latent.shape
+    rope_dim = x.k_rope.shape[1]
     _store_kernel[(num_tokens,)](
-        latent,
-        k_rope,
+        x.latent,
+        x.k_rope,
         pool,
-        slot_mapping,
-        cu_seqlens,
-        pool_scale,
-        cu_seqlens.shape[0] - 1,
-        latent.stride(0),
-        k_rope.stride(0),
+        x.slot_mapping,
+        x.cu_seqlens,
+        x.pool_scale,
+        x.cu_seqlens.shape[0] - 1,
+        x.latent.stride(0),
+        x.k_rope.stride(0),
         RANK=rank,
         ROPE=rope_dim,
         BLOCK_RANK=triton.next_power_of_2(rank),
@@ -58,7 +56,11 @@ def _store_kernel(
     BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
 ) -> None:
-    """One program: one token."""
+    """Write the row of one token, in FP8 where ``pool_scale`` is given.
+
+    Grid: tokens; those of padding do nothing. Tile: a whole row. Pipeline: none. Memory: the row
+    ``slot_mapping`` names.
+    """
     token = tl.program_id(0).to(tl.int64)
     if token < tl.load(cu_seqlens + num_seqs):
         p_row = pool + tl.load(slot_mapping + token).to(tl.int64) * (RANK + ROPE)

@@ -1,12 +1,12 @@
-"""How implementation "triton" cuts the work."""
+"""Sizes that implementation "triton" cuts the work in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import triton
-from torch import Tensor
 
+from torch_hybrid.ops.latent_attention.op import Latents
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 
 _MAX_SPLITS = 64
@@ -14,7 +14,7 @@ _MAX_SPLITS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """How the work is cut. Decided by shapes alone, so that a captured graph serves any lengths.
+    """Sizes that the work is cut in, from shapes alone: a captured graph serves any lengths.
 
     ``block_m`` rows are ``block_q`` tokens times ``block_h`` heads. Latents are taken in parts of
     ``block_part`` of ``block_rank`` elements: the narrower, the fewer rows a thread has to place.
@@ -34,29 +34,23 @@ class Tiles:
         return self.block_q * self.block_h
 
     @classmethod
-    def of(
-        cls,
-        *,
-        num_tokens: int,
-        num_seqs: int,
-        num_heads: int,
-        rank: int,
-        rope_dim: int,
-        like: Tensor,
-        max_keys: int,
-        for_hopper: bool,
-        in_pairs: bool,
-        is_invariant: bool = False,
-    ) -> Tiles:
-        """Tiles for sequences of at most ``max_keys`` keys, of the dtype and device of ``like``.
+    def of(cls, x: Latents, *, for_hopper: bool, is_invariant: bool) -> Tiles:
+        """Choose tiles for sequences of at most as many keys as a row of ``page_table`` has.
 
-        ``for_hopper``: blocks of 64 rows have a form of their own, faster for 32 heads too, which
-        fill half of it. ``in_pairs``: latents have 8 bits, and are widened in registers, which
-        leaves some for 32 rows. ``is_invariant``: as for as many tokens as a program takes, whose
-        keys are not split: tiles that hide all of their keys from a row leave it as it is.
+        Args:
+            x: arguments of the op. FP8 latents are widened in registers, which leaves some
+                for 32 rows.
+            for_hopper: whether blocks of 64 rows have a form of their own. It is faster for 32
+                heads too, which fill half of it.
+            is_invariant: whether a token's tiles are those of as many tokens as a program takes,
+                whose keys are not split. Tiles that hide all of their keys from a row leave it as
+                it is.
         """
+        num_tokens, num_heads, rank = x.q_latent.shape
+        num_seqs, max_pages = x.page_table.shape
+        max_keys, in_pairs = max_pages * x.pool.shape[1], x.pool_scale is not None
         # float32 products run outside the tensor cores, on operands held in registers.
-        tensor_cores, hopper = like.itemsize == 2, is_hopper(like.device)
+        tensor_cores, hopper = x.q_latent.itemsize == 2, is_hopper(x.q_latent.device)
         most_rows = 16 if not tensor_cores else 64 if hopper and not in_pairs else 32
         block_h = min(triton.next_power_of_2(num_heads), most_rows)
         tokens_per_seq = triton.next_power_of_2(triton.cdiv(num_tokens, num_seqs))
@@ -80,7 +74,7 @@ class Tiles:
             block_kv=block_kv,
             block_rank=block_rank,
             block_part=min(block_rank, 64 if shares else 128),
-            block_rope=max(16, triton.next_power_of_2(rope_dim)),
+            block_rope=max(16, triton.next_power_of_2(x.q_rope.shape[2])),
             num_splits=1 << (num_splits.bit_length() - 1),
             num_warps=4 if few_warps else 8,
         )

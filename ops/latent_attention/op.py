@@ -1,9 +1,10 @@
-"""Attention over paged latents: public functions, schemas and the list of implementations."""
+"""Attention over paged latents: declarations of the ops, and the list of implementations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -15,16 +16,22 @@ from torch_hybrid.ops.core.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.core.registration import (
-    check_impl,
-    check_planned,
-    check_scale,
-    define_op,
-    given,
+from torch_hybrid.ops.core.declare import (
+    NOTHING,
+    Dense,
+    Index,
+    Op,
+    Pool,
+    Rows,
+    define,
+    like,
+    made,
+    pair_made,
 )
+from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.core.registration import check_dtypes, check_scale
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.formats import fp8_kv
-from torch_hybrid.ops.latent_attention.validate import check_attention, check_gather, check_store
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -32,6 +39,7 @@ _PACKAGE = "torch_hybrid.ops.latent_attention"
 EXTEND = frozenset({"extend"})  # queries of more than one token of a sequence
 _OWN_FEATURES = EXTEND | {fp8_kv.FEATURE}
 _FP8 = frozenset({fp8_kv.FEATURE})
+_DTYPES_OF_POOLS = FLOATS_AND_FLOAT64 | {fp8_kv.DTYPE}
 _CPU, _CPU_AND_CUDA = frozenset({"cpu"}), frozenset({"cpu", "cuda"})
 
 
@@ -52,11 +60,14 @@ def _attention(function: str) -> dict[str, Implementation]:
     )
     plain = Capability(devices=_CPU_AND_CUDA, dtypes=FLOATS_AND_FLOAT64, features=_OWN_FEATURES)
     own = {
-        "cpp": Implementation(capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}"),
+        "cpp": Implementation(
+            capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}", checks_indices=True
+        ),
         "cpp_invariant": Implementation(
             capability=replace(cpp, features=cpp.features | {BATCH_INVARIANT}),
             launcher=f"{_PACKAGE}._cpu:{function}",
             options={"is_invariant": True},
+            checks_indices=True,
         ),
         "triton": Implementation(capability=triton, launcher=f"{_PACKAGE}._triton:{function}"),
         "triton_invariant": Implementation(
@@ -84,18 +95,17 @@ def _attention(function: str) -> dict[str, Implementation]:
     )
 
 
-def _sizes(q_latent: Tensor, q_rope: Tensor, pool: Tensor) -> dict[str, int]:
-    """Those that an implementation may limit."""
-    _, num_heads, rank = q_latent.shape
-    sizes = {"num_heads": num_heads, "rank": rank, "rope_dim": q_rope.shape[2]}
-    return {**sizes, "page_size": pool.shape[1]}
-
-
 def _rows(function: str) -> dict[str, Implementation]:
-    cpp = Capability(devices=_CPU, features=_FP8, available=compiler_missing)
-    plain = Capability(devices=_CPU_AND_CUDA, features=_FP8, cuda_graph=True)
+    cpp = Capability(
+        devices=_CPU, dtypes=_DTYPES_OF_POOLS, features=_FP8, available=compiler_missing
+    )
+    plain = Capability(
+        devices=_CPU_AND_CUDA, dtypes=_DTYPES_OF_POOLS, features=_FP8, cuda_graph=True
+    )
     return {
-        "cpp": Implementation(capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}"),
+        "cpp": Implementation(
+            capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}", checks_indices=True
+        ),
         "torch": Implementation(capability=plain, launcher=f"{_PACKAGE}._rows:{function}"),
     }
 
@@ -105,23 +115,56 @@ STORE_IMPLEMENTATIONS = _rows("store_latents")
 GATHER_IMPLEMENTATIONS = _rows("gather_latents")
 
 
-def latent_attention(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    pool_scale: Tensor | None = None,
-    planned: Sequence[Tensor] = (),
-    impl: str,
-) -> Tensor:
-    """Write the new latents into their pages, then attend causally to the pages, absorbed.
+@dataclass(slots=True)
+class Latents(Op):
+    """Base of both ops, whose arguments these are."""
+
+    q_latent: Annotated[Tensor, Rows("H", "rank", last_dim=True)]
+    q_rope: Annotated[Tensor, Rows("H", "rope_dim", last_dim=True)]
+    latent: Annotated[Tensor, Rows("rank", last_dim=True)]
+    k_rope: Annotated[Tensor, Rows("rope_dim", last_dim=True)]
+    pool: Annotated[Tensor, Pool("page_size", "rank + rope_dim", size="P", dtype="any")]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    seq_lens: Annotated[Tensor, Index("N")]
+    page_table: Annotated[Tensor, Index("N", "M", counts=True, last_dim=True)]
+    slot_mapping: Annotated[Tensor, Index("T")]
+    scale: float = field(kw_only=True)
+    pool_scale: Annotated[Tensor | None, Dense("1", dtype=torch.float32)] = field(
+        default=None, kw_only=True
+    )
+    planned: Sequence[Tensor] | None = field(default=(), kw_only=True)
+
+    def stored(self) -> StoreLatents:
+        """Return the call that writes the new latents alone."""
+        rows = (self.latent, self.k_rope, self.pool, self.slot_mapping, self.cu_seqlens)
+        return StoreLatents(*rows, pool_scale=self.pool_scale, impl=self.impl)
+
+    def features(self) -> frozenset[str]:
+        """List what not all implementations have: FP8 latents."""
+        return fp8_kv.features_of(self.pool.dtype)
+
+    def check(self) -> None:
+        """Raise ValueError unless the pool fits the latents, and the scale is positive."""
+        fp8_kv.check_pool_dtype("pool", self.pool, self.q_latent.dtype)
+        fp8_kv.check_pairs(self.pool, rank=self.q_latent.shape[2], rope_dim=self.q_rope.shape[2])
+        fp8_kv.check_scales("pool_scale", self.pool, self.pool_scale, 1)
+        check_scale(self.scale)
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless every index that a call uses is inside its pool."""
+        check_page_indices(
+            self.cu_seqlens,
+            self.seq_lens,
+            self.page_table,
+            self.slot_mapping,
+            num_pages=self.pool.shape[0],
+            page_size=self.pool.shape[1],
+        )
+
+
+@dataclass(slots=True)
+class LatentAttention(Latents):
+    """Causal attention to pages, absorbed, after the new latents are written into them.
 
     Multi-head latent attention (DeepSeek-V2) with the key projection absorbed into the query and
     the value projection left to the caller: all heads share one row ``[latent | k_rope]`` per
@@ -137,7 +180,7 @@ def latent_attention(
         latent: [T, R], the normalised latent of the new tokens, which may be a slice.
         k_rope: [T, P], the part of the key that the heads share, which may be a slice.
         pool: [pages, page_size, R + P], dtype of q_latent or float8_e4m3fn, contiguous. Mutated:
-            the rows that ``slot_mapping`` names, rounded to 8 bits as ``ops.fp8_kv`` says; the new
+            the rows that ``slot_mapping`` names, rounded to FP8 as ``ops.fp8_kv`` says; the new
             tokens attend to what was rounded.
         cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
         seq_lens: [N] int32, total length of each sequence, new tokens included.
@@ -160,81 +203,21 @@ def latent_attention(
         ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
             an index is outside its pool.
     """
-    index = (cu_seqlens, seq_lens, page_table, slot_mapping)
-    check_attention(q_latent, q_rope, latent, k_rope, pool, *index, pool_scale)
-    check_scale(scale)
-    sizes, features = _sizes(q_latent, q_rope, pool), fp8_kv.features_of(pool.dtype) or None
-    check_impl(impl, IMPLEMENTATIONS, q_latent.device, sizes, features=features)
-    check_planned(impl, IMPLEMENTATIONS, planned)
-    out: Tensor = _LATENT_ATTENTION(
-        q_latent,
-        q_rope,
-        latent,
-        k_rope,
-        pool,
-        *index,
-        scale=scale,
-        impl=impl,
-        **fp8_kv.given_scales("pool_scale", pool_scale),
-        **given(planned),
-    )
-    return out
 
 
-def latent_attention_with_lse(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    pool_scale: Tensor | None = None,
-    planned: Sequence[Tensor] = (),
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+@dataclass(slots=True)
+class LatentAttentionWithLse(Latents):
     """:func:`latent_attention` that also returns the log-sum-exp of each row's logits.
 
     Returns:
         The output, [T, H, R] in the dtype of q_latent, and the natural-log LSE, [T, H] float32;
         padding rows hold ``(0, -inf)``, the identity of ``merge_states``.
     """
-    index = (cu_seqlens, seq_lens, page_table, slot_mapping)
-    check_attention(q_latent, q_rope, latent, k_rope, pool, *index, pool_scale)
-    check_scale(scale)
-    sizes, features = _sizes(q_latent, q_rope, pool), fp8_kv.features_of(pool.dtype) or None
-    check_impl(impl, IMPLEMENTATIONS, q_latent.device, sizes, features=features)
-    check_planned(impl, IMPLEMENTATIONS, planned)
-    out, lse = _LATENT_ATTENTION_WITH_LSE(
-        q_latent,
-        q_rope,
-        latent,
-        k_rope,
-        pool,
-        *index,
-        scale=scale,
-        impl=impl,
-        **fp8_kv.given_scales("pool_scale", pool_scale),
-        **given(planned),
-    )
-    return out, lse
 
 
-def store_latents(
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    slot_mapping: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    pool_scale: Tensor | None = None,
-    impl: str,
-) -> None:
-    """Write new latents into their pages, for attention that does not go through the pages.
+@dataclass(slots=True)
+class StoreLatents(Op):
+    """New latents written into their pages, for attention that does not go through the pages.
 
     Args:
         latent: [T, R], the normalised latent, which may be a slice of a wider tensor.
@@ -249,27 +232,39 @@ def store_latents(
     Raises:
         ValueError: a shape, dtype or option is wrong, or, on a CPU, an index is out of range.
     """
-    check_store(latent, k_rope, pool, slot_mapping, cu_seqlens, pool_scale)
-    check_impl(impl, STORE_IMPLEMENTATIONS, latent.device)
-    scale = fp8_kv.given_scales("pool_scale", pool_scale)
-    _STORE_LATENTS(latent, k_rope, pool, slot_mapping, cu_seqlens, impl=impl, **scale)
+
+    latent: Annotated[Tensor, Rows("rank", dtype="any", last_dim=True)]
+    k_rope: Annotated[Tensor, Rows("rope_dim", dtype="any", last_dim=True)]
+    pool: Annotated[Tensor, Pool("page_size", "rank + rope_dim", size="P")]
+    slot_mapping: Annotated[Tensor, Index("T")]
+    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
+    pool_scale: Annotated[Tensor | None, Dense("1", dtype=torch.float32)] = field(
+        default=None, kw_only=True
+    )
+
+    def check(self) -> None:
+        """Raise ValueError unless the pool is of the latents' dtype, or FP8 and has a scale."""
+        dtype = self.latent.dtype if self.pool.dtype == fp8_kv.DTYPE else self.pool.dtype
+        check_dtypes({"latent": (self.latent, dtype), "k_rope": (self.k_rope, dtype)})
+        fp8_kv.check_scales("pool_scale", self.pool, self.pool_scale, 1)
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless each token has a slot, outside the null page."""
+        slots, num_tokens = self.slot_mapping, int(self.cu_seqlens[-1])
+        if not 0 <= num_tokens <= slots.shape[0]:
+            raise ValueError(f"cu_seqlens must end within [0, {slots.shape[0]}], got {num_tokens}")
+        _check_slots("slot_mapping", slots[:num_tokens].tolist(), self.pool)
 
 
-def gather_latents(
-    pool: Tensor,
-    rows: Tensor,
-    *,
-    pool_scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    impl: str,
-) -> Tensor:
-    """Copy rows of the pool into one packed tensor, such as a chunk of prefixes to expand.
+@dataclass(slots=True)
+class GatherLatents(Op):
+    """Rows of the pool copied into one packed tensor, such as a chunk of prefixes to expand.
 
     Args:
         pool: [pages, page_size, R + P], contiguous.
         rows: [Tk] int32, ``page * page_size + offset``; 0 is padding and stands for zeros.
         pool_scale: as of :func:`latent_attention`.
-        dtype: of what rows of 8 bits are worth; for a pool of 8 bits alone.
+        dtype: of what FP8 rows are worth; for an FP8 pool alone.
         impl: name in GATHER_IMPLEMENTATIONS.
 
     Returns:
@@ -278,13 +273,33 @@ def gather_latents(
     Raises:
         ValueError: a shape, dtype or option is wrong, or, on a CPU, an index is out of range.
     """
-    check_gather(pool, rows, pool_scale, dtype)
-    check_impl(impl, GATHER_IMPLEMENTATIONS, pool.device)
-    if pool_scale is None:
-        out: Tensor = _GATHER_LATENTS(pool, rows, impl=impl)
-    else:
-        out = _GATHER_LATENTS(pool, rows, impl=impl, pool_scale=pool_scale, dtype=dtype)
-    return out
+
+    pool: Annotated[Tensor, Dense("P", "page_size", "width")]
+    rows: Annotated[Tensor, Index("T", counts=True)]
+    pool_scale: Annotated[Tensor | None, Dense("1", dtype=torch.float32)] = field(
+        default=None, kw_only=True
+    )
+    dtype: torch.dtype | None = field(default=None, kw_only=True)
+
+    def check(self) -> None:
+        """Raise ValueError unless scale and dtype are given for an FP8 pool, and for no other."""
+        fp8_kv.check_scales("pool_scale", self.pool, self.pool_scale, 1)
+        if (self.dtype is None) == (self.pool.dtype == fp8_kv.DTYPE):
+            wanted = "must be given" if self.dtype is None else "must be None"
+            raise ValueError(f"dtype {wanted} for a pool of {self.pool.dtype}")
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless each row is 0 or in the pool, outside the null page."""
+        _check_slots("rows", [row for row in self.rows.tolist() if row], self.pool)
+
+
+def _check_slots(name: str, slots: list[int], pool: Tensor) -> None:
+    num_pages, page_size, _ = pool.shape
+    for slot in slots:
+        if not page_size <= slot < num_pages * page_size:
+            raise ValueError(
+                f"{name} must be in [{page_size}, {num_pages * page_size}), got {slot}"
+            )
 
 
 def made_of_stored(rows: Tensor, stored: Sequence[Tensor]) -> Tensor:
@@ -305,59 +320,38 @@ def made_of_stored(rows: Tensor, stored: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def _fake_with_lse(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    impl: str,
-    pool_scale: Tensor | None = None,
-    planned: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    lse = q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
-    return q_latent.new_empty(q_latent.shape), lse
+def _empty_with_lse(x: LatentAttentionWithLse) -> tuple[Tensor, Tensor]:
+    lse = x.q_latent.new_empty(x.q_latent.shape[:2], dtype=torch.float32)
+    return x.q_latent.new_empty(x.q_latent.shape), lse
 
 
-def _fake_gather(
-    pool: Tensor,
-    rows: Tensor,
-    *,
-    impl: str,
-    pool_scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    return pool.new_empty(rows.shape[0], pool.shape[2], dtype=dtype or pool.dtype)
+def _empty_rows(x: GatherLatents) -> Tensor:
+    return x.pool.new_empty(x.rows.shape[0], x.pool.shape[2], dtype=x.dtype or x.pool.dtype)
 
 
-_ARGUMENTS = (
-    "(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor(a!) pool,"
-    " Tensor cu_seqlens, Tensor seq_lens, Tensor page_table, Tensor slot_mapping, *,"
-    " float scale, str impl, Tensor? pool_scale=None, Tensor[]? planned=None)"
+_LIMITED = {"num_heads": "H", "rank": "rank", "rope_dim": "rope_dim", "page_size": "page_size"}
+latent_attention = define(
+    LatentAttention, IMPLEMENTATIONS, returns=like("q_latent"), limited=_LIMITED, names_ndim=True
 )
-_LATENT_ATTENTION = define_op(
-    f"latent_attention{_ARGUMENTS} -> Tensor", like=["q_latent"], implementations=IMPLEMENTATIONS
-)
-_LATENT_ATTENTION_WITH_LSE = define_op(
-    f"latent_attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)",
-    fake=_fake_with_lse,
-    implementations=IMPLEMENTATIONS,
+latent_attention_with_lse = define(
+    LatentAttentionWithLse,
+    IMPLEMENTATIONS,
+    returns=pair_made(_empty_with_lse),
+    limited=_LIMITED,
+    names_ndim=True,
 )
 define_made_of("store_latents.made_of")
-_STORE_LATENTS = define_op(
-    "store_latents(Tensor latent, Tensor k_rope, Tensor(a!) pool, Tensor slot_mapping,"
-    " Tensor cu_seqlens, *, str impl, Tensor? pool_scale=None) -> ()",
-    implementations=STORE_IMPLEMENTATIONS,
+store_latents = define(
+    StoreLatents,
+    STORE_IMPLEMENTATIONS,
+    returns=NOTHING,
+    floats=_DTYPES_OF_POOLS,
+    names_ndim=True,
 )
-_GATHER_LATENTS = define_op(
-    "gather_latents(Tensor pool, Tensor rows, *, str impl, Tensor? pool_scale=None,"
-    " ScalarType? dtype=None) -> Tensor",
-    fake=_fake_gather,
-    implementations=GATHER_IMPLEMENTATIONS,
+gather_latents = define(
+    GatherLatents,
+    GATHER_IMPLEMENTATIONS,
+    returns=made(_empty_rows),
+    floats=_DTYPES_OF_POOLS,
+    names_ndim=True,
 )

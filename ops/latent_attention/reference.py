@@ -8,69 +8,48 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.formats.fp8_kv import rounded, worth
+from torch_hybrid.ops.latent_attention.op import GatherLatents, Latents, StoreLatents
 
 
-def latent_attention_with_lse(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    pool_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The output and ``lse = log sum exp`` of the logits of each query and head."""
+def latent_attention_with_lse(x: Latents) -> tuple[Tensor, Tensor]:
+    """Return the output and ``lse = log sum exp`` of the logits of each query and head.
+
+    Mutates ``x.pool``, as the op does.
+    """
+    q_latent, pool, pool_scale = x.q_latent, x.pool, x.pool_scale
     rank, page_size = q_latent.shape[2], pool.shape[1]
     work = torch.promote_types(q_latent.dtype, torch.float32)
-    offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
+    offsets, lengths = x.cu_seqlens.tolist(), x.seq_lens.tolist()
     out = q_latent.new_zeros(q_latent.shape)
     lse = q_latent.new_full(q_latent.shape[:2], -math.inf, dtype=work)
-    store_latents(latent, k_rope, pool, slot_mapping, cu_seqlens, pool_scale=pool_scale)
+    store_latents(x.stored())
     for n, length in enumerate(lengths):
         for t in range(offsets[n], offsets[n + 1]):
             visible = torch.arange(
                 length - offsets[n + 1] + t + 1, dtype=torch.int64, device=pool.device
             )
-            rows = pool[page_table[n, visible // page_size].long(), visible % page_size]
+            rows = pool[x.page_table[n, visible // page_size].long(), visible % page_size]
             rows = rows.to(work) if pool_scale is None else worth(rows, pool_scale, work)
             c, shared_key = rows.split([rank, rows.shape[1] - rank], 1)
-            logits = scale * (q_latent[t].to(work) @ c.T + q_rope[t].to(work) @ shared_key.T)
+            logits = x.scale * (q_latent[t].to(work) @ c.T + x.q_rope[t].to(work) @ shared_key.T)
             lse[t] = torch.logsumexp(logits, 1)
             out[t] = (torch.exp(logits - lse[t, :, None]) @ c).to(q_latent.dtype)
     return out, lse
 
 
-def store_latents(
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    slot_mapping: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    pool_scale: Tensor | None = None,
-) -> None:
-    """Row ``slot_mapping[t]`` becomes ``[latent[t] | k_rope[t]]``."""
-    for t in range(int(cu_seqlens[-1])):
-        page, offset = divmod(int(slot_mapping[t]), pool.shape[1])
-        row = torch.cat([latent[t], k_rope[t]])
-        pool[page, offset] = row if pool_scale is None else rounded(row, pool_scale)
+def store_latents(x: StoreLatents) -> None:
+    """Write ``[latent[t] | k_rope[t]]`` into row ``slot_mapping[t]``."""
+    for t in range(int(x.cu_seqlens[-1])):
+        page, offset = divmod(int(x.slot_mapping[t]), x.pool.shape[1])
+        row = torch.cat([x.latent[t], x.k_rope[t]])
+        x.pool[page, offset] = row if x.pool_scale is None else rounded(row, x.pool_scale)
 
 
-def gather_latents(
-    pool: Tensor,
-    rows: Tensor,
-    *,
-    pool_scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Row i is row ``rows[i]`` of the pool, or zeros for 0."""
-    out = pool.new_zeros(rows.shape[0], pool.shape[2], dtype=dtype or pool.dtype)
-    for i, row in enumerate(rows.tolist()):
+def gather_latents(x: GatherLatents) -> Tensor:
+    """Copy row ``rows[i]`` of the pool into row i, or zeros for 0."""
+    pool, pool_scale = x.pool, x.pool_scale
+    out = pool.new_zeros(x.rows.shape[0], pool.shape[2], dtype=x.dtype or pool.dtype)
+    for i, row in enumerate(x.rows.tolist()):
         if row:
             page, offset = divmod(row, pool.shape[1])
             held = pool[page, offset]

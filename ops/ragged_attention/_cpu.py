@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.ragged_attention.bounds import check_offsets
+from torch_hybrid.ops.ragged_attention.op import RaggedAttentionWithLse
 
 _RUN = kernel(
     "ragged_attention",
@@ -21,17 +21,9 @@ _RUN = kernel(
 )
 
 
-def ragged_attention_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::ragged_attention_with_lse``."""
+def ragged_attention_with_lse(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor]:
+    """Launch ``torch_hybrid::ragged_attention_with_lse``."""
+    q, k, v = x.q, x.k, x.v
     num_queries, num_heads, head_dim = q.shape
     num_keys, num_k_heads, v_head_dim = v.shape
     out = q.new_empty(num_queries, num_heads, v_head_dim)
@@ -42,8 +34,8 @@ def ragged_attention_with_lse(
         v,
         out,
         lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
+        x.cu_seqlens_q,
+        x.cu_seqlens_k,
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -52,16 +44,16 @@ def ragged_attention_with_lse(
         v.stride(1),
         num_queries,
         num_keys,
-        cu_seqlens_q.shape[0] - 1,
+        x.cu_seqlens_q.shape[0] - 1,
         num_heads,
         num_k_heads,
         head_dim,
         v_head_dim,
-        causal,
+        x.causal,
         q.dtype is torch.bfloat16,
         torch.get_num_threads(),
-        scale,
+        x.scale,
     )
     if not in_range:
-        check_offsets(q, k, cu_seqlens_q, cu_seqlens_k)
+        x.check_indices()
     return out, lse

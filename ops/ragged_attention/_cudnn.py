@@ -7,29 +7,16 @@ captured graph of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from torch_hybrid.ops import cudnn_attention
 from torch_hybrid.ops.ragged_attention import _triton
+from torch_hybrid.ops.ragged_attention.op import RaggedAttentionWithLse
 
 
-def ragged_attention_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    planned: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::ragged_attention_with_lse``."""
-    num_seqs = cudnn_attention.num_prompts(q, k, v, planned) if causal else 0
+def ragged_attention_with_lse(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor]:
+    """Launch ``torch_hybrid::ragged_attention_with_lse``."""
+    num_seqs = cudnn_attention.num_prompts(x.q, x.k, x.v, x.planned or ()) if x.causal else 0
     if num_seqs == 0:
-        return _triton.ragged_attention_with_lse(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale
-        )
-    return cudnn_attention.attend(q, k, v, num_seqs, scale=scale, with_lse=True)
+        return _triton.ragged_attention_with_lse(x)
+    return cudnn_attention.attend(x.q, x.k, x.v, num_seqs, scale=x.scale, with_lse=True)

@@ -7,7 +7,6 @@ calls, of other lengths: they are for implementation "triton", which is called f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch_hybrid.ops.core.planning import Lengths, Planned
 from torch_hybrid.ops.flashinfer.prefill import CAUSAL, TOKENS_BEFORE_HEADS, fa3_bytes, kernels
 from torch_hybrid.ops.flashinfer.scratch import Scratch
 from torch_hybrid.ops.ragged_attention import _triton
+from torch_hybrid.ops.ragged_attention.op import RaggedAttentionWithLse
 from torch_hybrid.ops.triton.padding import set_padding
 
 _FORM = "fa3"
@@ -31,7 +31,7 @@ def plan(
     device: torch.device,
     **_: int,
 ) -> Planned:
-    """FlashInfer's schedule for the causal call of a step, and where its parts begin."""
+    """Plan FlashInfer's schedule for the causal call of a step, and where its parts begin."""
     scratch = Scratch.of(device)
     module = kernels(_FORM, dtype, head_dim, v_head_dim, False, False)
     first_keys = torch.nn.functional.pad(lengths.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
@@ -59,23 +59,12 @@ def plan(
     return Planned(tensors=(schedule,), values=values)
 
 
-def ragged_attention_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    planned: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::ragged_attention_with_lse``."""
-    if not causal or q.numel() == 0:
-        return _triton.ragged_attention_with_lse(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale
-        )
-    schedule, values = planned
+def ragged_attention_with_lse(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor]:
+    """Launch ``torch_hybrid::ragged_attention_with_lse``."""
+    q, k, v = x.q, x.k, x.v
+    if not x.causal or q.numel() == 0:
+        return _triton.ragged_attention_with_lse(x)
+    schedule, values = x.planned or ()
     out = q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     kernels(_FORM, q.dtype, q.shape[2], v.shape[2], False, False).ragged_run(
@@ -85,8 +74,8 @@ def ragged_attention_with_lse(
         q=q,
         k=k,
         v=v,
-        qo_indptr=cu_seqlens_q,
-        kv_indptr=cu_seqlens_k,
+        qo_indptr=x.cu_seqlens_q,
+        kv_indptr=x.cu_seqlens_k,
         o=out,
         maybe_lse=lse,
         mask_mode=CAUSAL,
@@ -100,10 +89,10 @@ def ragged_attention_with_lse(
         maybe_token_pos_in_items_ptr=None,
         maybe_max_item_len_ptr=None,
         logits_soft_cap=0.0,
-        sm_scale=scale,
+        sm_scale=x.scale,
         rope_scale=1.0,
         rope_theta=1e4,
         token_pos_in_items_len=0,
     )
-    set_padding(out, lse, cu_seqlens_q, lse_unit=math.log(2))  # FlashInfer's is of base 2
+    set_padding(out, lse, x.cu_seqlens_q, lse_unit=math.log(2))  # FlashInfer's is of base 2
     return out, lse

@@ -7,26 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.ragged_attention.bounds import check_offsets
+from torch_hybrid.ops.ragged_attention.op import RaggedAttentionWithLse
 
 # Queries per product: bounds the logits to [H, _BLOCK, keys of a sequence].
 _BLOCK = 128
 
 
-def ragged_attention_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::ragged_attention_with_lse``."""
-    if q.device.type == "cpu":
-        check_offsets(q, k, cu_seqlens_q, cu_seqlens_k)
-    offsets_q, offsets_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+def ragged_attention_with_lse(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor]:
+    """Launch ``torch_hybrid::ragged_attention_with_lse``."""
+    q, k, v, causal = x.q, x.k, x.v, x.causal
+    offsets_q, offsets_k = x.cu_seqlens_q.tolist(), x.cu_seqlens_k.tolist()
     work = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
@@ -34,14 +24,14 @@ def ragged_attention_with_lse(
         own = slice(offsets_k[n], offsets_k[n + 1])
         if own.start == own.stop:
             continue
-        keys, values = (x[own].to(work).transpose(0, 1) for x in (k, v))
+        keys, values = (rows[own].to(work).transpose(0, 1) for rows in (k, v))
         for begin in range(offsets_q[n], offsets_q[n + 1], _BLOCK):
             end = min(begin + _BLOCK, offsets_q[n + 1])
             # Keys that the block's last query sees; none of them for its first queries, perhaps.
             count = keys.shape[1] - (offsets_q[n + 1] - end if causal else 0)
             if count > 0:
                 out[begin:end], lse[begin:end] = _attend(
-                    q[begin:end].to(work), keys[:, :count], values[:, :count], causal, scale
+                    q[begin:end].to(work), keys[:, :count], values[:, :count], causal, x.scale
                 )
     return out, lse
 
@@ -49,7 +39,7 @@ def ragged_attention_with_lse(
 def _attend(
     q: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of [n, H, D] to [Hk, m, D]; if causal, the last query sees all keys."""
+    """Attend with [n, H, D] to [Hk, m, D]; if causal, the last query sees all keys."""
     num_tokens, num_heads, _ = q.shape
     num_k_heads, num_keys, _ = keys.shape
     folded = q.unflatten(1, (num_k_heads, -1)).permute(1, 2, 0, 3)

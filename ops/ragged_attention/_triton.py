@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.ragged_attention.bounds import check_offsets
+from torch_hybrid.ops.ragged_attention.op import RaggedAttentionWithLse
 from torch_hybrid.ops.triton.attention import attend_to_keys
 from torch_hybrid.ops.triton.devices import interpreted, is_hopper
 from torch_hybrid.ops.triton.hopper_attention import BLOCK_M, HopperTiles, attend_rows
@@ -22,7 +22,7 @@ from torch_hybrid.ops.triton.softmax import finish, log2_scale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """How the work is cut. Decided by shapes alone, so that a captured graph serves any lengths.
+    """Sizes that the work is cut in, from shapes alone: a captured graph serves any lengths.
 
     ``block_m`` rows are ``block_q`` tokens times the query heads that share a key head. A head's
     dims are cut in two powers of two, 192 in 128 and 64; ``block_d_rest`` may be 0.
@@ -48,7 +48,7 @@ class Tiles:
         v_head_dim: int,
         like: Tensor,
     ) -> Tiles:
-        """Tiles for inputs of the dtype and device of ``like``.
+        """Choose tiles for inputs of the dtype and device of ``like``.
 
         float32 products run outside the tensor cores, on operands held in registers.
         """
@@ -75,19 +75,9 @@ class Tiles:
         )
 
 
-def ragged_attention_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::ragged_attention_with_lse``."""
-    if interpreted() and q.device.type == "cpu":
-        check_offsets(q, k, cu_seqlens_q, cu_seqlens_k)
+def ragged_attention_with_lse(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor]:
+    """Launch ``torch_hybrid::ragged_attention_with_lse``."""
+    q, k, v, cu_seqlens_q = x.q, x.k, x.v, x.cu_seqlens_q
     num_tokens, num_heads, head_dim = q.shape
     _, num_k_heads, v_head_dim = v.shape
     num_seqs = cu_seqlens_q.shape[0] - 1
@@ -113,10 +103,10 @@ def ragged_attention_with_lse(
             cu_seqlens_q,
             out,
             lse,
-            scale=scale,
+            scale=x.scale,
             tiles=hopper,
-            causal=causal,
-            cu_seqlens_k=cu_seqlens_k,
+            causal=x.causal,
+            cu_seqlens_k=x.cu_seqlens_k,
         )
         return out, lse
     _attend_kernel[(num_blocks(num_tokens, num_seqs, tiles.block_q), num_k_heads)](
@@ -124,10 +114,10 @@ def ragged_attention_with_lse(
         k,
         v,
         cu_seqlens_q,
-        cu_seqlens_k,
+        x.cu_seqlens_k,
         out,
         lse,
-        log2_scale(scale),
+        log2_scale(x.scale),
         num_tokens,
         num_seqs,
         q.stride(0),
@@ -146,7 +136,7 @@ def ragged_attention_with_lse(
         BLOCK_D_REST=tiles.block_d_rest,
         BLOCK_V=tiles.block_v,
         BLOCK_KV=tiles.block_kv,
-        CAUSAL=causal,
+        CAUSAL=x.causal,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
         num_warps=tiles.num_warps,
@@ -187,7 +177,12 @@ def _attend_kernel(
     CAUSAL: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
 ) -> None:
-    """One program: a block of queries, the query heads of one key head."""
+    """Attend from a block of queries, of the query heads of one key head.
+
+    Grid: blocks of BLOCK_Q tokens, the longest first, and key heads. Tile: BLOCK_M rows by BLOCK_KV
+    keys; tiles that all rows see come first, then those that hide keys from some. Pipeline: the
+    compiler's, of ``num_stages`` tiles. Memory: padding and rows without keys are filled here.
+    """
     GROUP: tl.constexpr = H // HK
     head_k = tl.program_id(1)
     # The last blocks of a sequence may see the most keys: they start first.

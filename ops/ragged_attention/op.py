@@ -1,23 +1,17 @@
-"""ragged_attention_with_lse: public function, validation, schema and implementations."""
+"""ragged_attention_with_lse: declaration of the op, and the list of implementations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import FLOATS, FLOATS_AND_FLOAT64, Capability, Implementation
-from torch_hybrid.ops.core.registration import (
-    check_contiguous,
-    check_dtypes,
-    check_impl,
-    check_planned,
-    check_scale,
-    check_shapes,
-    define_op,
-    given,
-)
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.core.declare import Dense, Index, Op, Rows, define, pair_made
+from torch_hybrid.ops.core.registration import check_scale
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.native import compiler_missing
@@ -45,6 +39,7 @@ _OWN = {
             available=compiler_missing,
         ),
         launcher=f"{_PACKAGE}._cpu:ragged_attention_with_lse",
+        checks_indices=True,
     ),
     "triton": Implementation(
         capability=Capability(
@@ -78,19 +73,9 @@ IMPLEMENTATIONS = with_flashinfer(
 )
 
 
-def ragged_attention_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    planned: Sequence[Tensor] = (),
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    """Attend within each sequence of a packed batch, and return the log-sum-exp of the logits.
+@dataclass(slots=True)
+class RaggedAttentionWithLse(Op):
+    """Attention within each sequence of a packed batch, and the log-sum-exp of the logits.
 
     N sequences of any number of queries and keys, none included; H query heads, Hk key heads
     (query head i reads key head ``i // (H // Hk)``), values of another size than keys. This is
@@ -120,83 +105,47 @@ def ragged_attention_with_lse(
         ValueError: a shape, dtype or option is wrong, or, where reading them is free (on a CPU),
             the offsets are.
     """
-    _validate(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    check_scale(scale)
-    sizes = {"head_dim": q.shape[-1], "v_head_dim": v.shape[-1]}
-    check_impl(impl, IMPLEMENTATIONS, q.device, sizes)
-    check_planned(impl, IMPLEMENTATIONS, planned)
-    out, lse = _RAGGED_ATTENTION_WITH_LSE(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        causal=causal,
-        scale=scale,
-        impl=impl,
-        **given(planned),
-    )
-    return out, lse
+
+    q: Annotated[Tensor, Rows("H", "D", last_dim=True)]
+    k: Annotated[Tensor, Dense("num_keys", "Hk", "D", last_dim=True)]
+    v: Annotated[Tensor, Dense("num_keys", "Hk", "Dv", last_dim=True)]
+    cu_seqlens_q: Annotated[Tensor, Index("num_offsets", counts=True)]
+    cu_seqlens_k: Annotated[Tensor, Index("num_offsets")]
+    causal: bool = field(kw_only=True)
+    scale: float = field(kw_only=True)
+    planned: Sequence[Tensor] | None = field(default=(), kw_only=True)
+
+    def check(self) -> None:
+        """Raise ValueError unless the heads fit each other, and the scale is positive."""
+        num_heads, num_k_heads = self.q.shape[1], self.k.shape[1]
+        if num_heads % num_k_heads:
+            raise ValueError(
+                f"q heads must be a multiple of the {num_k_heads} key heads, got {num_heads}"
+            )
+        check_scale(self.scale)
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless the offsets rise from 0 to at most the number of rows."""
+        for name, tensor, rows in (
+            ("q", self.cu_seqlens_q, self.q.shape[0]),
+            ("k", self.cu_seqlens_k, self.k.shape[0]),
+        ):
+            offsets = tensor.tolist()
+            if offsets[0] != 0 or sorted(offsets) != offsets or offsets[-1] > rows:
+                raise ValueError(
+                    f"cu_seqlens_{name} must rise from 0 to at most {rows}, got {offsets}"
+                )
 
 
-def _validate(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    for name, tensor, dim in (
-        ("q", q, 3),
-        ("k", k, 3),
-        ("v", v, 3),
-        ("cu_seqlens_q", cu_seqlens_q, 1),
-    ):
-        if tensor.dim() != dim:
-            raise ValueError(f"{name} must have {dim} dimensions, got {tensor.dim()}")
-    num_keys, num_k_heads, _ = k.shape
-    check_shapes(
-        {
-            "k": (k, (num_keys, num_k_heads, q.shape[2])),
-            "v": (v, (num_keys, num_k_heads, v.shape[2])),
-            "cu_seqlens_k": (cu_seqlens_k, cu_seqlens_q.shape),
-        }
-    )
-    if q.shape[1] % num_k_heads:
-        raise ValueError(
-            f"q heads must be a multiple of the {num_k_heads} key heads, got {q.shape[1]}"
-        )
-    if q.dtype not in FLOATS and q.dtype != torch.float64:
-        raise ValueError(f"q must be a floating point tensor, got {q.dtype}")
-    check_dtypes(
-        {
-            "k": (k, q.dtype),
-            "v": (v, q.dtype),
-            "cu_seqlens_q": (cu_seqlens_q, torch.int32),
-            "cu_seqlens_k": (cu_seqlens_k, torch.int32),
-        }
-    )
-    check_contiguous(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must have a contiguous last dim, got {tensor.stride()}")
+def _empty(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor]:
+    out = x.q.new_empty(*x.q.shape[:2], x.v.shape[2])
+    return out, x.q.new_empty(x.q.shape[:2], dtype=torch.float32)
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    impl: str,
-    planned: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    num_tokens, num_heads, _ = q.shape
-    out = q.new_empty(num_tokens, num_heads, v.shape[2])
-    return out, q.new_empty(num_tokens, num_heads, dtype=torch.float32)
-
-
-_RAGGED_ATTENTION_WITH_LSE = define_op(
-    "ragged_attention_with_lse(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,"
-    " Tensor cu_seqlens_k, *, bool causal, float scale, str impl,"
-    " Tensor[]? planned=None) -> (Tensor, Tensor)",
-    fake=_fake,
-    implementations=IMPLEMENTATIONS,
+ragged_attention_with_lse = define(
+    RaggedAttentionWithLse,
+    IMPLEMENTATIONS,
+    returns=pair_made(_empty),
+    limited={"head_dim": "D", "v_head_dim": "Dv"},
+    names_ndim=True,
 )

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton": the states block by block, then the norm and the gate.
+"""Implementation "triton" of ``lightning_step``: walk the states, then norm and gate the outputs.
 
-Two launches, of which the second begins while the first ends, where a GPU can; and one before them
-where drafts are verified. See README.md.
+Two launches, of which the second begins while the first ends, where a GPU can (PDL). A step with
+drafts has one before them. See README.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_hybrid.ops.triton.state import Tile, zero_rows
 
 
 def lightning_step(x: LightningStep) -> Tensor:
-    """Launch a walk over the states, what prepares drafts for it, and the norm."""
+    """Launch the kernels: prepare tokens and records if there are drafts, walk the states, norm."""
     num_tokens = x.qkv.shape[0]
     if x.state_indices.shape[0] == 0:
         return empty_outputs(x).zero_()
@@ -33,7 +33,7 @@ def lightning_step(x: LightningStep) -> Tensor:
 
 
 def _prepare(x: LightningStep, records: Tensor, early: bool) -> Tensor:
-    """Make rows [q | k | v] of new tokens, and after them of each sequence's records, which have no
+    """Prepare rows [q | k | v] of new tokens, and after them of each sequence's records, without
     q."""
     num_tokens, num_seqs = x.qkv.shape[0], x.state_indices.shape[0]
     _, num_heads, dim, _ = x.state.shape
@@ -72,7 +72,7 @@ def _prepare(x: LightningStep, records: Tensor, early: bool) -> Tensor:
 
 
 def _walk(x: LightningStep, prepared: Tensor | None, o: Tensor, early: bool) -> None:
-    """Read from the states once they have taken the tokens, into ``o``."""
+    """Advance the states by the tokens, and store what queries read in ``o``."""
     _, num_heads, dim, _ = x.state.shape
     num_seqs = x.state_indices.shape[0]
     tile = Tile.of(dim, dim)
@@ -116,7 +116,7 @@ def _walk(x: LightningStep, prepared: Tensor | None, o: Tensor, early: bool) -> 
 
 
 def _normed(x: LightningStep, o: Tensor, gate: Tensor, early: bool) -> Tensor:
-    """Apply the norm and the gate to the outputs."""
+    """Normalise and gate the outputs."""
     out = empty_outputs(x)
     num_tokens, inner = o.shape
     width = inner // x.norm_groups
@@ -142,7 +142,7 @@ def _normed(x: LightningStep, o: Tensor, gate: Tensor, early: bool) -> Tensor:
 
 @triton.jit
 def _row(p_row: tl.tensor, index: tl.tensor, mask: tl.tensor, HALF: tl.constexpr) -> tl.tuple:
-    """Load a head's q or k, and by channel the one that each is rotated with."""
+    """Load a head's q or k, and beside each channel the one that it is rotated with."""
     b_x = tl.load(p_row + index, mask=mask, other=0.0)
     other = b_x
     if HALF > 0:
@@ -161,7 +161,7 @@ def _angles(
     index: tl.tensor,
     HALF: tl.constexpr,
 ) -> tl.tuple:
-    """Load what a head's channels and those that they are rotated with are multiplied by."""
+    """Load each channel's cosine and signed sine: 1 and 0 where it is not rotated."""
     b_cos = tl.full(index.shape, 1.0, tl.float32)
     b_sin = tl.zeros(index.shape, tl.float32)
     if HALF > 0:
@@ -174,7 +174,7 @@ def _angles(
 
 @triton.jit
 def _activated(x: tl.tensor, SILU: tl.constexpr) -> tl.tensor:
-    """Activate in float32, rounding as it is where it comes from a tensor."""
+    """Activate in float32, and round to the dtype of the input."""
     wide = x.to(tl.float32)
     if SILU:
         wide = (wide / (1.0 + tl.exp(-wide))).to(x.dtype).to(tl.float32)
@@ -217,7 +217,7 @@ def _next_state(b_s: tl.tensor, b_k: tl.tensor, b_v: tl.tensor, decay: tl.tensor
 def _read(
     b_s: tl.tensor, b_q: tl.tensor, q_norm_weight: tl.tensor | None, dtype: tl.constexpr
 ) -> tl.tensor:
-    """Read from rows of a head's state; what is not normed is rounded."""
+    """Multiply rows of a head's state by q; the result is rounded unless q and k are normed."""
     b_o = tl.sum(b_s * b_q[None, :], 1)
     if q_norm_weight is None:
         b_o = b_o.to(dtype).to(tl.float32)
@@ -226,7 +226,7 @@ def _read(
 
 @triton.jit
 def _decay(slope: tl.tensor) -> tl.tensor:
-    """Make a head's decay: what a GPU's own exponential is off by would add up."""
+    """Compute a head's decay in float64: every token has the same, so an error would add up."""
     return tl.exp(-slope.to(tl.float64)).to(tl.float32)
 
 
@@ -257,8 +257,12 @@ def _prepare_kernel(
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Prepare a head's q, k and v of all tokens of one sequence, which it alone reads and
-    writes in records. Accepted ones are copied before drafts take their places."""
+    """Prepare one head's q, k and v of all tokens of one sequence.
+
+    Grid: heads times sequences. Tile: one warp with BLOCK channels, token after token. No other
+    program reads or writes the head's records: it copies accepted ones before it stores the
+    drafts'.
+    """
     if EARLY:
         gdc_launch_dependents()
     seq = tl.program_id(0) // H
@@ -333,13 +337,15 @@ def _walk_kernel(
     NORMED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Walk the tokens of a sequence with BLOCK_V rows of the state of one head, in registers.
+    """Walk BLOCK_V rows of one head's state of one sequence through its tokens.
 
-    The grid has a program of one warp for each block of rows, head and sequence. Accepted records
-    go before the new tokens, and the rows are stored after the first of these; q, k and v of all
-    are prepared before. In decode steps, where DRAFTS is None, a sequence has one token or none,
-    and each program norms and rotates q and k for itself. What is small is asked for before the
-    state.
+    Grid: blocks of rows times heads times sequences. Registers: one warp holds the rows, all of K.
+    Memory: a state is loaded once, and stored after the first new token; accepted records come
+    first.
+
+    With DRAFTS, the launch before has prepared q, k and v. In decode steps (None) a sequence has at
+    most one token, and each program norms and rotates q and k itself. Small inputs are loaded
+    before the state.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -434,7 +440,8 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Apply the norm and the gate to one group of a token's channels; write 0 for padding."""
+    """Normalise and gate one group of a token's channels; padding becomes 0. Grid: tokens times
+    groups."""
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     index = tl.arange(0, BLOCK)
     inside = index < WIDTH

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton": a convolution, the states block by block, and what is
-normed.
+"""Implementation "triton" of ``ssd_step``: convolve the inputs, walk the states, norm the outputs.
 
-Three launches, each of which begins while the one before it ends, where a GPU can; see README.md.
+Three launches, each of which begins while the one before it ends, where a GPU can (PDL); see
+README.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BLOCK_CHANNELS = 256
 
 
 def ssd_step(x: SsdStep) -> Tensor:
-    """Launch a convolution, a walk over the states and, where there is one, the norm."""
+    """Launch the convolution, the walk over the states and, where there is one, the norm."""
     if x.state_indices.shape[0] == 0:
         return x.xBC.new_zeros(x.xBC.shape[0], x.inner)
     early = launches_early(x.xBC.device)
@@ -42,7 +42,7 @@ def ssd_step(x: SsdStep) -> Tensor:
 
 
 def _convolve(x: SsdStep, early: bool) -> Tensor:
-    """Convolve the inputs; rows of padding tokens are left as they are."""
+    """Convolve the inputs; rows of padding tokens are uninitialised."""
     mixed = torch.empty_like(x.xBC, memory_format=torch.contiguous_format)
     num_channels, width = x.conv_weight.shape
     blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS)
@@ -67,8 +67,10 @@ def _convolve(x: SsdStep, early: bool) -> Tensor:
 
 
 def _convolve_drafts(x: SsdStep, records: Tensor, early: bool) -> Tensor:
-    """Convolve the inputs of new tokens and, behind them, of each sequence's records; each row is
-    followed by what step sizes are made of."""
+    """Convolve the inputs of new tokens and, after them, of each sequence's accepted records.
+
+    Each row also has its raw step sizes, after the channels.
+    """
     num_tokens, num_seqs = x.xBC.shape[0], x.state_indices.shape[0]
     num_channels, conv_width = x.conv_weight.shape
     num_heads = x.state.shape[1]
@@ -103,7 +105,8 @@ def _convolve_drafts(x: SsdStep, records: Tensor, early: bool) -> Tensor:
 
 
 def _walk(x: SsdStep, mixed: Tensor, early: bool) -> Tensor:
-    """Read from the states once they have taken the tokens, and gate it if nothing is normed."""
+    """Advance the states by the tokens, and return the outputs, gated unless they are normed
+    later."""
     num_tokens, num_channels = x.xBC.shape
     num_seqs = x.state_indices.shape[0]
     _, num_heads, head_dim_v, head_dim_k = x.state.shape
@@ -188,7 +191,8 @@ def _conv_kernel(
 ) -> None:
     """Convolve BLOCK channels of one sequence's token.
 
-    It alone reads and writes their state, which therefore may move in place.
+    Grid: blocks of channels times sequences. Tile: BLOCK channels in two warps. No other program
+    reads or writes their state, so it moves in place.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -212,7 +216,7 @@ def _conv_kernel(
 
 @triton.jit
 def _step_size(x_dt: tl.tensor, dt_min: tl.tensor, dt_max: tl.tensor) -> tl.tensor:
-    """Make the step of a head's token, of what stands before its activation."""
+    """Compute a head's step size: a clamped softplus."""
     return tl.clamp(softplus(x_dt), dt_min, dt_max, tl.PropagateNan.ALL)
 
 
@@ -235,7 +239,7 @@ def _read(
     b_z: tl.tensor | None,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Read from rows of a head's state, rounded, and gated if there is a gate."""
+    """Multiply rows of a head's state by C and add D x; round, and gate if there is a gate."""
     b_o = tl.fma(b_x, skip, tl.sum(b_s * b_c[None, :], 1)).to(dtype)
     if b_z is not None:
         b_o = (b_o.to(tl.float32) * b_z / (1.0 + tl.exp(-b_z))).to(dtype)
@@ -266,10 +270,11 @@ def _verify_conv_kernel(
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Convolve BLOCK channels of all tokens of one sequence, or copy steps of so many heads.
+    """Convolve BLOCK channels of all tokens of one sequence, or copy raw step sizes of BLOCK heads.
 
-    It alone reads and writes them in the convolution's state and in records. Steps are only
-    copied: programs of a head's rows read them when its records may be others.
+    Grid: (blocks of channels, blocks of heads) times sequences. No other program reads or writes
+    them in the convolution's state and in records. Step sizes are copied because programs of a
+    head's rows read them later, when its records may be others.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -364,14 +369,16 @@ def _walk_kernel(
     BLOCK_V: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Walk the tokens of a sequence with BLOCK_V rows of the state of one head, in registers.
+    """Walk BLOCK_V rows of one head's state of one sequence through its tokens.
 
-    The grid has a program of one warp for each block of rows, head and sequence. Accepted records
-    go before the new tokens, and the rows are stored after the first of these. In decode steps,
-    where DRAFTS is None, a sequence has one token or none, whose step size is read from ``dt``.
-    There the state, the step and the gate are asked for before the convolution has ended. Every
-    program waits for it, also one without a token: what comes after this launch then comes after
-    that one too.
+    Grid: blocks of rows times heads times sequences. Registers: one warp holds the rows, all of K.
+    Memory: a state is loaded once, and stored after the first new token; accepted records come
+    first.
+
+    In decode steps (DRAFTS is None) a sequence has at most one token, whose step size comes from
+    ``dt``. There the state, the step and the gate are loaded before the convolution has ended.
+    Every program waits for it, also one without a token: the launch after this one then comes after
+    both.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -472,7 +479,7 @@ def _norm_kernel(
     BEFORE_GATE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Gate and norm one group of a token's channels, in place."""
+    """Gate and norm one group of a token's channels, in place. Grid: tokens times groups."""
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     index = tl.arange(0, BLOCK)
     # Rows of padding stay zeros, whatever their gates are.

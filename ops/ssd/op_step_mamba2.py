@@ -161,7 +161,7 @@ class SsdStep(StepOp):
 
 
 def empty_outputs(x: SsdStep) -> Tensor:
-    """Make the outputs of all heads, of which ``state`` knows."""
+    """Make the outputs [T, H V] of all heads."""
     return x.xBC.new_empty(x.xBC.shape[0], x.inner)
 
 

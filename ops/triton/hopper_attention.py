@@ -45,7 +45,7 @@ class HopperTiles:
         """Choose tiles of which at least two fit in shared memory; None where the kernel does not
         serve.
 
-        With a window or biases (``biased``), tiles have fewer keys: the copying warps need
+        With a window or biases (``biased``), tiles have fewer keys: copying warps need more
         registers.
         """
         dims = (q.shape[2], v.shape[2])
@@ -67,7 +67,7 @@ class HopperTiles:
 def _heads_at_once(num_kv_heads: int) -> int:
     """Choose how many key heads have blocks side by side.
 
-    They are few, so that many blocks of each head run at once and share its keys in L2.
+    They are few, so that many blocks of one head run at once and share the head's keys in L2.
     """
     return num_kv_heads if num_kv_heads < _HEADS else math.gcd(num_kv_heads, _HEADS)
 

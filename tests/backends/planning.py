@@ -3,7 +3,6 @@ was planned for its own lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule, ChunkKimiDeltaAt
 from torch_hybrid.ops.paged_attention import _torch
 from torch_hybrid.ops.paged_attention.op import FEATURES, PagedAttention
 from torch_hybrid.ops.ragged_attention import _torch as _ragged
+from torch_hybrid.ops.ragged_attention.op import RaggedAttentionWithLse
 
 LAUNCHED: list[tuple[int, ...]] = []  # the values that each launch was given
 PLANNING = Implementation(
@@ -57,25 +57,13 @@ def plan_keys(lengths: Lengths, **_: Any) -> Planned:
     return Planned(tensors=(), values=(int(no_prefix),))
 
 
-def ragged_attention_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    planned: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
+def ragged_attention_with_lse(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor]:
     """As implementation "torch", where a causal call was planned with its own keys."""
-    (values,) = planned
-    if causal:
-        assert values.tolist() == [int(torch.equal(cu_seqlens_q, cu_seqlens_k))]
+    (values,) = x.planned or ()
+    if x.causal:
+        assert values.tolist() == [int(torch.equal(x.cu_seqlens_q, x.cu_seqlens_k))]
         LAUNCHED.append(tuple(values.tolist()))
-    return _ragged.ragged_attention_with_lse(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale
-    )
+    return _ragged.ragged_attention_with_lse(x)
 
 
 _CHUNK_RULE = Implementation(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from tests.tiny_models import VOCAB_SIZE, make_hybrid
 from torch_hybrid.backends.mode import MODES, Mode
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, keep_order, without
 from torch_hybrid.graphs.passes.schedule import Stage
-from torch_hybrid.graphs.passes.side_stream import mixers_on_side_stream
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Declaration, Op
@@ -38,11 +36,6 @@ STEPS = [
 ]
 # Of which a runner needs one graph.
 PREFILLS = [step for step in STEPS if max(step) > 1]
-# The mixers of one half beside the matrix products of the other, as on a GPU.
-ON_A_CPU = partial(mixers_on_side_stream, devices=("cpu",))
-ON_A_SIDE_STREAM = [
-    Pass(p.name, ON_A_CPU) if p.name == "mixers_on_side_stream" else p for p in DEFAULT_PASSES
-]
 
 
 @dataclass(frozen=True)
@@ -184,20 +177,6 @@ def test_no_kernel_is_of_both_halves(compiled: Scheduled):
     assert len(compiled.places) > 10
     assert {len(places) for places in compiled.places} <= {0, 1}
     assert {half for places in compiled.places for half, _ in places} == {0, 1}
-
-
-def test_with_starts_and_joins_it_is_bitwise_that_without(model: th.HybridModel, in_order: Runner):
-    """One graph, whose code keeps the schedule. The same of each mixer, and of decode, as traced:
-    ``test_schedule``."""
-    with_starts = prefilling(model, ON_A_SIDE_STREAM)
-    served = serve(with_starts, PREFILLS), serve(in_order, PREFILLS)
-    for actual, expected in zip(*served, strict=True):
-        assert torch.equal(actual, expected)
-    report = with_starts.report()
-    assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
-    [graph] = report.graphs.values()
-    names = [op for stage in graph.schedule for op in stage.ops]
-    assert names.count("join_side_stream") == 4  # two mixers of two halves
 
 
 def test_the_report_has_the_schedule(scheduled: Runner):

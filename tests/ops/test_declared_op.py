@@ -41,9 +41,12 @@ PADDING: dict[str, tuple[float, ...]] = {
     "select_blocks": (-1,),
     "pooled_selection_step": (-1,),
     "paged_attention_with_lse": (0, -math.inf),
+    "ragged_attention_with_lse": (0, -math.inf),
+    "latent_attention_with_lse": (0, -math.inf),
 }
 PAIRS = {"kv"}  # pools of keys and of values, which stand before pages
-COUNTS = {"cu_seqlens", "accepted"}  # 0 where a sequence has nothing to do
+OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
+COUNTS = {*OFFSETS, "accepted"}  # 0 where a sequence has nothing to do
 
 # Implementations of which a library chooses the order of sums by how far apart rows lie; "triton"
 # leaves some products to it.
@@ -71,7 +74,7 @@ def impls_here(name: str) -> dict[str, str]:
 
 
 def has_sequences(op: str) -> bool:
-    return "cu_seqlens" in DECLARATIONS[op].kinds
+    return not DECLARATIONS[op].kinds.keys().isdisjoint(OFFSETS)
 
 
 def overload(op: str) -> Any:
@@ -91,7 +94,7 @@ def cut(call: Call, *, rows: int, seqs: int | None = None) -> Call:
     given, kinds = dict(call.given), kinds_of(call)
     sizes = {kinds[named_by(call)].dims[0]: rows}
     if seqs is not None:
-        sizes |= {"N": seqs, "N + 1": seqs + 1}
+        sizes |= {"N": seqs, "N + 1": seqs + 1, "num_offsets": seqs + 1}
     for name in tensors(call):
         for axis, letter in enumerate(kinds[name].dims):
             if letter in sizes:
@@ -101,7 +104,14 @@ def cut(call: Call, *, rows: int, seqs: int | None = None) -> Call:
 
 def named_by(call: Call) -> str:
     """Find the tensor whose rows an op is about."""
-    return next(name for name, kind in kinds_of(call).items() if not isinstance(kind, Pool))
+    kinds = kinds_of(call)
+    named = (name for name, kind in kinds.items() if kind.dims[0] == "T")
+    return next(named, None) or next(n for n, kind in kinds.items() if not isinstance(kind, Pool))
+
+
+def ends_of(call: Call) -> Tensor | None:
+    """Find the offsets of a call's sequences, if it has such."""
+    return next((call.given[name] for name in OFFSETS if name in call.given), None)
 
 
 def pools(call: Call) -> dict[str, Tensor]:
@@ -168,10 +178,9 @@ def sizes(call: Call) -> Iterator[Call]:
     yield call
     grown = {n: x.repeat_interleave(2, int(n in PAIRS)) for n, x in pools(call).items()}
     call = replace(call, given={**call.given, **grown})
-    if "cu_seqlens" not in kinds_of(call):
+    if (ends := ends_of(call)) is None:
         yield cut(call, rows=2)
         return
-    ends = call.given["cu_seqlens"]
     for seqs in (3, 2):
         yield cut(call, rows=max(2, int(ends[seqs])), seqs=seqs)
 
@@ -203,10 +212,10 @@ def poisoned(call: Call) -> Call:
     """Fill the slots and pages that no sequence reads, and rows of no sequence."""
     given, kinds = call.changed().given, kinds_of(call)
     for name, pool in pools(call).items():
-        reads = "initial_indices" if is_of_slots(call, name) else "page_table"
+        reads = given["initial_indices"] if is_of_slots(call, name) else pages_of(call, name)
         poison = torch.nan if pool.is_floating_point() else -(2**40)
-        by_slot(name, given[name])[~is_in(given[reads], by_slot(name, pool))] = poison
-    end = int(given["cu_seqlens"][-1])
+        by_slot(name, given[name])[~is_in(reads, by_slot(name, pool))] = poison
+    end = int(ends_of(call)[-1])
     for name in tensors(call):
         if isinstance(kinds[name], Rows):
             given[name][end:] = torch.nan
@@ -219,7 +228,7 @@ def test_what_no_sequence_has_is_neither_read_nor_written(op: str, impl: str) ->
     call = poisoned(CALLED[op])
     outs, left = run(call, impl)
     expected, written = run(CALLED[op], impl)
-    end = int(call.given["cu_seqlens"][-1])
+    end = int(ends_of(call)[-1])
     assert end < len(call.given[named_by(call)])
     for out, same in zip(outs, expected, strict=True):
         assert_same_bits(out, same)
@@ -232,7 +241,7 @@ def test_what_no_sequence_has_is_neither_read_nor_written(op: str, impl: str) ->
         if is_of_slots(call, name):
             assert kept[~is_in(call.given["state_indices"], pool)].all()
         else:
-            assert kept[~is_in(call.given["page_table"], pool)][1:].all()
+            assert kept[~is_in(pages_of(call, name), pool)][1:].all()
             changed[0] = False  # the null page takes rows of padding
         assert same[changed].all()
         assert (same | kept)[1:].all()
@@ -246,6 +255,13 @@ def assert_nothing(op: str, outs: list[Tensor]) -> None:
 def is_of_slots(call: Call, pool: str) -> bool:
     """Tell a pool that ``state_indices`` name slots of from one of pages."""
     return kinds_of(call)[pool].dims[0] == "S" and "state_indices" in call.given
+
+
+def pages_of(call: Call, pool: str) -> Tensor:
+    """Find the pages of a pool that sequences have: of what is written, where nothing is read."""
+    if "page_table" in call.given:
+        return call.given["page_table"]
+    return call.given["slot_mapping"] // call.given[pool].shape[1]
 
 
 def by_slot(name: str, pool: Tensor) -> Tensor:

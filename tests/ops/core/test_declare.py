@@ -690,3 +690,27 @@ def test_ids_of_either_width_and_numbers_of_an_option():
         op(x, x, impl="torch")
     schema = str(torch.ops.torch_hybrid.declared_ids.default._schema)
     assert schema.endswith("(Tensor x, Tensor ids, *, float[]? numbers=None, str impl) -> Tensor")
+
+
+def test_a_dtype_may_be_none_and_rows_be_of_any():
+    @dataclass(slots=True)
+    class DeclaredCast(Op):
+        """Convert rows to the dtype of a pool, or to another."""
+
+        x: Annotated[Tensor, Rows("D", dtype="any")]
+        kept: Annotated[Tensor, Pool("D")]
+        dtype: torch.dtype | None = field(default=None, kw_only=True)
+
+    plain = Implementation(
+        capability=ON_A_CPU, launcher=lambda x: x.x.to(x.dtype or x.kept.dtype, copy=True)
+    )
+    returns = made(lambda x: x.x.new_empty(x.x.shape, dtype=x.dtype or x.kept.dtype))
+    op = define(DeclaredCast, {"torch": plain}, returns=returns)
+    REGISTERED.pop("declared_cast")
+    schema = str(torch.ops.torch_hybrid.declared_cast.default._schema)
+    assert schema.endswith(
+        "(Tensor x, Tensor(a!) kept, *, ScalarType? dtype=None, str impl) -> Tensor"
+    )
+    x, kept = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(5, 3)
+    assert op(x, kept, impl="torch").dtype == torch.float32
+    assert op(x, kept, dtype=torch.float64, impl="torch").dtype == torch.float64

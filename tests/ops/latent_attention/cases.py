@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tests.ops.declared import DeclaredInputs
 from tests.ops.pages import lay_out
 from torch_hybrid.ops.formats.fp8_kv import rounded
+from torch_hybrid.ops.latent_attention.op import LatentAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,25 +31,21 @@ class Case:
         return (self.nope_dim + self.rope_dim) ** -0.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The tensors of one call, in the op's order."""
+# Those of a call that are given by position.
+TENSORS = ("q_latent", "q_rope", "latent", "k_rope", "pool",
+           "cu_seqlens", "seq_lens", "page_table", "slot_mapping")  # fmt: skip
 
-    q_latent: Tensor
-    q_rope: Tensor
-    latent: Tensor
-    k_rope: Tensor
-    pool: Tensor
-    cu_seqlens: Tensor
-    seq_lens: Tensor
-    page_table: Tensor
-    slot_mapping: Tensor
-    pool_scale: Tensor | None = None
+
+@dataclass(slots=True, kw_only=True)
+class Inputs(DeclaredInputs, LatentAttention):
+    """The arguments of one call."""
+
+    impl: str = ""
 
     def args(self) -> tuple[Tensor, ...]:
         """The positional arguments; ``pool`` is a copy, so that a call leaves the inputs alone."""
-        index = (self.cu_seqlens, self.seq_lens, self.page_table, self.slot_mapping)
-        return self.q_latent, self.q_rope, self.latent, self.k_rope, self.pool.clone(), *index
+        given = self.fresh()
+        return tuple(getattr(given, name) for name in TENSORS)
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in another dtype; a pool of 8 bits stays one."""
@@ -132,5 +130,6 @@ def make_inputs(
         seq_lens=layout.seq_lens,
         page_table=layout.page_table,
         slot_mapping=layout.slot_mapping,
+        scale=case.scale,
     ).to(dtype)
     return inputs.in_fp8() if fp8 else inputs

@@ -75,9 +75,9 @@ def expected_results(
 def exact_and_rounded(
     inputs: Inputs, scale: float
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    options = {"scale": scale, "pool_scale": inputs.pool_scale}
-    exact = reference.latent_attention_with_lse(*inputs.to(torch.float64).args(), **options)
-    return exact, reference.latent_attention_with_lse(*inputs.args(), **options)
+    inputs = replace(inputs, scale=scale)
+    exact = reference.latent_attention_with_lse(inputs.to(torch.float64).fresh())
+    return exact, reference.latent_attention_with_lse(inputs.fresh())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -196,13 +196,12 @@ def test_chunked_equals_whole(impl: str, chunk: int, make: Callable[..., Inputs]
 
 def test_scales_of_8_bits_are_any_numbers(impl: str) -> None:
     inputs = make_inputs(CASES["odd"], unused=0.0).in_fp8(1.3)
-    args = inputs.args()
-    options = {"scale": 0.1, "pool_scale": inputs.pool_scale}
-    expected, expected_lse = reference.latent_attention_with_lse(*args, **options)
+    own = replace(inputs.fresh(), scale=0.1)
+    expected, expected_lse = reference.latent_attention_with_lse(own)
     out, lse, pool = attend(inputs, impl)
     torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
     torch.testing.assert_close(lse, expected_lse, atol=5e-6, rtol=1e-5)
-    assert torch.equal(bits(pool), bits(args[4]))
+    assert torch.equal(bits(pool), bits(own.pool))
 
 
 # ---- what a result may not depend on ---------------------------------------------------------
@@ -416,7 +415,7 @@ q_latent must have 3 dimensions, got 2
 q_rope must have shape [11, 4, 16], got [11, 3, 16]
 latent must have shape [11, 32], got [11, 16]
 pool must have shape [9, 16, 48], got [9, 16, 47]
-pool must be contiguous, got strides (768, 1, 16)
+pool must be contiguous, got strides [768, 1, 16]
 pool must have dtype torch.float32, got torch.float64
 pool_scale must be given for a pool of torch.float8_e4m3fn
 pool_scale must be None for a pool of torch.float32

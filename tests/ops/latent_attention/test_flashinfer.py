@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from tests.ops.flashinfer_source import (
     parameters_of,
     source_of,
 )
-from tests.ops.latent_attention.cases import Case, Inputs, make_inputs
+from tests.ops.latent_attention.cases import TENSORS, Case, Inputs, make_inputs
 from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
@@ -179,14 +179,13 @@ def test_attends_by_documentation(num_heads: int):
     case = replace(DECODE, num_heads=num_heads, lengths=((1, 1), (1, 70), (1, 130)))
     inputs = make_inputs(case, dtype=torch.float16, unused=0.0, padding=(2, 2))
     planned = plan_for(inputs, "cpu")
-    args, given = inputs.args(), [*planned.tensors, torch.tensor(planned.values)]
-    launcher = IMPLEMENTATIONS["flashinfer"].load()
-    out, lse = launcher(*args, scale=case.scale, planned=given)
-    exact = inputs.to(torch.float64).args()
-    expected = reference.latent_attention_with_lse(*exact, scale=case.scale)
+    given = [*planned.tensors, torch.tensor(planned.values)]
+    own, exact = replace(inputs.fresh(), planned=given), inputs.to(torch.float64).fresh()
+    out, lse = IMPLEMENTATIONS["flashinfer"].load()(own)
+    expected = reference.latent_attention_with_lse(exact)
     torch.testing.assert_close(out.double(), expected[0], rtol=0.002, atol=0.002)
     torch.testing.assert_close(lse.double(), expected[1].double(), rtol=0.002, atol=0.002)
-    assert torch.equal(args[4].double(), exact[4])
+    assert torch.equal(own.pool.double(), exact.pool)
 
 
 @needs_triton
@@ -246,16 +245,13 @@ def test_on_a_gpu(num_heads: int):
     ]
     for inputs in batches:
         planned = plan_for(inputs, "cuda")
-        moved = replace(
-            inputs, **{f.name: getattr(inputs, f.name).to("cuda") for f in fields(Inputs)}
-        )
+        moved = replace(inputs, **{name: getattr(inputs, name).to("cuda") for name in TENSORS})
         held = [*(x.to("cuda") for x in planned.tensors), torch.tensor(planned.values)]
         out, lse = latent_attention_with_lse(
             *moved.args(), scale=192**-0.5, planned=held, impl="flashinfer"
         )
-        expected = reference.latent_attention_with_lse(
-            *inputs.to(torch.float64).args(), scale=192**-0.5
-        )
+        exact = replace(inputs.to(torch.float64).fresh(), scale=192**-0.5)
+        expected = reference.latent_attention_with_lse(exact)
         error = (out.double().cpu() - expected[0]).abs().max()
         assert error <= 2**-6 * expected[0].abs().max(), f"error {error:.1e}"
         num_tokens = int(inputs.cu_seqlens[-1])

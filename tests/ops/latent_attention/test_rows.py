@@ -19,7 +19,11 @@ from torch_hybrid.ops.latent_attention import (
     reference,
     store_latents,
 )
-from torch_hybrid.ops.latent_attention.op import GATHER_IMPLEMENTATIONS, STORE_IMPLEMENTATIONS
+from torch_hybrid.ops.latent_attention.op import (
+    GATHER_IMPLEMENTATIONS,
+    STORE_IMPLEMENTATIONS,
+    GatherLatents,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = Case(num_heads=4, rank=32, rope_dim=16, lengths=((1, 23), (9, 30), (1, 1)))
@@ -56,11 +60,9 @@ def test_store_writes_its_rows_and_nothing_else(impl: str, name: str, dtype: str
     poison = torch.full_like(inputs.latent, math.nan)
     is_token = torch.arange(len(inputs.latent))[:, None] < inputs.cu_seqlens[-1]
     inputs = replace(inputs, latent=inputs.latent.where(is_token, poison))
-    expected = inputs.pool.clone()
-    reference.store_latents(
-        inputs.latent, inputs.k_rope, expected, inputs.slot_mapping, inputs.cu_seqlens
-    )
-    assert torch.equal(bits(stored(inputs, impl)), bits(expected))
+    expected = inputs.fresh()
+    reference.store_latents(expected.stored())
+    assert torch.equal(bits(stored(inputs, impl)), bits(expected.pool))
 
 
 def test_store_writes_what_attention_writes(impl: str) -> None:
@@ -80,23 +82,18 @@ def test_store_of_no_token(impl: str) -> None:
 def test_rows_of_8_bits(impl: str, scale: float, dtype: str) -> None:
     inputs = make_inputs(CASES["odd"], padding=(3, 1), dtype=DTYPES[dtype]).in_fp8(scale)
     pool_scale, slots = inputs.pool_scale, inputs.slot_mapping
-    args, expected = store_args(inputs), store_args(inputs)
+    args, expected = store_args(inputs), inputs.fresh()
     store_latents(*args, pool_scale=pool_scale, impl=impl)
-    reference.store_latents(*expected, pool_scale=pool_scale)
-    assert torch.equal(bits(args[2]), bits(expected[2]))
+    reference.store_latents(expected.stored())
+    assert torch.equal(bits(args[2]), bits(expected.pool))
     options = {"pool_scale": pool_scale, "dtype": DTYPES[dtype]}
     rows = gather_latents(args[2], slots, impl=impl, **options)
     assert rows.dtype == DTYPES[dtype]
-    assert torch.equal(rows, reference.gather_latents(args[2], slots, **options))
-    latent_attention(
-        *inputs.args()[:4],
-        expected[2],
-        *inputs.args()[5:],
-        scale=0.1,
-        pool_scale=pool_scale,
-        impl="torch",
-    )
-    assert torch.equal(bits(args[2]), bits(expected[2]))
+    packed = GatherLatents(args[2], slots, **options, impl="")
+    assert torch.equal(rows, reference.gather_latents(packed))
+    attended = inputs.args()
+    latent_attention(*attended, scale=0.1, pool_scale=pool_scale, impl="torch")
+    assert torch.equal(bits(args[2]), bits(attended[4]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,7 +107,7 @@ def test_gather(impl: str, dtype: str) -> None:
     new = torch.cat([inputs.latent, inputs.k_rope], 1)
     zeros = torch.zeros_like(new[:3])
     assert torch.equal(rows, torch.cat([new, zeros, new.flip(0)]))
-    assert torch.equal(rows, reference.gather_latents(pool, slots))
+    assert torch.equal(rows, reference.gather_latents(GatherLatents(pool, slots, impl="")))
     assert gather_latents(pool, slots[:0], impl=impl).shape == (0, 48)
 
 
@@ -131,9 +128,9 @@ Tensor? pool_scale=None) -> ()
 torch_hybrid::gather_latents(Tensor pool,
 Tensor rows,
 *,
+ScalarType? dtype=None,
 str impl,
-Tensor? pool_scale=None,
-ScalarType? dtype=None) -> Tensor""",
+Tensor? pool_scale=None) -> Tensor""",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget
-from tests.ops.latent_attention.cases import CASES, Case, Inputs, make_inputs
+from tests.ops.latent_attention.cases import CASES, TENSORS, Case, Inputs, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
@@ -24,6 +24,7 @@ from tests.ops.triton_compile import (
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.latent_attention import latent_attention_with_lse, reference
+from torch_hybrid.ops.latent_attention.op import LatentAttentionWithLse
 
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/latent_attention -k triton
@@ -43,7 +44,6 @@ HOPPER = {
     "tokens": Case(num_heads=20, page_size=64, lengths=((7, 300), (0, 9), (2, 2), (9, 65))),
     "not split": Case(num_heads=64, lengths=((1, 200), (1, 63), *[(1, 3)] * 130)),
 }
-NAMES = [field.name for field in fields(Inputs) if field.name != "pool_scale"]  # by position
 
 
 @needs_triton
@@ -77,29 +77,29 @@ def test_a_captured_graph_serves_other_lengths(dtype: torch.dtype) -> None:
     other = make_inputs(
         replace(shape, lengths=((3, 9), (4, 70))), dtype=dtype, padding=(1, 0), seed=1
     )
-    for name in NAMES:
+    for name in TENSORS:
         getattr(captured, name).copy_(getattr(other, name))
     graph.replay()
     assert_as_exact(other, shape.scale, out.cpu(), lse.cpu(), captured.pool.cpu())
 
 
 def call(inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
-    tensors = [getattr(inputs, name) for name in NAMES]
+    tensors = [getattr(inputs, name) for name in TENSORS]
     return latent_attention_with_lse(
         *tensors, scale=scale, pool_scale=inputs.pool_scale, impl="triton"
     )
 
 
 def assert_as_exact(inputs: Inputs, scale: float, out: Tensor, lse: Tensor, pool: Tensor) -> None:
-    args = inputs.args()
-    exact = reference.latent_attention_with_lse(*inputs.to(torch.float64).args(), scale=scale)
-    rounded = reference.latent_attention_with_lse(*args, scale=scale)
+    own = replace(inputs.fresh(), scale=scale)
+    exact = reference.latent_attention_with_lse(own.to(torch.float64).fresh())
+    rounded = reference.latent_attention_with_lse(own)
     num_tokens = int(inputs.cu_seqlens[-1])
     assert_within_budget(out, exact[0], rounded[0])
     check_lse(inputs, lse[:num_tokens], exact[1][:num_tokens], rounded[1][:num_tokens])
     assert not out[num_tokens:].any()
     assert (lse[num_tokens:] == -torch.inf).all()
-    assert torch.equal(pool.view(torch.uint8), args[4].view(torch.uint8))
+    assert torch.equal(pool.view(torch.uint8), own.pool.view(torch.uint8))
 
 
 def check_lse(inputs: Inputs, lse: Tensor, exact: Tensor, rounded: Tensor) -> None:
@@ -117,7 +117,7 @@ def check_lse(inputs: Inputs, lse: Tensor, exact: Tensor, rounded: Tensor) -> No
 
 def on_device(inputs: Inputs) -> Inputs:
     """Copies on the GPU; queries out of a product with heads first, latents slices of one."""
-    given = {f.name: getattr(inputs, f.name) for f in fields(Inputs)}
+    given = {name: getattr(inputs, name) for name in (*TENSORS, "pool_scale")}
     moved = {name: x.to("cuda", copy=True) for name, x in given.items() if x is not None}
     heads_first = moved["q_latent"].transpose(0, 1).contiguous().transpose(0, 1)
     rows = torch.cat([moved["latent"], moved["k_rope"]], 1)
@@ -196,7 +196,7 @@ def record_launches(
         return torch.empty(*shape, dtype=torch.int32, device="meta")
 
     with launches_on(target, gluon=gluon) as launches:
-        _triton.latent_attention_with_lse(
+        call = LatentAttentionWithLse(
             rows(num_tokens, num_heads, 512),
             rows(num_tokens, num_heads, 64),
             rows(num_tokens, 512),
@@ -208,6 +208,7 @@ def record_launches(
             index(num_tokens),
             scale=1.0,
             pool_scale=torch.empty(1, device="meta") if fp8 else None,
-            is_invariant=is_invariant,
+            impl="triton",
         )
+        _triton.latent_attention_with_lse(call, is_invariant=is_invariant)
     return launches

@@ -73,7 +73,9 @@ class Ops:
 
 
 REFERENCES = Ops(
-    reference.ragged_attention_with_lse,
+    lambda *rows, **options: reference.ragged_attention_with_lse(
+        ragged_op.RaggedAttentionWithLse(*rows, **options, impl="")
+    ),
     lambda *states: merge_reference.merge_states(merge_op.MergeStates(*states, impl="")),
 )
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tests.ops.declared import DeclaredInputs
 from tests.ops.pages import offsets
+from torch_hybrid.ops.ragged_attention.op import RaggedAttentionWithLse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +24,12 @@ class Case:
     lengths: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The tensors of one call, in the op's order."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(DeclaredInputs, RaggedAttentionWithLse):
+    """The arguments of one call."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-
-    def args(self) -> tuple[Tensor, ...]:
-        """The positional arguments."""
-        return self.q, self.k, self.v, self.cu_seqlens_q, self.cu_seqlens_k
+    impl: str = ""
+    causal: bool = False
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in another dtype."""
@@ -100,4 +95,5 @@ def make_inputs(
         v=rows(num_k, padding[1], case.num_k_heads, case.v_head_dim),
         cu_seqlens_q=offsets([q for q, _ in lengths]),
         cu_seqlens_k=offsets([k for _, k in lengths]),
+        scale=case.head_dim**-0.5,
     ).to(dtype)

@@ -37,9 +37,7 @@ def causal(request: pytest.FixtureRequest) -> bool:
 
 
 def attend(inputs: Inputs, impl: str, causal: bool) -> tuple[Tensor, Tensor]:
-    return ragged_attention_with_lse(
-        *inputs.args(), causal=causal, scale=inputs.q.shape[2] ** -0.5, impl=impl
-    )
+    return ragged_attention_with_lse(*inputs.args(), causal=causal, scale=inputs.scale, impl=impl)
 
 
 # ---- numbers ---------------------------------------------------------------------------------
@@ -50,10 +48,9 @@ def expected_results(
     name: str, dtype: torch.dtype, causal: bool
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The reference in float64 and in ``dtype``."""
-    inputs = make_inputs(CASES[name], dtype=dtype)
-    options = {"causal": causal, "scale": CASES[name].head_dim ** -0.5}
-    exact = reference.ragged_attention_with_lse(*inputs.to(torch.float64).args(), **options)
-    return exact, reference.ragged_attention_with_lse(*inputs.args(), **options)
+    inputs = replace(make_inputs(CASES[name], dtype=dtype), causal=causal)
+    exact = reference.ragged_attention_with_lse(inputs.exact())
+    return exact, reference.ragged_attention_with_lse(inputs)
 
 
 def assert_as_exact(
@@ -143,6 +140,7 @@ def test_sequences_do_not_depend_on_one_another(impl: str, name: str, causal: bo
             v=inputs.v[k_rows],
             cu_seqlens_q=offsets([counts[0][n] for n in order]),
             cu_seqlens_k=offsets([counts[1][n] for n in order]),
+            scale=inputs.scale,
         )
         part_out, part_lse = attend(part, impl, causal)
         assert torch.equal(part_out, out[q_rows])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,9 +26,7 @@ CASES = {
 
 
 def check(inputs: Inputs, results: tuple[Tensor, Tensor], *, causal: bool) -> None:
-    scale = inputs.q.shape[2] ** -0.5
-    exact = inputs.to(torch.float64).args()
-    expected = reference.ragged_attention_with_lse(*exact, causal=causal, scale=scale)
+    expected = reference.ragged_attention_with_lse(replace(inputs.exact(), causal=causal))
     used = int(inputs.cu_seqlens_q[-1])
     out, lse = (result.double().cpu() for result in results)
     error = (out - expected[0])[:used].abs().max()
@@ -47,10 +47,9 @@ def test_attends_by_documentation(case: Case, causal: bool):
     padding = (0, 0, 2) if num_prompts else (3, 3, 2)
     inputs = make_inputs(case, dtype=torch.bfloat16, padding=padding)
     planned = [torch.tensor([num_prompts])]
-    launcher, scale = IMPLEMENTATIONS["cudnn"].load(), case.head_dim**-0.5
-    q, *others = inputs.args()
+    launcher, q = IMPLEMENTATIONS["cudnn"].load(), inputs.q
     for rows in (q, q.transpose(0, 1).contiguous().transpose(0, 1)):  # heads outermost in memory
-        results = launcher(rows, *others, causal=causal, scale=scale, planned=planned)
+        results = launcher(replace(inputs, q=rows, causal=causal, planned=planned))
         check(inputs, results, causal=causal)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,9 +39,8 @@ def planned_for(inputs: Inputs, device: str) -> list[Tensor]:
 
 
 def check(inputs: Inputs, results: tuple[Tensor, Tensor], *, causal: bool = True) -> None:
-    scale, used = inputs.q.shape[2] ** -0.5, int(inputs.cu_seqlens_q[-1])
-    exact = inputs.to(torch.float64).args()
-    expected = reference.ragged_attention_with_lse(*exact, causal=causal, scale=scale)
+    used = int(inputs.cu_seqlens_q[-1])
+    expected = reference.ragged_attention_with_lse(replace(inputs.exact(), causal=causal))
     out, lse = (result.double().cpu() for result in results)
     error = (out - expected[0])[:used].abs().max()
     assert error <= 2**-6 * expected[0][:used].abs().max(), f"error {error:.1e}"
@@ -63,7 +63,7 @@ def test_attends_by_documentation(causal: bool):
     padding = (150, 3, 2)  # more rows than programs that set them
     inputs = make_inputs(SMALL, dtype=torch.bfloat16, padding=padding)
     launcher, planned = IMPLEMENTATIONS["flashinfer"].load(), planned_for(inputs, "cpu")
-    results = launcher(*inputs.args(), causal=causal, scale=24**-0.5, planned=planned)
+    results = launcher(replace(inputs, causal=causal, planned=planned))
     check(inputs, results, causal=causal)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,9 @@ from tests.ops.triton_compile import (
 )
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
+from torch_hybrid.ops.core.declare import Declaration
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse, reference
+from torch_hybrid.ops.ragged_attention.op import RaggedAttentionWithLse
 from torch_hybrid.ops.triton.devices import gluon_missing
 
 # What of the contract the interpreter can do in seconds.
@@ -53,6 +55,8 @@ HOPPER |= {
     for num_heads in (9, 12, 16)
 }
 
+NAMES = list(Declaration(RaggedAttentionWithLse).kinds)  # of the tensors
+
 
 @needs_triton
 def test_in_the_interpreter(
@@ -82,8 +86,8 @@ def test_a_captured_graph_serves_other_lengths() -> None:
         out, lse = call(captured, True)
     for seed, lengths in enumerate([((150, 250), (3, 40)), ((0, 9), (64, 64))], 1):
         other = of_lengths(lengths, seed)
-        for field in fields(Inputs):
-            getattr(captured, field.name).copy_(getattr(other, field.name))
+        for held, new in zip(captured.args(), other.args(), strict=True):
+            held.copy_(new)
         graph.replay()
         assert_as_exact(other, True, out.cpu(), lse.cpu())
 
@@ -97,14 +101,15 @@ def of_lengths(lengths: tuple[tuple[int, int], ...], seed: int) -> Inputs:
 
 
 def call(inputs: Inputs, causal: bool) -> tuple[Tensor, Tensor]:
-    scale = inputs.q.shape[2] ** -0.5
-    return ragged_attention_with_lse(*inputs.args(), causal=causal, scale=scale, impl="triton")
+    return ragged_attention_with_lse(
+        *inputs.args(), causal=causal, scale=inputs.scale, impl="triton"
+    )
 
 
 def assert_as_exact(inputs: Inputs, causal: bool, out: Tensor, lse: Tensor) -> None:
-    options = {"causal": causal, "scale": inputs.q.shape[2] ** -0.5}
-    exact = reference.ragged_attention_with_lse(*inputs.to(torch.float64).args(), **options)
-    rounded = reference.ragged_attention_with_lse(*inputs.args(), **options)
+    inputs = replace(inputs, causal=causal)
+    exact = reference.ragged_attention_with_lse(inputs.exact())
+    rounded = reference.ragged_attention_with_lse(inputs)
     empty = exact[1] == -torch.inf
     assert torch.equal(lse == -torch.inf, empty)
     assert not out[empty].any()
@@ -114,7 +119,7 @@ def assert_as_exact(inputs: Inputs, causal: bool, out: Tensor, lse: Tensor) -> N
 
 def on_device(inputs: Inputs) -> Inputs:
     """Copies on the GPU; k and v lie beside each other within each head."""
-    moved = {f.name: getattr(inputs, f.name).to("cuda", copy=True) for f in fields(Inputs)}
+    moved = {name: getattr(inputs, name).to("cuda", copy=True) for name in NAMES}
     kv = torch.cat([moved["k"], moved["v"]], 2)
     k, v = kv.split([moved["k"].shape[2], moved["v"].shape[2]], 2)
     return replace(inputs, **moved | {"k": k, "v": v})
@@ -181,5 +186,7 @@ def record_launches(
     offsets = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
     with launches_on(target, gluon=gluon) as launches:
         k, v = kv.split([head_dim, v_head_dim], 2)
-        _triton.ragged_attention_with_lse(q, k, v, offsets, offsets, causal=True, scale=1.0)
+        _triton.ragged_attention_with_lse(
+            RaggedAttentionWithLse(q, k, v, offsets, offsets, causal=True, scale=1.0, impl="triton")
+        )
     return launches
