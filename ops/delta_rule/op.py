@@ -209,8 +209,6 @@ class RecurrentGatedDeltaRule(GatedDeltaRule):
             for 0: that state is not stored.
         scale: factor on q, usually ``K ** -0.5``.
         qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
         impl: a name in GATED_RECURRENT_IMPLEMENTATIONS.
 
     Returns:
@@ -222,8 +220,6 @@ class RecurrentGatedDeltaRule(GatedDeltaRule):
 
     From "Gated Delta Networks" (arXiv 2412.06464), as used by Qwen3-Next.
     """
-
-    planned: Sequence[Tensor] | None = field(default=(), kw_only=True)
 
 
 @dataclass(slots=True)
@@ -237,6 +233,8 @@ class ChunkGatedDeltaRule(GatedDeltaRule):
     Args:
         chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. "triton"
             and "flashinfer" take chunks of their own.
+        planned: for an implementation that plans, what its planner made for these lengths: its
+            tensors, and its values as a tensor on the host.
         impl: a name in GATED_CHUNK_IMPLEMENTATIONS.
     """
 

@@ -3,7 +3,6 @@ was planned for its own lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +11,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.core.planning import Lengths, Planned
 from torch_hybrid.ops.delta_rule import _torch as _delta
-from torch_hybrid.ops.delta_rule.op import (
-    ChunkGatedDeltaRule,
-    ChunkKimiDeltaAttention,
-    RecurrentGatedDeltaRule,
-)
-from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
+from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule, ChunkKimiDeltaAttention
 from torch_hybrid.ops.paged_attention import _torch
 from torch_hybrid.ops.paged_attention.op import FEATURES, PagedAttention
 from torch_hybrid.ops.ragged_attention import _torch as _ragged
@@ -96,32 +90,3 @@ def chunk_delta_rule(x: ChunkGatedDeltaRule | ChunkKimiDeltaAttention) -> Tensor
     assert values.tolist() == [int(x.cu_seqlens.diff().max()), *x.v.shape[1:]]
     LAUNCHED.append(tuple(values.tolist()))
     return _delta.chunk_delta_rule(x)
-
-
-def one_token(launcher: str) -> Implementation:
-    """Of a recurrence, as FlashInfer's decode is planned."""
-    return Implementation(
-        capability=Capability(devices=frozenset({"cpu"}), cuda_graph=True),
-        launcher=f"{__name__}:{launcher}",
-        planner="torch_hybrid.ops.flashinfer.one_token:plan",
-    )
-
-
-def _check_slots(
-    cu_seqlens: Tensor, initial: Tensor, final: Tensor, planned: Sequence[Tensor]
-) -> None:
-    """Those of sequences that have a token are read where they are, or packed."""
-    slots, place = planned
-    has_token = cu_seqlens.diff() > 0
-    is_in_place = bool(initial[has_token].all() and final[has_token].all())
-    assert place.tolist() == [IN_PLACE if is_in_place else APART]
-    expected = initial if is_in_place else torch.arange(len(initial), dtype=torch.int32)
-    assert torch.equal(slots, expected.where(has_token, -1))
-    LAUNCHED.append(tuple(place.tolist()))
-
-
-def recurrent_gated_delta_rule(x: RecurrentGatedDeltaRule) -> Tensor:
-    """As implementation "torch", where the slots that were planned are of this step."""
-    assert x.planned is not None
-    _check_slots(x.cu_seqlens, x.initial_indices, x.state_indices, x.planned)
-    return _delta.recurrent_delta_rule(x)

@@ -10,9 +10,7 @@ from tests.backends import planning
 from tests.graphs.as_traced import run_as_traced
 from tests.tiny_models import make_model
 from torch_hybrid.models.adapt import adapt
-from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.delta_rule import op as delta_op
-from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
 from torch_hybrid.ops.paged_attention import op
 from torch_hybrid.ops.ragged_attention import op as ragged_op
 
@@ -101,28 +99,6 @@ def test_rules_are_planned_with_what_is_known_of_their_layers(family: str, rule:
     backends = th.Backends(linear="torch", ops={rule: "planning"})
     assert torch.equal(steps(th.Runner(model, backends=backends, **options)), expected)
     assert {values[0] for values in planning.LAUNCHED} == {20, 30}
-
-
-@pytest.mark.parametrize(
-    ("model_type", "recurrent", "op"),
-    [
-        ("qwen3_next", delta_op.GATED_RECURRENT_IMPLEMENTATIONS, "recurrent_gated_delta_rule"),
-    ],
-)
-def test_a_recurrence_of_one_token_is_given_the_slots_of_its_step(
-    monkeypatch: pytest.MonkeyPatch,
-    model_type: str,
-    recurrent: dict[str, Implementation],
-    op: str,
-):
-    """Sequences that begin are read apart, all others where they are."""
-    monkeypatch.setitem(recurrent, "planning", planning.one_token(op))
-    model = adapt(make_model(model_type, seed=1))
-    options = {**SIZES, "compile": False, "cuda_graphs": "on", "prefill": False}
-    expected = steps(th.Runner(model, backends=th.Backends(ops={op: "torch"}), **options))
-    runner = th.Runner(model, backends=th.Backends(ops={op: "planning"}), **options)
-    assert torch.equal(steps(runner), expected)
-    assert set(planning.LAUNCHED) == {(IN_PLACE,), (APART,)}
 
 
 @pytest.mark.slow

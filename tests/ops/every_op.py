@@ -295,14 +295,16 @@ CALLS: dict[str, Callable[[], _Made]] = {
     ),
     "fused_experts": _fused_experts,
     "gated_delta_step": lambda: _recurrent(
-        gated_delta_step.make_inputs(gated_delta_step.case(**_ONE_EACH))
+        gated_delta_step.make_inputs(gated_delta_step.case(**_ONE_EACH, has_bias=True))
     ),
     "gated_delta_step, drafts": _gated_delta_verify,
     "gated_pooling": _gated_pooling,
     "gather_latents": _gather_latents,
     "head_linear": lambda: _without_indices(torch.randn(5, 3, 32), torch.randn(3, 16, 32)),
     "kimi_delta_step": lambda: _recurrent(
-        kimi_delta_step.make_inputs(kimi_delta_step.case(1, 1, 0, 1, num_padding_tokens=3))
+        kimi_delta_step.make_inputs(
+            kimi_delta_step.case(1, 1, 0, 1, num_padding_tokens=3, has_bias=True)
+        )
     ),
     "kimi_delta_step, drafts": _kimi_delta_verify,
     "latent_attention": _latent_attention,
@@ -311,6 +313,9 @@ CALLS: dict[str, Callable[[], _Made]] = {
         lightning_step.make_inputs(lightning_step.Case(**_ONE_EACH))
     ),
     "lightning_step, drafts": _lightning_verify,
+    "lightning_step, ungated": lambda: _recurrent(
+        lightning_step.make_inputs(replace(lightning_step.CASES["ungated"], **_ONE_EACH))
+    ),
     "linear": lambda: _without_indices(*linears.make_inputs(linears.CASES["five_rows_odd"]).args()),
     "merge_states": lambda: _without_indices(*(torch.randn(2, 3, 16), torch.randn(2, 3)) * 2),
     "ngram_embedding": _ngram_embedding,

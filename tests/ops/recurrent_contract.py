@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.ops.contract import (
     assert_same_bits,
-    assert_traces_once,
     assert_within_budget,
     skip_reason,
     written_slots,
@@ -23,7 +22,6 @@ from tests.ops.pages import offsets
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Implementation
 from torch_hybrid.ops.core.declare import Op
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES
-from torch_hybrid.ops.triton.devices import interpreted
 
 DEVICE = "cpu"
 
@@ -150,9 +148,8 @@ class Family:
         chunk_sizes: tuple[int, ...],
         *,
         recurrent: bool = True,
-        impls: tuple[str, ...] | None = None,
     ) -> list[object]:
-        """Implementations of both forms, all or those named, as pytest parameters."""
+        """Implementations of both forms, as pytest parameters."""
         each = {
             f"recurrent-{name}": (Form(op=self.recurrent, impl=name), implementation)
             for name, implementation in self.recurrent_implementations.items()
@@ -174,7 +171,6 @@ class Family:
             )
             for name, (form, implementation) in {**each, **chunk}.items()
             if DEVICE in implementation.capability.devices
-            if impls is None or form.impl in impls
             for reason in [skip_reason(implementation, DEVICE)]
         ]
 
@@ -202,7 +198,7 @@ class RecurrentContract:
     """The tests; a family's own class names the family and adds what is peculiar to it.
 
     ``form`` is each implementation at the chunk size that layers run, ``other_size`` each at the
-    other sizes. ``traced_form`` is one implementation: what is traced (schema, fake) is shared.
+    other sizes.
     """
 
     family: ClassVar[Family]
@@ -212,7 +208,6 @@ class RecurrentContract:
         forms = {
             "form": family.forms((size,)),
             "other_size": family.forms(tuple(n for n in CHUNK_SIZES if n != size), recurrent=False),
-            "traced_form": family.forms((size,), impls=("torch",)),
         }
         for name, parameters in forms.items():
             if name in metafunc.fixturenames:
@@ -257,24 +252,6 @@ class RecurrentContract:
             slots = written_slots(uncut)
             assert torch.equal(segmented.state[slots], uncut.state[slots])
 
-    def test_padding_changes_nothing(self, form: Form):
-        """Padding tokens and empty sequences: zeros, and no other bit."""
-        # The interpreter takes seconds for a hundred tokens: two chunks, the last cut short.
-        lengths = {"lengths": (5, 0, 1, 40, 2)} if interpreted() else {}
-        plain = self.family.mixed(num_padding_tokens=0, **lengths)
-        num_tokens = int(plain.cu_seqlens[-1])
-        padded = replace(
-            plain.copy(),
-            **plain.tokens(torch.arange(num_tokens + 6) % num_tokens),
-            cu_seqlens=torch.nn.functional.pad(plain.cu_seqlens, (0, 2), value=num_tokens),
-            initial_indices=torch.nn.functional.pad(plain.initial_indices, (0, 2)),
-            state_indices=torch.nn.functional.pad(plain.state_indices, (0, 2)),
-        )
-        out_plain, out_padded = form(plain), form(padded)
-        assert torch.equal(out_padded[:num_tokens], out_plain)
-        assert torch.equal(out_padded[num_tokens:], torch.zeros_like(out_padded[num_tokens:]))
-        assert_same_bits(padded.state, plain.state)
-
     def test_order_of_sequences_does_not_matter(self, form: Form):
         inputs = self.family.mixed(num_padding_tokens=0)
         order = torch.tensor([3, 6, 0, 5, 1, 4, 2])
@@ -311,43 +288,6 @@ class RecurrentContract:
         slots = written_slots(elsewhere)
         assert_same_bits(elsewhere.state[slots], in_place.state[slots - num_slots])
 
-    def test_a_state_that_is_not_stored_changes_nothing(self, form: Form):
-        """A look ahead: the outputs, and every slot as it was."""
-        inputs = self.family.mixed()
-        stored, tried = inputs.copy(), inputs.copy()
-        tried = replace(tried, state_indices=torch.zeros_like(inputs.state_indices))
-        tried.state_indices[0] = inputs.state_indices[0]
-        assert torch.equal(form(tried), form(stored))
-        kept = written_slots(tried)
-        assert_same_bits(tried.state[kept], stored.state[kept])
-        tried.state[kept] = inputs.state[kept]
-        assert_same_bits(tried.state, inputs.state)
-
-    def test_no_other_slot_changes(self, form: Form):
-        """Canaries in the null slot, the slots of empty sequences, those of nobody and the last."""
-        inputs = self.family.mixed(lengths=(5, 0, 1, 40))
-        canary = torch.arange(inputs.state.numel(), dtype=torch.float32).view_as(inputs.state)
-        inputs = replace(inputs, state=canary.clone())
-        others = torch.ones(len(canary), dtype=torch.bool)
-        others[written_slots(inputs).long()] = False
-        assert others[-1]
-        form(inputs)
-        assert torch.equal(inputs.state[others], canary[others])
-        assert not (inputs.state[~others] == canary[~others]).flatten(1).all(1).any()
-
-    def test_rows_may_lie_apart(self, form: Form):
-        """Slices of a projection give the same bits as contiguous tensors."""
-        sliced = self.family.make_inputs(self.family.cases["mixed"], torch.bfloat16)
-        assert not sliced.q.is_contiguous()
-        per_token = sliced.tokens(slice(None)).items()
-        sliced = replace(sliced, **{name: widen(x) for name, x in per_token if name not in "qkv"})
-        dense = replace(
-            sliced.copy(),
-            **{name: x.contiguous() for name, x in sliced.tokens(slice(None)).items()},
-        )
-        assert torch.equal(form(sliced), form(dense))
-        assert_same_bits(sliced.state, dense.state)
-
     def test_one_row_of_decays_may_serve_all_tokens(self, form: Form):
         inputs = self.family.mixed()
         shared = replace(inputs.copy(), g=inputs.g[:1].expand(inputs.g.shape))
@@ -355,51 +295,7 @@ class RecurrentContract:
         assert torch.equal(form(shared), form(dense))
         assert_same_bits(shared.state, dense.state)
 
-    @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)], ids=str)
-    def test_nothing_to_do(self, form: Form, lengths: tuple[int, ...]):
-        inputs = self.family.mixed(lengths=lengths, num_padding_tokens=2)
-        before = inputs.state.clone()
-        assert torch.equal(form(inputs), torch.zeros_like(inputs.v))
-        assert_same_bits(inputs.state, before)
-
     def test_other_dtypes_are_refused(self, form: Form):
         inputs = self.family.make_inputs(self.family.cases["mixed"], torch.float64)
         with pytest.raises(ValueError, match=f"impl '{form.impl}' takes .* of torch.float64"):
             form(inputs)
-
-    def test_opcheck(self, form: Form):
-        inputs = self.family.mixed()
-        inputs = replace(inputs, state=inputs.state.nan_to_num())
-        overload = getattr(torch.ops.torch_hybrid, form.op.__name__).default
-        options = {**inputs.options(), **form.options()}
-        torch.library.opcheck(overload, inputs.args(), options)
-
-    def test_one_trace_serves_all_batches(self, traced_form: Form):
-        inputs = self.family.mixed()
-        options = {**inputs.options(), **traced_form.options()}
-
-        def step(*args: Tensor) -> Tensor:
-            return traced_form.op(*args, **options) * 2
-
-        state = torch.randn(23, *inputs.state.shape[1:])
-        batches = [
-            replace(self.family.mixed(lengths=lengths), state=state).args()
-            for lengths in [(3, 1, 2, 4, 1, 1, 7), (1,) * 4, (5, 6), (40, 1, 1, 7, 9)]
-        ]
-        assert_traces_once(step, batches)
-
-
-def widen(x: Tensor) -> Tensor:
-    """The same values in rows that lie apart, as slices of a tensor of NaN."""
-    rows = x.flatten(1)
-    wide = torch.full((len(rows), rows.shape[1] + 5), torch.nan, dtype=x.dtype)
-    wide[:, : rows.shape[1]] = rows
-    return wide[:, : rows.shape[1]].view(x.shape)
-
-
-def schemas(*ops: Callable[..., Tensor]) -> str:
-    """The registered schemas of these ops, an argument on each line."""
-    return "\n".join(
-        str(getattr(torch.ops.torch_hybrid, op.__name__).default._schema).replace(", ", "\n  ")
-        for op in ops
-    )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ops.contract import (
-    assert_traces_once,
     assert_within_budget,
     impls_on,
     skip_reason,
@@ -67,13 +65,9 @@ class StepContract:
 
     Attributes:
         family: the step.
-        sliced: per-token tensors that lie apart in its inputs.
-        opchecked: cases that opcheck sees, by name.
     """
 
     family: ClassVar[Family]
-    sliced: ClassVar[str]
-    opchecked: ClassVar[Mapping[str, Any]]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         names = impls_on(DEVICE, self.family.implementations)
@@ -87,9 +81,8 @@ class StepContract:
         for kind, members in kinds.items():
             if kind in metafunc.fixturenames:
                 metafunc.parametrize(kind, self._parameters(members))
-        for kind, cases in {"case": self.family.cases, "opchecked": self.opchecked}.items():
-            if kind in metafunc.fixturenames:
-                metafunc.parametrize(kind, cases.values(), ids=cases)
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", self.family.cases.values(), ids=self.family.cases)
 
     def _parameters(self, names: Iterable[str]) -> list[object]:
         reasons = {n: skip_reason(self.family.implementations[n], DEVICE) for n in names}
@@ -108,22 +101,6 @@ class StepContract:
         expected = expect(self.family, self.family.cases["mixed"], torch.float16)
         inputs = expected.inputs.copy()
         expected.check(self.family.run(inputs, "torch"), inputs)
-
-    def test_padding_changes_nothing(self, impl: str):
-        """Padding tokens and empty sequences: zeros, and no other bit."""
-        plain = self.family.mixed(num_padding_tokens=0)
-        num_tokens = int(plain.cu_seqlens[-1])
-        padded = replace(
-            plain.copy(),
-            **plain.tokens(torch.arange(num_tokens + 6) % num_tokens),
-            cu_seqlens=F.pad(plain.cu_seqlens, (0, 2), value=num_tokens),
-            initial_indices=F.pad(plain.initial_indices, (0, 2)),
-            state_indices=F.pad(plain.state_indices, (0, 2)),
-        )
-        out_plain, out_padded = self.family.run(plain, impl), self.family.run(padded, impl)
-        assert torch.equal(out_padded[:num_tokens], out_plain)
-        assert torch.equal(out_padded[num_tokens:], torch.zeros_like(out_padded[num_tokens:]))
-        assert_same_pools(padded, plain)
 
     def test_neighbours_do_not_matter(self, impl: str):
         """Each sequence alone, and all of them in another order: the same bits."""
@@ -163,47 +140,6 @@ class StepContract:
         for name, pool in in_place.pools().items():
             assert torch.equal(halves[name][1][slots], pool[slots])
 
-    def test_a_state_that_is_not_stored_changes_nothing(self, impl: str):
-        """A look ahead: the outputs, and every slot as it was."""
-        inputs = self.family.mixed()
-        tried = replace(inputs.copy(), state_indices=torch.zeros_like(inputs.state_indices))
-        assert torch.equal(self.family.run(tried, impl), self.family.run(inputs.copy(), impl))
-        assert_same_pools(tried, inputs)
-
-    def test_no_other_slot_changes(self, impl: str):
-        """Canaries in the null slot, the slots of empty sequences, those of nobody and the last."""
-        inputs = self.family.mixed()
-        canaries = {
-            n: torch.arange(p.numel(), dtype=p.dtype).view_as(p) for n, p in inputs.pools().items()
-        }
-        inputs = replace(inputs, **{n: canary.clone() for n, canary in canaries.items()})
-        others = torch.ones(len(inputs.state), dtype=torch.bool)
-        others[inputs.written_slots().long()] = False
-        assert others[-1]
-        self.family.run(inputs, impl)
-        for name, canary in canaries.items():
-            pool = getattr(inputs, name)
-            assert torch.equal(pool[others], canary[others])
-            assert not (pool[~others] == canary[~others]).flatten(1).all(1).any()
-
-    def test_rows_may_lie_apart(self, impl: str):
-        """Slices of a projection give the same bits as contiguous tensors."""
-        dtype = torch.bfloat16 if impl == "cpp" else torch.float32
-        sliced = self.family.make_inputs(self.family.cases["mixed"], dtype)
-        assert not getattr(sliced, self.sliced).is_contiguous()
-        rows = {name: x.contiguous() for name, x in sliced.tokens(slice(None)).items()}
-        dense = replace(sliced.copy(), **rows)
-        assert torch.equal(self.family.run(sliced, impl), self.family.run(dense, impl))
-        assert_same_pools(sliced, dense)
-
-    @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)], ids=str)
-    def test_nothing_to_do(self, impl: str, lengths: tuple[int, ...]):
-        inputs = self.family.mixed(lengths=lengths, num_padding_tokens=2)
-        before = inputs.copy()
-        width = inputs.state.shape[1] * inputs.state.shape[2]
-        assert torch.equal(self.family.run(inputs, impl), torch.zeros(2, width))
-        assert_same_pools(inputs, before)
-
     def test_sequences_of_several_tokens_are_refused(self, host_impl: str):
         inputs = self.family.mixed(lengths=(1, 2), num_padding_tokens=0)
         told = r"must have one token or none, got lengths \[1, 2\]"
@@ -238,30 +174,6 @@ class StepContract:
         for rows, own in outs:
             assert torch.equal(out[rows], own)
         assert_same_pools(inputs, one_by_one)
-
-    def test_opcheck(self, impl: str, opchecked: Any):
-        inputs = self.family.make_inputs(opchecked)
-        inputs = replace(inputs, **{n: pool.nan_to_num() for n, pool in inputs.pools().items()})
-        overload = getattr(torch.ops.torch_hybrid, self.family.op.__name__).default
-        torch.library.opcheck(overload, inputs.args(), {**inputs.options(), "impl": impl})
-
-    def test_one_trace_serves_all_batches(self):
-        first = self.family.mixed(lengths=(1,) * 7, num_padding_tokens=0)
-        options = first.options()
-        pools = {n: torch.randn(23, *pool.shape[1:]) for n, pool in first.pools().items()}
-        batches = []
-        for num_seqs in (7, 4, 2, 9):
-            inputs = self.family.mixed(lengths=(1,) * num_seqs, num_padding_tokens=0)
-            batches.append(replace(inputs, **pools).args())
-
-        def step(*args: Tensor) -> Tensor:
-            return self.family.op(*args, **options, impl="torch") * 2
-
-        assert_traces_once(step, batches)
-
-    def test_unknown_implementation(self):
-        with pytest.raises(ValueError, match="impl must be one of"):
-            self.family.run(self.family.mixed(), "none")
 
 
 def one_of(inputs: Any, n: int) -> Any:

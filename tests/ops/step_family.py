@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.verify import StepOp
 
 
 class Inputs:
@@ -70,11 +71,15 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """A step: its op, its oracle and its inputs. ``cases`` has one named "mixed"."""
+    """A step: its op, its oracle and its inputs. ``cases`` has one named "mixed".
+
+    ``value`` is the class of its arguments, which the oracle takes.
+    """
 
     op: Callable[..., Tensor]
+    value: type[StepOp]
     implementations: Mapping[str, Implementation]
-    reference: Callable[..., Tensor]
+    reference: Callable[[Any], Tensor]
     cases: Mapping[str, Any]
     make_inputs: Callable[..., Any]
 
@@ -82,7 +87,7 @@ class Family:
         return self.op(*inputs.args(), **inputs.options(), impl=impl)
 
     def by_reference(self, inputs: Inputs) -> Tensor:
-        return self.reference(*inputs.args(), **inputs.options())
+        return self.reference(self.value(*inputs.args(), **inputs.options(), impl="reference"))
 
     def mixed(self, **changes: object) -> Any:
         return self.make_inputs(replace(self.cases["mixed"], **changes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -16,7 +16,6 @@ from tests.ops.contract import assert_within_budget, impls_on, skip_reason
 from tests.ops.pages import offsets
 from tests.ops.step_family import Family
 from tests.ops.step_triton import on_device
-from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.step_implementations import VERIFY
 
 DEVICE = "cpu"
@@ -36,23 +35,21 @@ class VerifyContract:
 
     Attributes:
         family: the decode step.
-        verify: the op, which takes ``records`` and ``accepted`` besides the step's tensors.
-        implementations: of ``verify``, some of which can.
         recorded: the per-token tensors that a record is made of, in its order.
         records_are_inputs: and nothing else, so that each implementation leaves the same.
-        by_reference: the definition of ``verify``.
+        by_reference: the definition, of the step's value with records.
     """
 
     family: ClassVar[Family]
-    verify: ClassVar[Callable[..., Tensor]]
-    implementations: ClassVar[Mapping[str, Implementation]]
     recorded: ClassVar[tuple[str, ...]]
     records_are_inputs: ClassVar[bool] = True
     by_reference: ClassVar[Callable[..., Tensor]]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        able = {n: i for n, i in self.implementations.items() if i.capability.features >= VERIFY}
-        names = impls_on(DEVICE, able)
+        known = self.family.implementations
+        names = impls_on(
+            DEVICE, {n: i for n, i in known.items() if i.capability.features >= VERIFY}
+        )
         kinds = {
             "impl": names,
             "native_impl": [name for name in names if name != "torch"],
@@ -60,7 +57,7 @@ class VerifyContract:
         }
         for kind, members in kinds.items():
             if kind in metafunc.fixturenames:
-                reasons = {n: skip_reason(self.implementations[n], DEVICE) for n in members}
+                reasons = {n: skip_reason(known[n], DEVICE) for n in members}
                 metafunc.parametrize(
                     kind,
                     [
@@ -120,48 +117,6 @@ class VerifyContract:
         if "conv_state" in left.pools():
             assert torch.equal(left.conv_state[slots], left_own.conv_state[slots])
 
-    def test_no_other_slot_changes(self, impl: str):
-        """Canaries in the null slot, those of nobody, and of a sequence that has no tokens."""
-        history = History(self, self.family.cases["mixed"], torch.float32, impl)
-        given = history.given((4, 0, 1, 2))
-        given = replace(given, initial_indices=torch.where(given.initial_indices == 2, 2, 0).int())
-        pools = {**given.pools(), "records": history.records}
-        for pool in pools.values():
-            pool.copy_(torch.arange(pool.numel(), dtype=pool.dtype).view_as(pool))
-        before = {name: pool.clone() for name, pool in pools.items()}
-        accepted = torch.zeros(4, dtype=torch.int32)
-        self.run_of(impl)(given, history.records, accepted)
-        written = given.state_indices[torch.tensor([0, 2, 3])].long()
-        others = torch.ones(len(given.state), dtype=torch.bool)
-        others[written] = False
-        assert others[-1]
-        assert others[0]
-        for name, pool in pools.items():
-            assert torch.equal(pool[others], before[name][others]), name
-        # Of records those of drafts alone: three of the first sequence, one of the last.
-        changed = (history.records != before["records"]).any(2)[written]
-        assert changed.sum(1).tolist() == [3, 0, 1]
-
-    def test_padding_changes_nothing(self, impl: str):
-        """Padding tokens, null sequences and NaN in what nobody reads."""
-        history = History(self, self.family.cases["mixed"], torch.float32, impl)
-        given = history.given((3, 1, 0, 2))
-        padded = replace(
-            given.copy(),
-            **{n: torch.cat([x, x[:2]]) for n, x in given.tokens(slice(None)).items()},
-            cu_seqlens=torch.cat([given.cu_seqlens, given.cu_seqlens[-1:].expand(2)]),
-            initial_indices=torch.nn.functional.pad(given.initial_indices, (0, 2)),
-            state_indices=torch.nn.functional.pad(given.state_indices, (0, 2)),
-        )
-        none = torch.zeros(6, dtype=torch.int32)
-        records, poisoned = history.records, torch.full_like(history.records, torch.nan)
-        out = self.run_of(impl)(given, records, none[:4])
-        out_padded = self.run_of(impl)(padded, poisoned, none)
-        assert torch.equal(out_padded[:6], out)
-        assert torch.equal(out_padded[6:], torch.zeros_like(out_padded[6:]))
-        for name, pool in padded.pools().items():
-            torch.testing.assert_close(pool, given.pools()[name], rtol=0, atol=0, equal_nan=True)
-
     @pytest.mark.parametrize(
         ("lengths", "accepted", "message"),
         [
@@ -186,39 +141,14 @@ class VerifyContract:
         for name, pool in given.pools().items():
             torch.testing.assert_close(pool, before.pools()[name], equal_nan=True)
 
-    def test_records_of_other_widths_are_refused(self):
-        history = History(self, self.family.cases["mixed"], torch.float32, "torch")
-        given = history.given((1, 1, 1, 1))
-        with pytest.raises(ValueError, match="records must have shape"):
-            self.run_of("torch")(given, history.records[:, :, :-1], history.accepted)
-        with pytest.raises(ValueError, match=r"accepted must have dtype torch\.int32"):
-            self.run_of("torch")(given, history.records, history.accepted.long())
-
     def test_records_go_with_counts(self):
         history = History(self, self.family.cases["mixed"], torch.float32, "torch")
         given = history.given((1, 1, 1, 1))
-        verify = type(self).verify
-        options = {**given.options(), "impl": "torch"}
+        verify, options = self.family.op, {**given.options(), "impl": "torch"}
         with pytest.raises(ValueError, match="together, got records alone"):
             verify(*given.args(), **options, records=history.records)
         with pytest.raises(ValueError, match="together, got accepted alone"):
             verify(*given.args(), **options, accepted=history.accepted)
-
-    def test_opcheck(self, impl: str):
-        history = History(self, self.family.cases["mixed"], torch.float32, impl)
-        given = history.given((3, 1, 2, 0))
-        given = replace(given, **{n: pool.nan_to_num() for n, pool in given.pools().items()})
-        overload = getattr(torch.ops.torch_hybrid, self.verify.__name__).default
-        torch.library.opcheck(
-            overload,
-            given.args(),
-            {
-                **given.options(),
-                "impl": impl,
-                "records": history.records,
-                "accepted": history.accepted,
-            },
-        )
 
     def empty_records(self, inputs: Any) -> Tensor:
         """Of as many slots as there are states; NaN."""
@@ -228,7 +158,7 @@ class VerifyContract:
 
     def run_of(self, impl: str) -> Callable[[Any, Tensor, Tensor], Tensor]:
         """The op, of a call's inputs, records and counts."""
-        verify = type(self).verify
+        verify = self.family.op
 
         def run(inputs: Any, records: Tensor, accepted: Tensor) -> Tensor:
             drafts = {"records": records, "accepted": accepted}
@@ -237,7 +167,9 @@ class VerifyContract:
         return run
 
     def by_reference_of(self, inputs: Any, records: Tensor, accepted: Tensor) -> Tensor:
-        return type(self).by_reference(*inputs.args(), records, accepted, **inputs.options())
+        given = {"records": records, "accepted": accepted, "impl": "reference"}
+        value = self.family.value(*inputs.args(), **inputs.options(), **given)
+        return type(self).by_reference(value)
 
 
 class History:

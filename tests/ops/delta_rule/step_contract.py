@@ -17,7 +17,6 @@ class DeltaStepContract(StepContract):
     """The tests of every step, and those by its parts."""
 
     family: ClassVar[Family]
-    sliced = "z"
 
     def test_the_reference_is_its_parts(self, case: Case):
         """The convolution's op and, of the rule and what a layer does, the definitions."""

@@ -10,21 +10,19 @@ from torch import Tensor
 from tests.ops import step_family
 from tests.ops.delta_rule.step_cases import Case, Inputs
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
-from torch_hybrid.ops.delta_rule.op_step import DeltaStep
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family(step_family.Family):
     """A step, and the parts that it is made of.
 
-    ``value`` is the class of its arguments. ``recurrence`` and ``activations`` are the parts that
+    ``recurrence`` and ``activations`` are the parts that
     it is made of: the recurrent op, and what a layer makes of inputs: the log decays and step
     sizes, and the norm of outputs gated by z.
     """
 
     cases: Mapping[str, Case]
     make_inputs: Callable[..., Inputs]
-    value: type[DeltaStep]
     recurrence: Callable[..., Tensor]
     gates: Callable[[Inputs], tuple[Tensor, Tensor]]
     gated_norm: Callable[[Inputs, Tensor], Tensor]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,14 +25,10 @@ def gated_norm(x: Inputs, o: Tensor) -> Tensor:
     return (x.norm_weight * normed * activate(x.z.float()).view_as(o)).to(o.dtype)
 
 
-def reference(*tensors: Tensor | None, **options: Any) -> Tensor:
-    return gated_delta_step_reference(GatedDeltaStep(*tensors, **options, impl="reference"))
-
-
 FAMILY = Family(
     op=gated_delta_step,
     implementations=IMPLEMENTATIONS,
-    reference=reference,
+    reference=gated_delta_step_reference,
     cases=CASES,
     make_inputs=make_inputs,
     value=GatedDeltaStep,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,14 +26,10 @@ def gated_norm(x: Inputs, o: Tensor) -> Tensor:
     return (normed * x.z.float().sigmoid().view_as(o)).to(o.dtype)
 
 
-def reference(*tensors: Tensor | None, **options: Any) -> Tensor:
-    return kimi_delta_step_reference(KimiDeltaStep(*tensors, **options, impl="reference"))
-
-
 FAMILY = Family(
     op=kimi_delta_step,
     implementations=IMPLEMENTATIONS,
-    reference=reference,
+    reference=kimi_delta_step_reference,
     cases=CASES,
     make_inputs=make_inputs,
     value=KimiDeltaStep,

@@ -26,9 +26,8 @@ GATED = (recurrent_gated_delta_rule, delta_rule_reference)
 # What of the contract the interpreter can do in seconds; it takes milliseconds a token and head.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/delta_rule -k triton
 CONTRACT = """
-    test_gated and (recurrent-triton and (
+    gated and (recurrent-triton and (
         exact and (one_token or decode or three_value_heads or odd_dims)
-        or padding or no_other_slot or nothing_to_do
     ) or in_interpreter)
 """
 

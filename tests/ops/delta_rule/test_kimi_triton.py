@@ -27,9 +27,8 @@ KIMI = (recurrent_kimi_delta_attention, delta_rule_reference)
 # What of the contract the interpreter can do in seconds; it takes milliseconds a token and head.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/delta_rule -k triton
 CONTRACT = """
-    test_kimi and (recurrent-triton and (
-        exact and (one_token or decode or odd_dims) or padding or no_other_slot or nothing_to_do
-        or segments
+    kimi and (recurrent-triton and (
+        exact and (one_token or decode or odd_dims) or segments
     ) or in_interpreter)
 """
 

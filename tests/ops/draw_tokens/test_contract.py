@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.contract import assert_traces_once, impls_on, rows_apart, skip_reason
+from tests.ops.contract import impls_on, rows_apart, skip_reason
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
@@ -132,11 +132,6 @@ def test_rows_that_lie_apart(impl: str) -> None:
         assert draw_tokens(x, settings, **options, impl=impl).tolist() == expected
 
 
-def test_no_rows(impl: str) -> None:
-    settings = torch.zeros(5, 0, dtype=torch.float64)
-    assert draw_tokens(torch.zeros(0, 9), settings, **ALL, impl=impl).tolist() == []
-
-
 @needs_triton
 def test_in_the_interpreter(
     interpreter: Interpreter, record_property: Callable[[str, object], None]
@@ -172,33 +167,6 @@ def test_compiles_without_spills() -> None:
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
 
-# ---- the op as the compiler sees it ----------------------------------------------------------
-
-
-def test_schema() -> None:
-    assert_expected_inline(
-        str(torch.ops.torch_hybrid.draw_tokens.default._schema),
-        """torch_hybrid::draw_tokens(Tensor logits, Tensor settings, *, bool draws, int num_ranked, bool has_wide_top_p, str impl) -> Tensor""",  # noqa: E501
-    )
-
-
-def test_opcheck(impl: str) -> None:
-    rows, options = KINDS["plain"]
-    args = (logits_of(len(rows), 300, 0, torch.float32), settings_of(rows, 0))
-    op = torch.ops.torch_hybrid.draw_tokens.default
-    torch.library.opcheck(op, args, options | {"impl": impl})
-
-
-def test_compiles_once(impl: str) -> None:
-    rows, options = KINDS["plain"]
-
-    def step(logits: Tensor, settings: Tensor) -> Tensor:
-        return draw_tokens(logits * 2, settings, **options, impl=impl) + 1
-
-    batches = [[torch.randn(n, 300), settings_of((rows * 4)[:n], 0)] for n in (6, 2, 7)]
-    assert_traces_once(step, batches)
-
-
 # ---- errors ----------------------------------------------------------------------------------
 
 
@@ -211,7 +179,6 @@ def test_error_texts() -> None:
         (logits, settings[:4], {}),
         (logits, settings.float(), {}),
         (logits, settings, {"num_ranked": -1}),
-        (logits, settings, {"impl": "tpu"}),
     ]
     errors = []
     for given, own, options in calls:
@@ -226,6 +193,5 @@ logits must be [N, vocab_size], got [4, 0]
 logits must be a floating point tensor, got torch.int32
 settings must have shape [5, 4], got [4, 4]
 settings must have dtype torch.float64, got torch.float32
-num_ranked must be at least 0, got -1
-impl must be one of ['triton', 'torch'], got 'tpu'""",
+num_ranked must be at least 0, got -1""",
     )

@@ -104,34 +104,11 @@ def _expect_small_steps_for_long() -> Expected:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": torch.zeros(8, 2, 24)}, "x must have 2 dimensions, got [8, 2, 24]"),
         ({"B": torch.zeros(8, 16)}, "B must have 3 dimensions, got [8, 16]"),
         ({"A_log": torch.zeros(48)}, "A_log must have 2 dimensions, got [48]"),
-        ({"dt": torch.zeros(8, 1)}, "dt must have shape [8, 48], got [8, 1]"),
-        ({"C": torch.zeros(8, 2, 16)}, "C must have shape [8, 1, 16], got [8, 2, 16]"),
-        ({"z": torch.zeros(7, 48)}, "z must have shape [8, 48], got [7, 48]"),
-        ({"D": torch.zeros(16)}, "D must have shape [48], got [16]"),
-        ({"D": torch.zeros(48).half()}, "D must have dtype torch.float32, got torch.float16"),
-        ({"dt_bias": torch.zeros(1)}, "dt_bias must have shape [48], got [1]"),
-        (
-            {"dt_bias": torch.zeros(48).half()},
-            "dt_bias must have dtype torch.float32, got torch.float16",
-        ),
-        ({"dt_bias": torch.zeros(96)[::2]}, "dt_bias must be contiguous, got strides [2]"),
-        ({"A_log": torch.zeros(16, 48).T}, "A_log must be contiguous, got strides [1, 48]"),
-        (
-            {"state": torch.zeros(5, 48, 8)},
-            "state must have shape [5, 48, 16], got [5, 48, 8]",
-        ),
-        ({"z": torch.zeros(8, 48).half()}, "z must have dtype torch.float32, got torch.float16"),
-        ({"x": torch.zeros(48, 8).T}, "x must have contiguous rows, got strides [1, 8]"),
         (
             {"B": torch.zeros(8, 5, 16), "C": torch.zeros(8, 5, 16)},
             "x must have a multiple of the 5 groups of B, got 48",
-        ),
-        (
-            {"cu_seqlens": torch.zeros(3, dtype=torch.int64)},
-            "cu_seqlens must have dtype torch.int32, got torch.int64",
         ),
     ],
 )

@@ -30,8 +30,7 @@ from torch_hybrid.ops.selective_scan.reference import selective_scan_reference
 CONTRACT = """
     recurrent-triton and (
         exact and (one_token or decode or odd_sizes or many_states or not_gated or bias)
-        or padding_changes or no_other_slot or nothing_to_do
-    ) or chunk32-triton and nothing_to_do or in_interpreter
+    ) or in_interpreter
 """
 # Of several segments of 8 tokens, of one, of none; the second begins within one of the first's.
 SEGMENTS = Case(

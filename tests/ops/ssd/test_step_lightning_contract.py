@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import ClassVar
 
-import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,8 +19,6 @@ from torch_hybrid.ops.ssd import recurrent_ssd
 
 class TestContract(StepContract):
     family = FAMILY
-    sliced = "qkv"
-    opchecked: ClassVar = {name: CASES[name] for name in ("mixed", "ungated")}
 
 
 @pytest.mark.parametrize("name", ["mixed", "odd_dims", "minimax", "ungated"])
@@ -59,39 +55,13 @@ def test_the_reference_is_its_parts(name: str):
     [
         ({"qkv": torch.zeros(2, 8, 16)}, "qkv must have 2 dimensions, got [2, 8, 16]"),
         ({"state": torch.zeros(5, 4, 16)}, "state must have 4 dimensions, got [5, 4, 16]"),
-        (
-            {"state": torch.zeros(5, 4, 16, 8)},
-            "state must have shape [5, 4, 16, 16], got [5, 4, 16, 8]",
-        ),
-        ({"qkv": torch.zeros(2, 128)}, "qkv must have shape [2, 192], got [2, 128]"),
-        ({"gate": torch.zeros(2, 60)}, "gate must have shape [2, 64], got [2, 60]"),
         ({"gate": None}, "gate and norm_weight must both be given, or both be None"),
         (
             {"k_norm_weight": None},
             "q_norm_weight and k_norm_weight must both be given, or both be None",
         ),
         ({"sin": None}, "cos and sin must both be given, or both be None"),
-        ({"sin": torch.zeros(2, 3)}, "sin must have shape [2, 4], got [2, 3]"),
         ({"cos": torch.zeros(2, 9)}, "cos must have at most 8 columns, got 9"),
-        (
-            {"cos": torch.zeros(2, 4).double()},
-            "cos must have dtype torch.float32, got torch.float64",
-        ),
-        ({"slopes": torch.zeros(3)}, "slopes must have shape [4], got [3]"),
-        (
-            {"slopes": torch.zeros(4).half()},
-            "slopes must have dtype torch.float32, got torch.float16",
-        ),
-        (
-            {"q_norm_weight": torch.zeros(16).half()},
-            "q_norm_weight must have dtype torch.float32, got torch.float16",
-        ),
-        ({"norm_weight": torch.zeros(16)}, "norm_weight must have shape [64], got [16]"),
-        (
-            {"state_indices": torch.zeros(2)},
-            "state_indices must have dtype torch.int32, got torch.float32",
-        ),
-        ({"qkv": torch.zeros(192, 2).T}, "qkv must have contiguous rows, got strides [1, 2]"),
         ({"activation": "gelu"}, "activation must be one of ['none', 'silu'], got 'gelu'"),
         ({"norm_groups": 3}, "norm_groups must divide the 64 channels of o, got 3"),
     ],
@@ -100,32 +70,3 @@ def test_errors_name_the_argument(changes: dict[str, object], message: str):
     inputs = replace(make_inputs(Case(lengths=(1, 1))), **changes)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         FAMILY.run(inputs, "torch")
-
-
-class TestSchema(expecttest.TestCase):
-    def test_schema(self):
-        schema = str(torch.ops.torch_hybrid.lightning_step.default._schema)
-        self.assertExpectedInline(
-            schema.replace(", ", "\n  "),
-            """\
-torch_hybrid::lightning_step(Tensor qkv
-  Tensor? gate
-  Tensor? q_norm_weight
-  Tensor? k_norm_weight
-  Tensor? cos
-  Tensor? sin
-  Tensor slopes
-  Tensor? norm_weight
-  Tensor(a!) state
-  Tensor cu_seqlens
-  Tensor initial_indices
-  Tensor state_indices
-  *
-  str activation
-  float scale
-  int norm_groups
-  float norm_eps
-  str impl
-  Tensor(b!)? records=None
-  Tensor? accepted=None) -> Tensor""",
-        )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import ClassVar
 
-import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,8 +19,6 @@ from torch_hybrid.ops.ssd import recurrent_ssd
 
 class TestContract(StepContract):
     family = FAMILY
-    sliced = "xBC"
-    opchecked: ClassVar = {name: CASES[name] for name in ("mixed",)}
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -75,7 +71,6 @@ def test_the_reference_is_its_parts(gate: str):
         ({"xBC": torch.zeros(2, 8, 16)}, "xBC must have 2 dimensions, got [2, 8, 16]"),
         ({"state": torch.zeros(5, 4, 16)}, "state must have 4 dimensions, got [5, 4, 16]"),
         ({"conv_weight": torch.zeros(128, 9)}, "conv_weight must have width 2 to 8, got 9"),
-        ({"conv_weight": torch.zeros(96, 4)}, "conv_weight must have shape [128, 4], got [96, 4]"),
         (
             {"xBC": torch.zeros(2, 120)},
             "xBC must have 64 + 2 G 16 channels, where G divides the 4 heads of state, got 120",
@@ -84,27 +79,10 @@ def test_the_reference_is_its_parts(gate: str):
             {"xBC": torch.zeros(2, 160)},
             "xBC must have 64 + 2 G 16 channels, where G divides the 4 heads of state, got 160",
         ),
-        ({"z": torch.zeros(2, 60)}, "z must have shape [2, 64], got [2, 60]"),
         (
             {"z": None},
             "norm_weight must be None where z is None: what is normed has a gate",
         ),
-        ({"dt": torch.zeros(2, 4).half()}, "dt must have dtype torch.float32, got torch.float16"),
-        ({"D": torch.zeros(4).half()}, "D must have dtype torch.float32, got torch.float16"),
-        ({"norm_weight": torch.zeros(16)}, "norm_weight must have shape [64], got [16]"),
-        (
-            {"conv_state": torch.zeros(4, 3, 128)},
-            "conv_state must have shape [5, 3, 128], got [4, 3, 128]",
-        ),
-        (
-            {"conv_state": torch.zeros(5, 128, 3).mT},
-            "conv_state must be contiguous, got strides [384, 1, 3]",
-        ),
-        (
-            {"state_indices": torch.zeros(2)},
-            "state_indices must have dtype torch.int32, got torch.float32",
-        ),
-        ({"xBC": torch.zeros(128, 2).T}, "xBC must have contiguous rows, got strides [1, 2]"),
         ({"activation": "gelu"}, "activation must be one of ['none', 'silu'], got 'gelu'"),
         ({"dt_min": 0.5, "dt_max": 0.1}, "dt_min and dt_max must rise from 0, got 0.5 and 0.1"),
         ({"norm_groups": 3}, "norm_groups must divide the 64 channels of x, got 3"),
@@ -114,36 +92,3 @@ def test_errors_name_the_argument(changes: dict[str, object], message: str):
     inputs = replace(make_inputs(Case(lengths=(1, 1))), **changes)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         FAMILY.run(inputs, "torch")
-
-
-class TestSchema(expecttest.TestCase):
-    def test_schema(self):
-        schema = str(torch.ops.torch_hybrid.ssd_step.default._schema)
-        self.assertExpectedInline(
-            schema.replace(", ", "\n  "),
-            """\
-torch_hybrid::ssd_step(Tensor xBC
-  Tensor? z
-  Tensor dt
-  Tensor conv_weight
-  Tensor? conv_bias
-  Tensor A_log
-  Tensor dt_bias
-  Tensor D
-  Tensor? norm_weight
-  Tensor(a!) conv_state
-  Tensor(b!) state
-  Tensor cu_seqlens
-  Tensor initial_indices
-  Tensor state_indices
-  *
-  str activation
-  float dt_min
-  float dt_max
-  bool norm_before_gate
-  int norm_groups
-  float norm_eps
-  str impl
-  Tensor(c!)? records=None
-  Tensor? accepted=None) -> Tensor""",
-        )

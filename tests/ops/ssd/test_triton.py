@@ -30,7 +30,6 @@ from torch_hybrid.ops.ssd.reference import ssd_reference
 CONTRACT = """
     recurrent-triton and (
         exact and (one_token or decode or three_heads or odd_dims or odd_lightning)
-        or padding or no_other_slot or nothing_to_do
     ) or in_interpreter
 """
 

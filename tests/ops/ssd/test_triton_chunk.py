@@ -26,8 +26,8 @@ from torch_hybrid.ops.ssd.op import ChunkSsd
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/ssd -k triton
 CONTRACT = """
-    chunk32-triton and (exact and (one_token or odd_dims) or padding_changes or nothing_to_do)
-    or chunk32-triton and exact and three_heads and fp32 or in_interpreter
+    chunk32-triton and exact and (one_token or odd_dims or three_heads and fp32)
+    or in_interpreter
 """
 # Of several segments, of one, of none; the second begins within what was one of the first's.
 SEGMENTS = Case(lengths=(170, 64, 0, 65, 1), num_heads=2, k_dim=32, v_dim=32, num_padding_tokens=3)
