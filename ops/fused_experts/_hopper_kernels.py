@@ -3,9 +3,8 @@
 
 A tile is up to 192 rows of one expert times 256 rows of its weights. A program takes one tile after
 the other. Four of its warps load: rows and weights go into a ring of stages in shared memory, 64
-columns at a time, and are stages ahead, in the next tile too. Three groups of four warps multiply
-64 rows each, so that a tile that is not full costs what it holds; what they write is written while
-the next tile is loaded.
+columns at a time. They are stages ahead, in the next tile too. Three groups of four warps multiply
+64 rows each, so that a tile costs what it holds. Results are written while the next tile is loaded.
 """
 
 from __future__ import annotations
