@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ class DeltaStep(StepOp):
 
     An op whose channels decay on their own declares ``a``, ``dt_bias`` and ``records`` once more.
     """
+
+    recorded: ClassVar[tuple[str, ...]] = ("qkv", "b", "a")
+    read: ClassVar[tuple[str, ...]] = ("z",)
+    pools: ClassVar[tuple[str, ...]] = ("conv_state", "state")
 
     qkv: Annotated[Tensor, Rows("C")]
     z: Annotated[Tensor, Rows("HV * V")]
@@ -135,12 +139,5 @@ def step_in_torch(
 
 
 def verify_by_delta_steps(step: Callable[[D], Tensor], x: D) -> Tensor:
-    """Verify drafts by a launcher of the decode step: records are [qkv | b | a]."""
-    return verify_by_calls(
-        step,
-        x,
-        torch.zeros_like(x.z, memory_format=torch.contiguous_format),
-        recorded=("qkv", "b", "a"),
-        read="z",
-        pools=("conv_state", "state"),
-    )
+    """Verify drafts by a launcher of the decode step."""
+    return verify_by_calls(step, x, torch.zeros_like(x.z, memory_format=torch.contiguous_format))

@@ -14,7 +14,10 @@ from torch_hybrid.ops.step_implementations import step_implementations
 GATES = ("silu", "sigmoid")
 
 IMPLEMENTATIONS = step_implementations(
-    "gated_delta_step", limits={"head_k_dim": 128, "head_v_dim": 256}, has_invariant=True
+    "gated_delta_step",
+    limits={"head_k_dim": 128, "head_v_dim": 256},
+    composed="torch_hybrid.ops.delta_rule._composed:gated_delta",
+    has_invariant=True,
 )
 
 

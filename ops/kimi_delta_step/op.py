@@ -14,7 +14,10 @@ from torch_hybrid.ops.delta_step import DeltaStep
 from torch_hybrid.ops.step_implementations import step_implementations
 
 IMPLEMENTATIONS = step_implementations(
-    "kimi_delta_step", limits={"head_k_dim": 128, "head_v_dim": 256}, has_invariant=True
+    "kimi_delta_step",
+    limits={"head_k_dim": 128, "head_v_dim": 256},
+    composed="torch_hybrid.ops.delta_rule._composed:kimi_delta",
+    has_invariant=True,
 )
 
 

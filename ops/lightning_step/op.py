@@ -19,7 +19,11 @@ from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, define, made
 from torch_hybrid.ops.step_implementations import step_implementations
 from torch_hybrid.ops.verify import StepOp
 
-IMPLEMENTATIONS = step_implementations("lightning_step", limits={"head_k_dim": 512})
+IMPLEMENTATIONS = step_implementations(
+    "lightning_step",
+    limits={"head_k_dim": 512},
+    composed="torch_hybrid.ops.ssd._composed:lightning",
+)
 
 
 @dataclass(slots=True)

@@ -75,7 +75,7 @@ def test_a_decode_step_in_one_op_is_that_of_its_parts(case: str, impl: str):
     layer, x, lengths = make(case), torch.randn(8, DIM), [5, 1, 1, 1]
     whole, parts = (
         run(layer, x, lengths, th.Backends(ops={"kimi_delta_step": name}))
-        for name in (impl, "parts")
+        for name in (impl, "composed")
     )
     torch.testing.assert_close(whole, parts)
 
