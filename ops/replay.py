@@ -144,7 +144,7 @@ def call_twice(
     Returns:
         [T, ...] outputs; rows of padding are what ``run`` makes of padding.
     """
-    widths = [x[0].numel() for x in advancing]
+    widths = [x.shape[1:].numel() for x in advancing]
     rows = torch.cat([x.flatten(1) for x in advancing], 1)
     replayed = records[replay.record_slots, replay.record_places]
     rows_certain = replayed.where(replay.is_record[:, None], rows[replay.certain_tokens])

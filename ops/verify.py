@@ -228,27 +228,47 @@ def verify_by_replay(step: Callable[[S], Tensor], x: S, replay: Replay | None = 
         }
         return step(replace(x, **given, records=None, accepted=None))
 
-    advancing = [*recorded.values()]
-    rows = replay or replay_of(x, advancing[0].shape[0])
-    return call_twice(run, advancing, [*reading.values()], rows, x.records)
+    return replayed(run, [*recorded.values()], [*reading.values()], x, replay)
 
 
-def replay_of(x: StepOp, num_tokens: int) -> Replay:
-    """Plan both calls of a step in which each sequence has one token that is no draft."""
+def replayed(
+    run: Callable[[Sequence[Tensor], Sequence[Tensor], Segments], Tensor],
+    advancing: Sequence[Tensor],
+    reading: Sequence[Tensor],
+    x: StepOp,
+    replay: Replay | None,
+) -> Tensor:
+    """Run a step that verifies drafts as two calls of an op; see ``call_twice``.
+
+    Without ``replay``, plan both calls of a step in which each sequence has one token that is no
+    draft.
+    """
     assert x.records is not None
     assert x.accepted is not None
+    if replay is not None:
+        return call_twice(run, advancing, reading, replay, x.records)
     lengths = x.cu_seqlens.diff()
-    return rows_of_replay(
+    advancing, reading = _padded(advancing), _padded(reading)
+    replay = rows_of_replay(
         x.cu_seqlens,
         lengths,
         x.accepted,
         (lengths - 1).clamp(min=0),
         x.initial_indices,
         x.state_indices,
-        num_tokens=num_tokens,
+        num_tokens=advancing[0].shape[0],
         num_drafts=x.records.shape[1],
         most_new=x.accepted.shape[0],
     )
+    null = x.records[0, 0].clone()  # what the rows that are no drafts go to
+    out = call_twice(run, advancing, reading, replay, x.records)
+    x.records[0, 0] = null
+    return out[:-1]
+
+
+def _padded(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Add a row, so that there is one in a step that replays records alone."""
+    return [torch.cat([each, each.new_zeros(1, *each.shape[1:])]) for each in rows]
 
 
 def _rows(x: StepOp, names: Sequence[str]) -> dict[str, Tensor]:

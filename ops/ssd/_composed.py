@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
 from torch_hybrid.ops.composed import first_parts
 from torch_hybrid.ops.lightning_step.op import LightningStep
-from torch_hybrid.ops.replay import Segments, call_twice
+from torch_hybrid.ops.replay import Segments
 from torch_hybrid.ops.ssd.gated_norm import gate_with_norm, norm, norm_and_gate
 from torch_hybrid.ops.ssd.op import chunk_ssd, recurrent_ssd
 from torch_hybrid.ops.ssd_step.op import SsdStep
-from torch_hybrid.ops.verify import replay_of, verify_by_replay
+from torch_hybrid.ops.verify import replayed, verify_by_replay
 
 _FORMS = {"recurrent_ssd": recurrent_ssd, "chunk_ssd": chunk_ssd}
 
@@ -94,13 +94,11 @@ def lightning(x: LightningStep) -> Tensor:
     if x.records is None:
         o = attend([k, v], [q], x)
     else:
-        replay = parts.replay or replay_of(x, x.qkv.shape[0])
-        o = call_twice(attend, [k, v], [q], replay, x.records)
+        o = replayed(attend, [k, v], [q], x, parts.replay)
+    o = o.flatten(1) if x.q_norm_weight is not None else o.flatten(1).to(x.qkv.dtype)
     if x.gate is None or x.norm_weight is None:
-        return o.flatten(1).float()
-    return norm_and_gate(
-        o.flatten(1), x.gate, x.norm_weight, num_groups=x.norm_groups, eps=x.norm_eps
-    )
+        return o.float()
+    return norm_and_gate(o, x.gate, x.norm_weight, num_groups=x.norm_groups, eps=x.norm_eps)
 
 
 def _prepared(x: LightningStep) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,6 +109,7 @@ def _prepared(x: LightningStep) -> tuple[Tensor, Tensor, Tensor]:
         q, k = norm(q, x.q_norm_weight, x.norm_eps), norm(k, x.k_norm_weight, x.norm_eps)
         v = v.float()
     if x.cos is not None and x.sin is not None:
+        q, k, v = q.float(), k.float(), v.float()
         q, k = _rotate(q, x.cos, x.sin), _rotate(k, x.cos, x.sin)
     return q, k, v
 
@@ -119,5 +118,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [T, H, D]: dim i of the first R with dim i + R / 2 (NeoX)."""
     half = cos.shape[-1]
     a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    cos, sin = cos[:, None].to(a.dtype), sin[:, None].to(a.dtype)
+    cos, sin = cos[:, None], sin[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)

@@ -300,7 +300,7 @@ def test_an_op_is_asked_for_by_its_own_name_before_that_of_its_kind():
     ],
     ids=str,
 )
-def test_a_whole_step_stands_in_for_parts_that_nobody_asked_for(
+def test_a_mixer_is_composed_where_an_op_of_it_is_asked_for(
     named: dict[str, Any], expected: str, spec: LayerSpec, step: str
 ):
     ops = {op.format(kind=spec.kind, step=step): n for op, n in named.get("ops", {}).items()}
@@ -323,7 +323,7 @@ def test_a_whole_step_stands_in_for_parts_that_nobody_asked_for(
     ],
     ids=str,
 )
-def test_a_whole_step_verifies_drafts_or_its_parts_replay_them(
+def test_one_call_verifies_drafts_or_a_composed_mixer_replays_them(
     ops: dict[str, str], expected: str | None
 ):
     table = LayerTable.from_specs([LINEAR])
@@ -339,7 +339,7 @@ def test_a_whole_step_verifies_drafts_or_its_parts_replay_them(
     assert (plan.replay is None) == (expected is not None)
 
 
-def test_where_no_whole_step_verifies_drafts_parts_replay_them():
+def test_a_composed_mixer_replays_drafts_where_no_other_verifies():
     step = GATED_DELTA_RULE.mixer
     able = {
         name: dataclasses.replace(
@@ -347,6 +347,7 @@ def test_where_no_whole_step_verifies_drafts_parts_replay_them():
         )
         for name, each in step.implementations.items()
     }
+    able["composed"] = step.implementations["composed"]
     rule = dataclasses.replace(
         GATED_DELTA_RULE, mixer=dataclasses.replace(step, implementations=able)
     )
@@ -358,7 +359,7 @@ def test_where_no_whole_step_verifies_drafts_parts_replay_them():
 
 
 @pytest.mark.parametrize("impl", ["cpp", "composed"])
-def test_a_whole_step_of_mamba2_stands_in_for_its_parts(impl: str):
+def test_mamba2_is_composed_where_that_is_asked_for(impl: str):
     mamba2 = next(spec for spec in SPECS if isinstance(spec, Mamba2Spec))
     table = LayerTable.from_specs([mamba2])
     named = Backends(ops={"ssd_step": "composed"} if impl == "composed" else {})
@@ -371,7 +372,7 @@ def test_a_whole_step_of_mamba2_stands_in_for_its_parts(impl: str):
 
 
 @pytest.mark.parametrize("impl", ["cpp", "torch", "composed"])
-def test_a_whole_step_of_lightning_stands_in_for_its_parts(impl: str):
+def test_lightning_is_composed_where_that_is_asked_for(impl: str):
     table = LayerTable.from_specs([LightningSpec(num_heads=2, head_dim=16)])
     named = Backends(ops={"lightning_step": impl} if impl != "cpp" else {})
     made = make_backends(table, make_cache(table).sizes, named)["lightning_attention"]
@@ -392,7 +393,9 @@ def test_a_whole_step_of_lightning_stands_in_for_its_parts(impl: str):
     ],
     ids=str,
 )
-def test_a_whole_step_of_an_indexer_stands_in_for_its_parts(named: dict[str, Any], expected: str):
+def test_an_indexer_is_composed_on_a_cpu_and_where_a_part_is_asked_for(
+    named: dict[str, Any], expected: str
+):
     table = LayerTable.from_specs([next(x for x in SPECS if isinstance(x, IndexedLatentSpec))])
     modes = (*MODES, Mode.verify(2))
     made = make_backends(table, make_cache(table).sizes, Backends(**named), modes)

@@ -16,6 +16,7 @@ from tests.ops.contract import assert_within_budget, impls_on, skip_reason
 from tests.ops.pages import offsets
 from tests.ops.step_family import Family
 from tests.ops.step_triton import on_device
+from torch_hybrid.ops.composed import COMPOSED
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.step_implementations import VERIFY
 
@@ -55,7 +56,7 @@ class VerifyContract:
         names = impls_on(DEVICE, able)
         kinds = {
             "impl": names,
-            "native_impl": [name for name in names if name != "torch"],
+            "native_impl": [name for name in names if name not in ("torch", COMPOSED)],
             "host_impl": [name for name in names if name != "triton"],  # they read counts
         }
         for kind, members in kinds.items():
@@ -157,10 +158,12 @@ class VerifyContract:
         records, poisoned = history.records, torch.full_like(history.records, torch.nan)
         out = self.run_of(impl)(given, records, none[:4])
         out_padded = self.run_of(impl)(padded, poisoned, none)
-        assert torch.equal(out_padded[:6], out)
+        # Torch's elementwise code between ops gives rows other bits where there are others.
+        exact = {"rtol": 1e-5, "atol": 1e-6} if impl == COMPOSED else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(out_padded[:6], out, **exact)
         assert torch.equal(out_padded[6:], torch.zeros_like(out_padded[6:]))
         for name, pool in padded.pools().items():
-            torch.testing.assert_close(pool, given.pools()[name], rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(pool, given.pools()[name], **exact, equal_nan=True)
 
     @pytest.mark.parametrize(
         ("lengths", "accepted", "message"),
