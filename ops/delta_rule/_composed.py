@@ -54,7 +54,7 @@ def kimi_delta(x: KimiDeltaStep) -> Tensor:
     g = kimi_log_decay(x.a, x.A_log, x.dt_bias, x.gate_lower_bound)
     o = _apply(_KIMI, parts, (q, k, v, g, x.b.float().sigmoid()), x)
     z = x.z.unflatten(-1, o.shape[1:])
-    return _sigmoid_gated_norm(o, z, x).flatten(1)
+    return kimi_gated_norm(o, z, x.norm_weight, eps=x.norm_eps).flatten(1)
 
 
 def kimi_log_decay(
@@ -121,8 +121,8 @@ def gated_norm(o: Tensor, z: Tensor, weight: Tensor, *, gate: str, eps: float) -
     return (weighted * factor).to(o.dtype)
 
 
-def _sigmoid_gated_norm(o: Tensor, z: Tensor, x: KimiDeltaStep) -> Tensor:
+def kimi_gated_norm(o: Tensor, z: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """Normalise each head (RMSNorm), weigh and gate it, all in float32; one cast back."""
     o32 = o.float()
-    normed = o32 * torch.rsqrt(o32.pow(2).mean(-1, keepdim=True) + x.norm_eps)
-    return (x.norm_weight.float() * normed * z.float().sigmoid()).to(o.dtype)
+    normed = o32 * torch.rsqrt(o32.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight.float() * normed * z.float().sigmoid()).to(o.dtype)
