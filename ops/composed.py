@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.registration import first_impl
@@ -45,7 +46,12 @@ class Parts:
         return forms[name], impl
 
 
-def first_parts(x: Tensor, *ops: str, **sizes: int) -> Parts:
-    """Take each op's first implementation that can serve on x's device, "torch" at last."""
-    named = tuple(sizes.items())
-    return Parts(impls=tuple((op, first_impl(op, x.device, x.dtype, named)) for op in ops))
+def without_padding(out: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Set rows of no sequence to 0, whatever gates they have; those of a runner are finite."""
+    rows = torch.arange(out.shape[0], device=out.device)
+    return out.where((rows < cu_seqlens[-1])[:, None], 0.0)
+
+
+def first_parts(x: Tensor, *ops: str) -> Parts:
+    """Take each op's first implementation for x's device and dtype, "torch" at last."""
+    return Parts(impls=tuple((op, first_impl(op, x.device, x.dtype)) for op in ops))

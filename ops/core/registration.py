@@ -78,11 +78,9 @@ def load_traced(op: str, impl: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def first_impl(
-    op: str, device: torch.device, dtype: torch.dtype, sizes: tuple[tuple[str, int], ...] = ()
-) -> str:
-    """Find the first implementation of an op that can serve and needs no plan, "torch" at last."""
-    need = Need(device=device, dtype=dtype, sizes=dict(sizes))
+def first_impl(op: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Find the first implementation of an op that serves and needs no plan, "torch" at last."""
+    need = Need(device=device, dtype=dtype)
     names = (
         name
         for name, each in REGISTERED[op].items()

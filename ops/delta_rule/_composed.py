@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
-from torch_hybrid.ops.composed import Parts, first_parts
+from torch_hybrid.ops.composed import Parts, first_parts, without_padding
 from torch_hybrid.ops.delta_rule.op import (
     chunk_gated_delta_rule,
     chunk_kimi_delta_attention,
@@ -35,26 +35,29 @@ _KIMI = {
 
 def gated_delta(x: GatedDeltaStep) -> Tensor:
     """Launch ``torch_hybrid::gated_delta_step`` by its parts."""
-    parts = x.parts or _first_parts(x, "recurrent_gated_delta_rule")
+    parts = x.parts or first_parts(x.qkv, "recurrent_gated_delta_rule", "causal_conv1d")
     if x.records is not None:
         return verify_by_replay(gated_delta, x, parts.replay)
     q, k, v = _convolved(x, parts)
     g = -x.A_log.float().exp() * F.softplus(x.a.float() + x.dt_bias.float())
     beta = x.b.float().sigmoid() * x.beta_scale
     o = _apply(_GATED, parts, (q, k, v, g, beta), x)
-    return gated_norm(o, x.z.view_as(o), x.norm_weight, gate=x.gate, eps=x.norm_eps).flatten(1)
+    z = x.z.view_as(o)
+    out = gated_norm(o, z, x.norm_weight, gate=x.gate, eps=x.norm_eps).flatten(1)
+    return out if x.parts else without_padding(out, x.cu_seqlens)
 
 
 def kimi_delta(x: KimiDeltaStep) -> Tensor:
     """Launch ``torch_hybrid::kimi_delta_step`` by its parts."""
-    parts = x.parts or _first_parts(x, "recurrent_kimi_delta_attention")
+    parts = x.parts or first_parts(x.qkv, "recurrent_kimi_delta_attention", "causal_conv1d")
     if x.records is not None:
         return verify_by_replay(kimi_delta, x, parts.replay)
     q, k, v = _convolved(x, parts)
     g = kimi_log_decay(x.a, x.A_log, x.dt_bias, x.gate_lower_bound)
     o = _apply(_KIMI, parts, (q, k, v, g, x.b.float().sigmoid()), x)
     z = x.z.unflatten(-1, o.shape[1:])
-    return kimi_gated_norm(o, z, x.norm_weight, eps=x.norm_eps).flatten(1)
+    out = kimi_gated_norm(o, z, x.norm_weight, eps=x.norm_eps).flatten(1)
+    return out if x.parts else without_padding(out, x.cu_seqlens)
 
 
 def kimi_log_decay(
@@ -78,14 +81,6 @@ def _apply(
     rule, impl = parts.find(forms)
     index = (x.cu_seqlens, x.initial_indices, x.state_indices)
     return rule(*inputs, x.state, *index, scale=x.scale, qk_l2norm=True, impl=impl, **parts.given)
-
-
-def _first_parts(x: DeltaStep, rule: str) -> Parts:
-    _, _, v_dim, k_dim = x.state.shape
-    width = x.conv_weight.shape[1]
-    return first_parts(
-        x.qkv, rule, "causal_conv1d", head_k_dim=k_dim, head_v_dim=v_dim, conv_width=width
-    )
 
 
 def _convolved(x: DeltaStep, parts: Parts) -> tuple[Tensor, Tensor, Tensor]:

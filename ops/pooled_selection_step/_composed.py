@@ -15,10 +15,7 @@ from torch_hybrid.ops.select_blocks.op import select_blocks
 
 def pooled_selection_step(x: PooledSelectionStep) -> Tensor:
     """Launch ``torch_hybrid::pooled_selection_step`` by its parts."""
-    block_size, index_dim = x.bias.shape
-    parts = x.parts or first_parts(
-        x.q, "gated_pooling", "select_blocks", block_size=block_size, index_dim=index_dim
-    )
+    parts = x.parts or first_parts(x.q, "gated_pooling", "select_blocks")
 
     def pool(
         advancing: Sequence[Tensor], reading: Sequence[Tensor], at: PooledSelectionStep | Segments
@@ -42,7 +39,7 @@ def pooled_selection_step(x: PooledSelectionStep) -> Tensor:
         x.seq_lens,
         x.page_table,
         x.slot_mapping,
-        block_size=block_size,
+        block_size=x.bias.shape[0],
         top_k=x.top_k,
         impl=parts.impl("select_blocks"),
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
-from torch_hybrid.ops.composed import first_parts
+from torch_hybrid.ops.composed import first_parts, without_padding
 from torch_hybrid.ops.lightning_step.op import LightningStep
 from torch_hybrid.ops.replay import Segments
 from torch_hybrid.ops.ssd.gated_norm import gate_with_norm, norm, norm_and_gate
@@ -25,14 +25,7 @@ _FORMS = {"recurrent_ssd": recurrent_ssd, "chunk_ssd": chunk_ssd}
 def mamba2(x: SsdStep) -> Tensor:
     """Launch ``torch_hybrid::ssd_step`` by its parts."""
     num_heads, v_dim, k_dim = x.state.shape[1:]
-    parts = x.parts or first_parts(
-        x.xBC,
-        "recurrent_ssd",
-        "causal_conv1d",
-        head_k_dim=k_dim,
-        head_v_dim=v_dim,
-        conv_width=x.conv_weight.shape[1],
-    )
+    parts = x.parts or first_parts(x.xBC, "recurrent_ssd", "causal_conv1d")
     if x.records is not None:
         return verify_by_replay(mamba2, x, parts.replay)
     mixed = causal_conv1d(
@@ -66,7 +59,7 @@ def mamba2(x: SsdStep) -> Tensor:
     ).flatten(1)
     if x.z is None:
         return o
-    return gate_with_norm(
+    out = gate_with_norm(
         o,
         x.z,
         x.norm_weight,
@@ -74,12 +67,13 @@ def mamba2(x: SsdStep) -> Tensor:
         num_groups=x.norm_groups,
         eps=x.norm_eps,
     )
+    return out if x.parts else without_padding(out, x.cu_seqlens)
 
 
 def lightning(x: LightningStep) -> Tensor:
     """Launch ``torch_hybrid::lightning_step`` by its parts; records are k and v of the rule."""
-    num_heads, _, dim = x.state.shape[1:]
-    parts = x.parts or first_parts(x.qkv, "recurrent_ssd", head_k_dim=dim, head_v_dim=dim)
+    num_heads = x.state.shape[1]
+    parts = x.parts or first_parts(x.qkv, "recurrent_ssd")
     rule, impl = parts.find(_FORMS)
 
     def attend(
@@ -98,7 +92,8 @@ def lightning(x: LightningStep) -> Tensor:
     o = o.flatten(1) if x.q_norm_weight is not None else o.flatten(1).to(x.qkv.dtype)
     if x.gate is None or x.norm_weight is None:
         return o.float()
-    return norm_and_gate(o, x.gate, x.norm_weight, num_groups=x.norm_groups, eps=x.norm_eps)
+    out = norm_and_gate(o, x.gate, x.norm_weight, num_groups=x.norm_groups, eps=x.norm_eps)
+    return out if x.parts else without_padding(out, x.cu_seqlens)
 
 
 def _prepared(x: LightningStep) -> tuple[Tensor, Tensor, Tensor]:
