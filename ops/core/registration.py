@@ -69,7 +69,7 @@ def define_op(
     return overload
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def load_traced(op: str, impl: str) -> bool:
     """Enter the launcher of a traced implementation into LAUNCHERS; a compiler does not see how."""
     if impl not in LAUNCHERS[op]:
@@ -77,7 +77,7 @@ def load_traced(op: str, impl: str) -> bool:
     return True
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def first_impl(op: str, device: torch.device, dtype: torch.dtype) -> str:
     """Find the first implementation of an op that serves and needs no plan, "torch" at last."""
     need = Need(device=device, dtype=dtype)

@@ -20,10 +20,17 @@ def pooled_selection_step(x: PooledSelectionStep) -> Tensor:
     def pool(
         advancing: Sequence[Tensor], reading: Sequence[Tensor], at: PooledSelectionStep | Segments
     ) -> Tensor:
-        slots = (at.initial_indices, at.state_indices)
-        impl = parts.impl("gated_pooling")
+        keys, gates = advancing
         return gated_pooling(
-            *advancing, x.bias, x.state, at.cu_seqlens, at.seq_lens, *slots, impl=impl
+            keys,
+            gates,
+            x.bias,
+            x.state,
+            at.cu_seqlens,
+            at.seq_lens,
+            at.initial_indices,
+            at.state_indices,
+            impl=parts.impl("gated_pooling"),
         )
 
     if parts.replay is None or parts.records is None:

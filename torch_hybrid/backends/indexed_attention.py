@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, LayerForm, Mode
 from torch_hybrid.backends.recurrent import OpChoice, with_mixer
-from torch_hybrid.backends.replay import Replay, Segments, plan_replay, walk
+from torch_hybrid.backends.replay import plan_replay, walk
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
@@ -23,6 +23,7 @@ from torch_hybrid.ops.core.capability import Implementation, Need
 from torch_hybrid.ops.gated_pooling import op as pooling
 from torch_hybrid.ops.head_linear import op as head_linear
 from torch_hybrid.ops.pooled_selection_step import op as selection_step
+from torch_hybrid.ops.replay import Replay, Segments
 from torch_hybrid.ops.select_blocks import op as selection
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import RECORDS, IndexedAttentionSpec, IndexedLatentSpec, LayerEntry

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, LayerForm, Mode
 from torch_hybrid.backends.planned import PlannedTensors, plan_layers, planned_for, shape_name
-from torch_hybrid.backends.replay import Replay, Segments, plan_replay, walk
+from torch_hybrid.backends.replay import plan_replay, walk
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
@@ -21,6 +21,7 @@ from torch_hybrid.ops.causal_conv1d import op as conv
 from torch_hybrid.ops.composed import COMPOSED, Parts
 from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation, Need
 from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
+from torch_hybrid.ops.replay import Replay, Segments
 from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, VERIFY
 from torch_hybrid.ops.verify import StepOp, verify_by_replay
 from torch_hybrid.pytrees import register_value
