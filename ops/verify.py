@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torch_hybrid.ops.composed import Parts
 from torch_hybrid.ops.conv_step import check_have_slots, check_lengths
 from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation
-from torch_hybrid.ops.core.declare import Index, Pool, StatefulOp
+from torch_hybrid.ops.core.declare import TRACED, Index, Pool, StatefulOp
 from torch_hybrid.ops.core.state_bounds import check_state_indices
+from torch_hybrid.ops.replay import Replay, Segments, call_twice, rows_of_replay
 from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, VERIFY
 
 # Runs a token of each sequence that has one, as a decode step: rows [M, R] of their inputs as a
@@ -44,14 +46,22 @@ class StepOp(StatefulOp):
 
     Attributes:
         implementations: of the op, by name.
+        recorded: fields that a record is made of, side by side.
+        read: fields of tokens that outputs alone depend on; they may be None.
+        pools: fields of the states.
         records: [S, D, R] inputs of up to D drafts of each slot. **Mutated**.
         accepted: [N] int32, 0 to D: the records in slot ``initial_indices[n]`` that are certain.
+        parts: of the implementation "composed"; None leaves the choice to it.
     """
 
     implementations: ClassVar[Mapping[str, Implementation]]
+    recorded: ClassVar[tuple[str, ...]]
+    read: ClassVar[tuple[str, ...]]
+    pools: ClassVar[tuple[str, ...]]
 
     records: Annotated[Tensor | None, Pool("D_", "R")] = field(default=None, kw_only=True)
     accepted: Annotated[Tensor | None, Index("N")] = field(default=None, kw_only=True)
+    parts: Annotated[Parts | None, TRACED] = field(default=None, kw_only=True)
 
     def features(self) -> frozenset[str]:
         """List what an implementation must have: "verify", where there are records."""
@@ -68,6 +78,8 @@ class StepOp(StatefulOp):
         the implementation takes or than there are records."""
         StatefulOp.check_indices(self)
         features = self.implementations[self.impl].capability.features
+        if self.parts is not None and self.parts.replay is not None:
+            return  # whoever planned the rows has checked the counts
         if self.records is not None and self.accepted is not None:
             check_counts(self.records, self.cu_seqlens, self.initial_indices, self.accepted)
         elif not features >= EXTEND:
@@ -153,58 +165,114 @@ def verify_by_steps(
     return out
 
 
-def verify_by_calls(
-    step: Callable[[S], Tensor],
-    x: S,
-    out: Tensor,
-    *,
-    recorded: Sequence[str],
-    read: str,
-    pools: Sequence[str],
-) -> Tensor:
+def verify_by_calls(step: Callable[[S], Tensor], x: S, out: Tensor) -> Tensor:
     """Verify drafts by calls of a launcher of the decode step.
 
     Args:
         step: the launcher.
         x: arguments of the step that verifies drafts. Its pools are **mutated**.
         out: [T, ...] zeros, which receive the outputs.
-        recorded: fields that a record is made of, side by side.
-        read: the field of tokens that outputs alone depend on; it may be None.
-        pools: fields of the states.
 
     Returns:
         ``out``.
     """
     assert x.records is not None
     assert x.accepted is not None
-    parts = [getattr(x, name) for name in recorded]
-    gate: Tensor | None = getattr(x, read)
+    recorded, reading = _rows(x, x.recorded), _rows(x, x.read)
 
     def advance(
         rows: Tensor, token: Tensor | None, working: Sequence[Tensor], offsets: Tensor, own: Tensor
     ) -> Tensor:
-        inputs = rows.split([part.shape[1] for part in parts], 1)
+        inputs = rows.split([part.shape[1] for part in recorded.values()], 1)
         given: dict[str, Any] = {
             **dict(zip(recorded, inputs, strict=True)),
-            **dict(zip(pools, working, strict=True)),
+            **dict(zip(x.pools, working, strict=True)),
         }
-        if gate is not None:
+        for name, gate in reading.items():
             unread = gate.new_zeros(len(rows), gate.shape[1])
-            given[read] = unread if token is None else gate[token]
+            given[name] = unread if token is None else gate[token]
         given |= {"cu_seqlens": offsets, "initial_indices": own, "state_indices": own}
         return step(replace(x, **given, records=None, accepted=None))
 
     return verify_by_steps(
         advance,
-        torch.cat(parts, 1),
+        torch.cat([*recorded.values()], 1),
         out,
-        [getattr(x, name) for name in pools],
+        [getattr(x, name) for name in x.pools],
         x.records,
         x.accepted,
         x.cu_seqlens,
         x.initial_indices,
         x.state_indices,
     )
+
+
+def verify_by_replay(step: Callable[[S], Tensor], x: S, replay: Replay | None = None) -> Tensor:
+    """Verify drafts in two calls of a function that takes several tokens of a sequence.
+
+    Args:
+        step: makes outputs of a step without drafts.
+        x: arguments of the step that verifies drafts. Its pools are **mutated**.
+        replay: rows of both calls; None plans them here.
+    """
+    assert x.records is not None
+    recorded, reading = _rows(x, x.recorded), _rows(x, x.read)
+
+    def run(advanced: Sequence[Tensor], read_rows: Sequence[Tensor], at: Segments) -> Tensor:
+        given: dict[str, Any] = {
+            **dict(zip(recorded, advanced, strict=True)),
+            **dict(zip(reading, read_rows, strict=True)),
+            "cu_seqlens": at.cu_seqlens,
+            "initial_indices": at.initial_indices,
+            "state_indices": at.state_indices,
+        }
+        return step(replace(x, **given, records=None, accepted=None))
+
+    return replayed(run, [*recorded.values()], [*reading.values()], x, replay)
+
+
+def replayed(
+    run: Callable[[Sequence[Tensor], Sequence[Tensor], Segments], Tensor],
+    advancing: Sequence[Tensor],
+    reading: Sequence[Tensor],
+    x: StepOp,
+    replay: Replay | None,
+) -> Tensor:
+    """Run a step that verifies drafts as two calls of an op; see ``call_twice``.
+
+    Without ``replay``, plan both calls of a step in which each sequence has one token that is no
+    draft.
+    """
+    assert x.records is not None
+    assert x.accepted is not None
+    if replay is not None:
+        return call_twice(run, advancing, reading, replay, x.records)
+    lengths = x.cu_seqlens.diff()
+    advancing, reading = _padded(advancing), _padded(reading)
+    replay = rows_of_replay(
+        x.cu_seqlens,
+        lengths,
+        x.accepted,
+        (lengths - 1).clamp(min=0),
+        x.initial_indices,
+        x.state_indices,
+        num_tokens=advancing[0].shape[0],
+        num_drafts=x.records.shape[1],
+        most_new=x.accepted.shape[0],
+    )
+    null = x.records[0, 0].clone()  # what the rows that are no drafts go to
+    out = call_twice(run, advancing, reading, replay, x.records)
+    x.records[0, 0] = null
+    return out[:-1]
+
+
+def _padded(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Add a row, so that there is one in a step that replays records alone."""
+    return [torch.cat([each, each.new_zeros(1, *each.shape[1:])]) for each in rows]
+
+
+def _rows(x: StepOp, names: Sequence[str]) -> dict[str, Tensor]:
+    return {name: rows for name in names if (rows := getattr(x, name)) is not None}
 
 
 def _of_sequences(pool: Tensor, initial: Tensor) -> Tensor:

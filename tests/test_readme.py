@@ -147,6 +147,7 @@ def _on(implementations: Mapping[str, Implementation], device: str) -> str:
         for name, implementation in implementations.items()
         if device in implementation.capability.devices
         and not (name.startswith("triton") and device == "cpu")
+        and not implementation.is_traced  # which has no kernel of its own
     )
 
 

@@ -110,7 +110,8 @@ class Implementation:
     which forms it runs on this machine, and what was measured of them. ``options`` are given to the
     launcher beside the op's own. ``checks_indices`` says that it finds indices out of range itself,
     while it runs. ``by_name`` says why "auto" passes over it, however fast it is;
-    "" where "auto" may take it.
+    "" where "auto" may take it. The public function of a declared op calls the launcher of one that
+    ``is_traced`` itself, so that a compiler sees the ops within.
     """
 
     capability: Capability
@@ -121,6 +122,7 @@ class Implementation:
     checks_indices: bool = False
     figures: str | None = None
     by_name: str = ""
+    is_traced: bool = False
 
     def load(self) -> Callable[..., Any]:
         """Import the launcher (once) and return it.

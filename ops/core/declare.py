@@ -25,7 +25,10 @@ are of its own dimensions alone. ``pools: Annotated[Sequence[Tensor], MUTATED]``
 number, whose forms the op's ``check`` knows; without ``MUTATED`` the op only reads them. What an
 implementation's planner made comes as
 ``planned: Sequence[Tensor] | None = field(default=(), kw_only=True)``, which is empty or None where
-nothing was planned.
+nothing was planned. A field with ``TRACED`` is for implementations that ``is_traced`` alone: the
+schema has it not.
+
+A public function takes a value of the class too: ``scale(x)`` is a call with all its fields.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, NO_FEATURES, Implementation
 from torch_hybrid.ops.core.recurrence import has_dense_rows
 from torch_hybrid.ops.core.registration import (
+    LAUNCHERS,
     check_contiguous,
     check_dtypes,
     check_impl,
@@ -61,6 +65,7 @@ from torch_hybrid.ops.core.registration import (
     check_shapes,
     define_op,
     given,
+    load_traced,
 )
 from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native import cpu_tuning
@@ -250,6 +255,7 @@ def pair_made(fake: Callable[[Any], tuple[Tensor, Tensor]]) -> Returns[tuple[Ten
 NOTHING: Returns[None] = Returns(num_tensors=0)
 NO_DEFAULT = "no default in the schema"  # beside an option's type
 MUTATED = "mutated"  # beside the type of tensors of any number
+TRACED = "for traced implementations alone"  # beside a type that no schema has
 
 _PLANNED = "planned"  # field
 
@@ -335,7 +341,9 @@ class Declaration:
         self.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         self._hints = get_type_hints(cls, include_extras=True)
         own = [each for each in fields(cls) if each.name != "impl"]
-        self._fields = sorted(own, key=lambda each: each.kw_only is True)  # a base's may be by name
+        own.sort(key=lambda each: each.kw_only is True)  # a base's may be by name
+        self._traced = [each for each in own if TRACED in _metadata(self._hints[each.name])]
+        self._fields = [each for each in own if each not in self._traced]
         self.kinds: dict[str, _Kind] = {
             each.name: kind
             for each in self._fields
@@ -396,23 +404,28 @@ class Declaration:
         known: Mapping[str, object],
     ) -> Callable[..., Any]:
         """Make the function that users call: straight-line checks, then the op."""
-        defaults = {o.name: o.default for o in self._fields if o.default is not MISSING}
+        every = [*self._fields, *self._traced]
+        defaults = {o.name: o.default for o in every if o.default is not MISSING}
         scope = _SCOPE | {f"default_{name}": value for name, value in defaults.items()}
         scope |= {"cls": self.cls, "op": overload, "implementations": implementations}
+        scope |= {"op_name": self.name, "traced": LAUNCHERS[self.name]}
         scope |= known
 
         def parameter(each: Field[Any]) -> str:
             return f"{each.name}=default_{each.name}" if each.name in defaults else each.name
 
         positional, before, after = (map(parameter, part) for part in self._ordered())
-        parameters = ", ".join([*positional, "*", *before, "impl", *after])
+        traced = [parameter(each) for each in self._traced]
+        parameters = ", ".join([*positional, "*", *before, "impl", *after, *traced])
         passed = ", ".join(
             f"{each.name}={each.name}" if each.kw_only else each.name for each in self._fields
         )
         lines = [f"def {self.name}({parameters}):"]
         own = {name for name, method in _CHECKS.items() if getattr(self.cls, name) is not method}
-        if own:
-            lines += [f"    _given = cls({passed}, impl=impl)"]
+        has_traced = any(each.is_traced for each in implementations.values())
+        if own or has_traced:
+            also = "".join(f", {each.name}={each.name}" for each in self._traced)
+            lines += [f"    _given = cls({passed}, impl=impl{also})"]
         if "check_form" in own:
             lines += ["    _given.check_form()"]
         if known["floats"]:
@@ -429,17 +442,27 @@ class Declaration:
         if self.takes_plan:
             lines += [f"    check_planned(impl, implementations, {_PLANNED})"]
             passed = passed.replace(f"{_PLANNED}={_PLANNED}", f"**given({_PLANNED})")
+        if has_traced:
+            lines += ["    if implementations[impl].is_traced:"]
+            lines += [f"        if {self.first}.device.type == 'cpu' and not is_compiling():"]
+            lines += ["            _given.check_indices()"]
+            lines += ["        load_traced(op_name, impl)", "        return traced[impl](_given)"]
         lines += [f"    return op({passed}, impl=impl)"]
+        values = ", ".join(f"{e.name}=x.{e.name}" for e in every)
+        lines += [f"def call(x): return {self.name}({values}, impl=x.impl)"]
         function: Callable[..., Any] = compile_function("\n".join(lines), self.name, scope)
+        call_of: Callable[..., Any] = scope["call"]
         function.__doc__, function.__module__ = self.cls.__doc__, self.cls.__module__
         hints = self._hints
         function.__annotations__ = {e.name: _bare(hints[e.name]) for e in fields(self.cls)}
 
         @wraps(function)
         def call(*args: Any, **named: Any) -> Any:
-            if args and isinstance(args[0], self.cls):
-                return overload(*self._values(args[0]), **self._named(args[0]), **named)
-            return function(*args, **named)
+            if not args or not isinstance(args[0], self.cls):
+                return function(*args, **named)
+            if not named:
+                return call_of(args[0])
+            return overload(*self._values(args[0]), **self._named(args[0]), **named)
 
         return call
 
@@ -634,6 +657,8 @@ _SCOPE: dict[str, Any] = {
     "check_contiguous": check_contiguous,
     "check_impl": check_impl,
     "check_planned": check_planned,
+    "is_compiling": torch.compiler.is_compiling,
+    "load_traced": load_traced,
     "given": given,
     "has_dense_rows": has_dense_rows,
     "fail_floats": _fail_floats,

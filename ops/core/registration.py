@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.autograd import register_without_backward
-from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.capability import Implementation, Need
 from torch_hybrid.ops.core.flops import FORMULAS, register_formula
 
 NAMESPACE = "torch_hybrid"
 # Every op's implementations by its name, entered once when its module is imported.
 REGISTERED: dict[str, Mapping[str, Implementation]] = {}
+# Launchers of traced implementations by op, entered when first called.
+LAUNCHERS: dict[str, dict[str, Callable[..., Any]]] = {}
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -55,7 +57,7 @@ def define_op(
         out = run(*args, **options) if pack is None else run(pack(*args, impl=impl, **options))
         return out[0] if returns_one and isinstance(out, tuple) else out
 
-    REGISTERED[name] = implementations
+    REGISTERED[name], LAUNCHERS[name] = implementations, {}
     _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, launch, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
@@ -65,6 +67,26 @@ def define_op(
         register_formula(op, name)
     overload: torch._ops.OpOverload = op.default
     return overload
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def load_traced(op: str, impl: str) -> bool:
+    """Enter the launcher of a traced implementation into LAUNCHERS; a compiler does not see how."""
+    if impl not in LAUNCHERS[op]:
+        LAUNCHERS[op][impl] = REGISTERED[op][impl].load()
+    return True
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def first_impl(op: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Find the first implementation of an op that serves and needs no plan, "torch" at last."""
+    need = Need(device=device, dtype=dtype)
+    names = (
+        name
+        for name, each in REGISTERED[op].items()
+        if not each.capability.why_not(need) and (each.planner is None or not each.needs_plan)
+    )
+    return next(names, "torch")
 
 
 def _fake_like(schema: torch.FunctionSchema, names: Sequence[str]) -> Callable[..., Any]:

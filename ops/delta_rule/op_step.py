@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ class DeltaStep(StepOp):
 
     A rule with decays by channel declares ``a``, ``dt_bias`` and ``records`` anew.
     """
+
+    recorded: ClassVar[tuple[str, ...]] = ("qkv", "b", "a")
+    read: ClassVar[tuple[str, ...]] = ("z",)
+    pools: ClassVar[tuple[str, ...]] = ("conv_state", "state")
 
     qkv: Annotated[Tensor, Rows("C")]
     z: Annotated[Tensor, Rows("HV * V")]
@@ -133,12 +137,5 @@ def step_in_torch(
 
 
 def verify_by_delta_steps(step: Callable[[D], Tensor], x: D) -> Tensor:
-    """Verify drafts by a launcher of the decode step: records are [qkv | b | a]."""
-    return verify_by_calls(
-        step,
-        x,
-        torch.zeros_like(x.z, memory_format=torch.contiguous_format),
-        recorded=("qkv", "b", "a"),
-        read="z",
-        pools=("conv_state", "state"),
-    )
+    """Verify drafts by a launcher of the decode step."""
+    return verify_by_calls(step, x, torch.zeros_like(x.z, memory_format=torch.contiguous_format))

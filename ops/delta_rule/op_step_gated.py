@@ -18,6 +18,7 @@ IMPLEMENTATIONS = step_implementations(
     "delta_rule",
     "gated",
     limits={"head_k_dim": 128, "head_v_dim": 256},
+    composed="torch_hybrid.ops.delta_rule._composed:gated_delta",
     has_invariant=True,
 )
 

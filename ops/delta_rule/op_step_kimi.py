@@ -18,6 +18,7 @@ IMPLEMENTATIONS = step_implementations(
     "delta_rule",
     "kimi",
     limits={"head_k_dim": 128, "head_v_dim": 256},
+    composed="torch_hybrid.ops.delta_rule._composed:kimi_delta",
     has_invariant=True,
 )
 

@@ -12,12 +12,23 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.composed import COMPOSED, Parts
 from torch_hybrid.ops.conv_step import check_lengths
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, made
+from torch_hybrid.ops.core.declare import (
+    TRACED,
+    Dense,
+    Index,
+    Pool,
+    Rows,
+    StatefulOp,
+    define,
+    made,
+)
 from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.gated_pooling.op import GatedPooling
 from torch_hybrid.ops.select_blocks.op import SelectBlocks
+from torch_hybrid.ops.step_implementations import EXTEND, composed_of
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.pooled_selection_step"
@@ -34,6 +45,7 @@ IMPLEMENTATIONS = {
         ),
         launcher=f"{_PACKAGE}._triton:pooled_selection_step",
     ),
+    COMPOSED: composed_of(f"{_PACKAGE}._composed:pooled_selection_step"),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
         launcher=f"{_PACKAGE}._torch:pooled_selection_step",
@@ -71,7 +83,8 @@ class PooledSelectionStep(StatefulOp):
         state_indices: [N] int32 slot that receives what each sequence leaves, distinct except for
             0: that is not stored.
         top_k: most blocks that a query takes.
-        impl: name in IMPLEMENTATIONS.
+        impl: name in IMPLEMENTATIONS. "composed" takes sequences of several tokens too.
+        parts: of the implementation "composed"; None leaves the choice to it.
 
     Returns:
         [T, top_k] int32, the chosen blocks of each query by number, rising; -1 where there are
@@ -98,6 +111,7 @@ class PooledSelectionStep(StatefulOp):
     initial_indices: Annotated[Tensor, Index("N")]
     state_indices: Annotated[Tensor, Index("N")]
     top_k: int = field(kw_only=True)
+    parts: Annotated[Parts | None, TRACED] = field(default=None, kw_only=True)
 
     def check(self) -> None:
         """Raise ValueError unless queries take blocks."""
@@ -116,7 +130,8 @@ class PooledSelectionStep(StatefulOp):
             page_size=self.block_keys.shape[1] * self.bias.shape[0],
         )
         StatefulOp.check_indices(self)
-        check_lengths(self.cu_seqlens)
+        if not IMPLEMENTATIONS[self.impl].capability.features >= EXTEND:
+            check_lengths(self.cu_seqlens)
 
     def pooling(self) -> GatedPooling:
         """Make the first part: keys of blocks."""

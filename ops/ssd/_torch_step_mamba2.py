@@ -57,15 +57,8 @@ def ssd_step(x: SsdStep) -> Tensor:
 
 
 def verify_by_ssd_steps(step: Callable[[SsdStep], Tensor], x: SsdStep) -> Tensor:
-    """Verify drafts by a launcher of the decode step: records are [xBC | dt]."""
-    return verify_by_calls(
-        step,
-        x,
-        x.xBC.new_zeros(x.xBC.shape[0], x.inner),
-        recorded=("xBC", "dt"),
-        read="z",
-        pools=("conv_state", "state"),
-    )
+    """Verify drafts by a launcher of the decode step."""
+    return verify_by_calls(step, x, x.xBC.new_zeros(x.xBC.shape[0], x.inner))
 
 
 def _gated(o: Tensor, z: Tensor, x: SsdStep) -> Tensor:

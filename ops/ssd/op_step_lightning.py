@@ -20,7 +20,11 @@ from torch_hybrid.ops.step_implementations import step_implementations
 from torch_hybrid.ops.verify import StepOp
 
 IMPLEMENTATIONS = step_implementations(
-    "lightning_step", "ssd", "lightning", limits={"head_k_dim": 512}
+    "lightning_step",
+    "ssd",
+    "lightning",
+    limits={"head_k_dim": 512},
+    composed="torch_hybrid.ops.ssd._composed:lightning",
 )
 
 

@@ -19,7 +19,13 @@ from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, define, made
 from torch_hybrid.ops.step_implementations import step_implementations
 from torch_hybrid.ops.verify import StepOp
 
-IMPLEMENTATIONS = step_implementations("ssd_step", "ssd", "mamba2", limits={"head_k_dim": 512})
+IMPLEMENTATIONS = step_implementations(
+    "ssd_step",
+    "ssd",
+    "mamba2",
+    limits={"head_k_dim": 512},
+    composed="torch_hybrid.ops.ssd._composed:mamba2",
+)
 
 
 @dataclass(slots=True)
@@ -91,6 +97,9 @@ class SsdStep(StepOp):
     """
 
     implementations: ClassVar[Mapping[str, Implementation]] = IMPLEMENTATIONS
+    recorded: ClassVar[tuple[str, ...]] = ("xBC", "dt")
+    read: ClassVar[tuple[str, ...]] = ("z",)
+    pools: ClassVar[tuple[str, ...]] = ("conv_state", "state")
 
     xBC: Annotated[Tensor, Rows("C")]
     z: Annotated[Tensor | None, Rows("H * V")]

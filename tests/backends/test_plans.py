@@ -293,14 +293,14 @@ def test_an_op_is_asked_for_by_its_own_name_before_that_of_its_kind():
         ({}, "cpp"),
         ({"full": "torch", "ops": {"chunk_{kind}": "torch"}}, "cpp"),
         ({"ops": {"{step}": "torch"}}, "torch"),
-        ({"ops": {"{step}": "parts"}}, "parts"),
-        ({"linear": "torch"}, "parts"),
-        ({"conv": "cpp"}, "parts"),
-        ({"ops": {"decode causal_conv1d": "torch"}}, "parts"),
+        ({"ops": {"{step}": "composed"}}, "composed"),
+        ({"linear": "torch"}, "composed"),
+        ({"conv": "cpp"}, "composed"),
+        ({"ops": {"decode causal_conv1d": "torch"}}, "composed"),
     ],
     ids=str,
 )
-def test_a_whole_step_stands_in_for_parts_that_nobody_asked_for(
+def test_a_mixer_is_composed_where_an_op_of_it_is_asked_for(
     named: dict[str, Any], expected: str, spec: LayerSpec, step: str
 ):
     ops = {op.format(kind=spec.kind, step=step): n for op, n in named.get("ops", {}).items()}
@@ -310,16 +310,20 @@ def test_a_whole_step_stands_in_for_parts_that_nobody_asked_for(
     decode = {choice.op: choice for choice in choices[Mode.DECODE]}
     assert decode[step].impl == expected
     parts = {f"recurrent_{spec.kind}", "causal_conv1d"}
-    assert set(decode) - {step} == (parts if expected == "parts" else set())
+    assert set(decode) - {step} == (parts if expected == "composed" else set())
     assert step not in {choice.op for choice in choices[Mode.EXTEND]}
 
 
 @pytest.mark.parametrize(
     ("ops", "expected"),
-    [({}, "cpp"), ({"gated_delta_step": "torch"}, "torch"), ({"gated_delta_step": "parts"}, None)],
+    [
+        ({}, "cpp"),
+        ({"gated_delta_step": "torch"}, "torch"),
+        ({"gated_delta_step": "composed"}, None),
+    ],
     ids=str,
 )
-def test_a_whole_step_verifies_drafts_or_its_parts_replay_them(
+def test_one_call_verifies_drafts_or_a_composed_mixer_replays_them(
     ops: dict[str, str], expected: str | None
 ):
     table = LayerTable.from_specs([LINEAR])
@@ -335,16 +339,17 @@ def test_a_whole_step_verifies_drafts_or_its_parts_replay_them(
     assert (plan.replay is None) == (expected is not None)
 
 
-def test_where_no_whole_step_verifies_drafts_parts_replay_them():
-    step = GATED_DELTA_RULE.whole
+def test_a_composed_mixer_replays_drafts_where_no_other_verifies():
+    step = GATED_DELTA_RULE.mixer
     able = {
         name: dataclasses.replace(
             each, capability=dataclasses.replace(each.capability, features=NO_FEATURES)
         )
         for name, each in step.implementations.items()
     }
+    able["composed"] = step.implementations["composed"]
     rule = dataclasses.replace(
-        GATED_DELTA_RULE, whole=dataclasses.replace(step, implementations=able)
+        GATED_DELTA_RULE, mixer=dataclasses.replace(step, implementations=able)
     )
     sizes, mode = make_cache(LayerTable.from_specs([LINEAR])).sizes, Mode.verify(2)
     chosen = rule.choose({LINEAR}, sizes, Backends(), mode)
@@ -353,42 +358,44 @@ def test_where_no_whole_step_verifies_drafts_parts_replay_them():
         rule.choose({LINEAR}, sizes, Backends(ops={"gated_delta_step": "cpp"}), mode)
 
 
-@pytest.mark.parametrize("impl", ["cpp", "parts"])
-def test_a_whole_step_of_mamba2_stands_in_for_its_parts(impl: str):
+@pytest.mark.parametrize("impl", ["cpp", "composed"])
+def test_mamba2_is_composed_where_that_is_asked_for(impl: str):
     mamba2 = next(spec for spec in SPECS if isinstance(spec, Mamba2Spec))
     table = LayerTable.from_specs([mamba2])
-    named = Backends(ops={"ssd_step": "parts"} if impl == "parts" else {})
+    named = Backends(ops={"ssd_step": "composed"} if impl == "composed" else {})
     made = make_backends(table, make_cache(table).sizes, named)["mamba2"]
     decode = {choice.op: choice.impl for choice in made.choices[Mode.DECODE]}
-    parts = {"recurrent_ssd", "causal_conv1d"} if impl == "parts" else set()
+    parts = {"recurrent_ssd", "causal_conv1d"} if impl == "composed" else set()
     assert decode.pop("ssd_step") == impl
     assert set(decode) == parts
     assert {c.op for c in made.choices[Mode.EXTEND]} == {"chunk_ssd", "causal_conv1d"}
 
 
-@pytest.mark.parametrize("impl", ["cpp", "torch", "parts"])
-def test_a_whole_step_of_lightning_stands_in_for_its_parts(impl: str):
+@pytest.mark.parametrize("impl", ["cpp", "torch", "composed"])
+def test_lightning_is_composed_where_that_is_asked_for(impl: str):
     table = LayerTable.from_specs([LightningSpec(num_heads=2, head_dim=16)])
     named = Backends(ops={"lightning_step": impl} if impl != "cpp" else {})
     made = make_backends(table, make_cache(table).sizes, named)["lightning_attention"]
     decode = {choice.op: choice.impl for choice in made.choices[Mode.DECODE]}
     assert decode.pop("lightning_step") == impl
-    assert set(decode) == ({"recurrent_ssd"} if impl == "parts" else set())
+    assert set(decode) == ({"recurrent_ssd"} if impl == "composed" else set())
     assert {c.op for c in made.choices[Mode.EXTEND]} == {"chunk_ssd"}
 
 
 @pytest.mark.parametrize(
     ("named", "expected"),
     [
-        ({}, "parts"),  # on a CPU
+        ({}, "composed"),  # on a CPU
         ({"ops": {"pooled_selection_step": "torch"}}, "torch"),
         ({"ops": {"pooled_selection_step": "torch", "gated_pooling": "torch"}}, "torch"),
-        ({"ops": {"pooled_selection_step": "parts", "select_blocks": "torch"}}, "parts"),
-        ({"full": "torch"}, "parts"),
+        ({"ops": {"pooled_selection_step": "composed", "select_blocks": "torch"}}, "composed"),
+        ({"full": "torch"}, "composed"),
     ],
     ids=str,
 )
-def test_a_whole_step_of_an_indexer_stands_in_for_its_parts(named: dict[str, Any], expected: str):
+def test_an_indexer_is_composed_on_a_cpu_and_where_a_part_is_asked_for(
+    named: dict[str, Any], expected: str
+):
     table = LayerTable.from_specs([next(x for x in SPECS if isinstance(x, IndexedLatentSpec))])
     modes = (*MODES, Mode.verify(2))
     made = make_backends(table, make_cache(table).sizes, Backends(**named), modes)
@@ -396,7 +403,7 @@ def test_a_whole_step_of_an_indexer_stands_in_for_its_parts(named: dict[str, Any
     decode = {choice.op: choice.impl for choice in choices[Mode.DECODE]}
     parts = {"block_attention", "select_blocks", "gated_pooling"}
     assert decode.pop("pooled_selection_step") == expected
-    assert set(decode) == (parts if expected == "parts" else {"block_attention"})
+    assert set(decode) == (parts if expected == "composed" else {"block_attention"})
     assert all({choice.op for choice in choices[mode]} == parts for mode in modes[1:])
 
 

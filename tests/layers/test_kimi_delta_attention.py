@@ -13,6 +13,7 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.layers.one_layer import run
 from torch_hybrid.layers import KimiDeltaAttention
+from torch_hybrid.ops.delta_rule._composed import kimi_log_decay
 from torch_hybrid.specs import KimiDeltaSpec
 
 DIM = 32
@@ -75,7 +76,7 @@ def test_a_decode_step_in_one_op_is_that_of_its_parts(case: str, impl: str):
     layer, x, lengths = make(case), torch.randn(8, DIM), [5, 1, 1, 1]
     whole, parts = (
         run(layer, x, lengths, th.Backends(ops={"kimi_delta_step": name}))
-        for name in (impl, "parts")
+        for name in (impl, "composed")
     )
     torch.testing.assert_close(whole, parts)
 
@@ -83,6 +84,6 @@ def test_a_decode_step_in_one_op_is_that_of_its_parts(case: str, impl: str):
 def test_fresh_decays_have_time_constants_of_one_to_thousands_of_tokens():
     torch.manual_seed(0)
     layer = KimiDeltaAttention(DIM, replace(SPEC, num_heads=64))
-    tokens = -1 / layer._log_decay(torch.zeros(1, 64 * 12))
+    tokens = -1 / kimi_log_decay(torch.zeros(1, 64 * 12), layer.A_log, layer.dt_bias, None)
     assert 0.1 < tokens.min() < 2
     assert 200 < tokens.max() < 5000

@@ -127,7 +127,7 @@ def test_a_wrong_head_count_is_refused(module: TwoLayers):
 def test_a_decode_step_in_one_op_is_that_of_its_parts(module: TwoLayers, impl: str):
     whole, parts = (
         Server(module, module, th.Backends(ops={"gated_delta_step": name}))
-        for name in (impl, "parts")
+        for name in (impl, "composed")
     )
     seqs = [server.cache.allocate(3) for server in (whole, parts)]
     torch.manual_seed(1)

@@ -85,7 +85,7 @@ def test_a_decode_step_in_one_op_is_that_of_its_parts(name: str, dtype: torch.dt
     x = torch.randn(9, DIM, dtype=dtype)
     whole, parts = (
         run(layer, x, [5, 1, 1, 1, 1], th.Backends(ops={"ssd_step": named}))
-        for named in (impl, "parts")
+        for named in (impl, "composed")
     )
     torch.testing.assert_close(whole, parts)
 

@@ -17,11 +17,11 @@ from tests.models.oracle import ask, assert_equal_logits, decoded, make_texts, s
 from tests.models.ring_checkpoint import CONFIG, make_weights, save
 from tests.models.ring_reference import reference_logits
 from tests.tiny_models import make_model, randomize
-from torch_hybrid.layers import GatedDeltaNet, KimiDeltaAttention
 from torch_hybrid.layers.lightning_attention import alibi_slopes, geometric_slopes
 from torch_hybrid.models.adapt import adapt
 from torch_hybrid.models.families import architecture_of
 from torch_hybrid.models.kimi_delta import kimi_delta_specs
+from torch_hybrid.ops.delta_rule._composed import gated_norm, kimi_gated_norm, kimi_log_decay
 
 LENGTHS = (40, 70)
 
@@ -191,21 +191,15 @@ def test_order_of_casts_in_the_gated_norms():
     from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-    kimi_spec = th.KimiDeltaSpec(num_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4)
-    rule_spec = th.DeltaRuleSpec(
-        num_k_heads=2, num_v_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4
-    )
-    options = {"dtype": torch.bfloat16}
     o, gate = torch.randn(2, 50, 2, 16, dtype=torch.bfloat16).unbind(0)
     weight = 1 + 0.3 * torch.randn(16, dtype=torch.bfloat16)
     results = []
     for ours, theirs in (
-        (KimiDeltaAttention(8, kimi_spec, **options), KimiLinearRMSNormGated(16)),
-        (GatedDeltaNet(8, rule_spec, **options), Qwen3NextRMSNormGated(16)),
+        (kimi_gated_norm(o, gate, weight, eps=1e-6), KimiLinearRMSNormGated(16)),
+        (gated_norm(o, gate, weight, gate="silu", eps=1e-6), Qwen3NextRMSNormGated(16)),
     ):
         theirs.bfloat16().weight.data.copy_(weight)
-        ours.norm_weight.data.copy_(weight)
-        results.append(ours._gated_norm(o, gate))
+        results.append(ours)
         assert torch.equal(results[-1], theirs(o, gate))
     normed = (o.float() * torch.rsqrt(o.float().square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
     cast_before_weight = (weight * normed * gate.float().sigmoid()).bfloat16()
@@ -220,7 +214,9 @@ def test_decay_of_ling_3_is_bounded(bound: float):
     x = torch.randn(1, 40, 64)
     expected = gate(x)[0]
     mixer = th.adapt(hf_model).hf_model.model.layers[0].self_attn.mixer
-    actual = mixer._log_decay(gate.f_proj(x)[0])
+    actual = kimi_log_decay(
+        gate.f_proj(x)[0], mixer.A_log, mixer.dt_bias, mixer.spec.gate_lower_bound
+    )
     assert bound <= actual.min() < 0.99 * bound
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 

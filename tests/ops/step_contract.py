@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -18,9 +18,11 @@ from tests.ops.contract import (
 )
 from tests.ops.pages import offsets
 from tests.ops.step_family import Family, Inputs
+from torch_hybrid.ops.composed import COMPOSED
 from torch_hybrid.ops.step_implementations import EXTEND
 
 DEVICE = "cpu"
+LENGTHS = (1, 37, 0, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +75,10 @@ class StepContract:
         names = impls_on(DEVICE, self.family.implementations)
         takes = {n: self.family.implementations[n].capability.features for n in names}
         kinds = {
-            "extend_impl": [name for name in names if takes[name] >= EXTEND],
+            "extend_impl": [n for n in names if takes[n] >= EXTEND and n != COMPOSED],
             "impl": names,
-            "host_impl": [name for name in names if "triton" not in name],  # they read offsets
+            # They read offsets; "composed" takes all.
+            "host_impl": [n for n in names if "triton" not in n and n != COMPOSED],
             "native_impl": ["cpp"],
         }
         for kind, members in kinds.items():
@@ -156,24 +159,44 @@ class StepContract:
         self, extend_impl: str, case: Any, dtype: torch.dtype
     ):
         """Bit by bit, of sequences that are longer than what a thread takes at once."""
-        lengths = torch.tensor([1, 37, 0, 3])
-        inputs = self.family.make_inputs(replace(case, lengths=tuple(lengths.tolist())), dtype)
-        one_by_one, outs = inputs.copy(), []
-        starts = inputs.cu_seqlens[:-1].long()
+        inputs = self.family.make_inputs(replace(case, lengths=LENGTHS), dtype)
+        one_by_one = inputs.copy()
         out = self.family.run(inputs, extend_impl)
-        for step in range(int(lengths.max())):
-            rows = (starts + step)[lengths > step]
-            slots = one_by_one.state_indices
-            now = replace(
-                one_by_one,
-                **one_by_one.tokens(rows),
-                cu_seqlens=offsets((lengths > step).int().tolist()),
-                initial_indices=slots if step else one_by_one.initial_indices,
-            )
-            outs.append((rows, self.family.run(now, extend_impl)))
-        for rows, own in outs:
-            assert torch.equal(out[rows], own)
+        own = run_one_by_one(one_by_one, lambda now: self.family.run(now, extend_impl))
+        assert torch.equal(out[: len(own)], own)
         assert_same_pools(inputs, one_by_one)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_several_tokens_are_as_exact_when_they_are_composed(
+        self, case: Any, dtype: torch.dtype
+    ):
+        """Torch's elementwise code between the ops does not give all rows the same bits."""
+        inputs = self.family.make_inputs(replace(case, lengths=LENGTHS), dtype)
+        exact, own = inputs.exact(), inputs.copy()
+        out_exact, out_own = (run_one_by_one(x, self.family.by_reference) for x in (exact, own))
+        out = self.family.run(inputs, COMPOSED)
+        assert_within_budget(out[: len(out_own)], out_exact, out_own)
+        slots = inputs.written_slots()
+        assert_within_budget(inputs.state[slots], exact.state[slots], own.state[slots])
+
+
+def run_one_by_one(inputs: Any, run: Callable[[Any], Tensor]) -> Tensor:
+    """The outputs of sequences of ``LENGTHS``, by a step for each of their tokens."""
+    lengths, starts = torch.tensor(LENGTHS), inputs.cu_seqlens[:-1].long()
+    outs = []
+    for step in range(max(LENGTHS)):
+        rows, slots = (starts + step)[lengths > step], inputs.state_indices
+        now = replace(
+            inputs,
+            **inputs.tokens(rows),
+            cu_seqlens=offsets((lengths > step).int().tolist()),
+            initial_indices=slots if step else inputs.initial_indices,
+        )
+        outs.append((rows, run(now)))
+    out = outs[0][1].new_empty(sum(LENGTHS), outs[0][1].shape[1])
+    for rows, own in outs:
+        out[rows] = own
+    return out
 
 
 def one_of(inputs: Any, n: int) -> Any:

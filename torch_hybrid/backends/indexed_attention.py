@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, LayerForm, Mode
-from torch_hybrid.backends.recurrent import PARTS, OpChoice, or_parts
-from torch_hybrid.backends.replay import Replay, Segments, plan_replay, walk
+from torch_hybrid.backends.recurrent import OpChoice, with_mixer
+from torch_hybrid.backends.replay import plan_replay, walk
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
@@ -18,13 +18,15 @@ from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.block_attention import op as attention
 from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
+from torch_hybrid.ops.composed import COMPOSED, Parts
 from torch_hybrid.ops.core.capability import Implementation, Need
 from torch_hybrid.ops.gated_pooling import op as pooling
 from torch_hybrid.ops.head_linear import op as head_linear
 from torch_hybrid.ops.pooled_selection_step import op as selection_step
+from torch_hybrid.ops.replay import Replay, Segments
 from torch_hybrid.ops.select_blocks import op as selection
 from torch_hybrid.pytrees import register_value
-from torch_hybrid.specs import IndexedAttentionSpec, IndexedLatentSpec, LayerEntry
+from torch_hybrid.specs import RECORDS, IndexedAttentionSpec, IndexedLatentSpec, LayerEntry
 
 AnyIndexedSpec = IndexedAttentionSpec | IndexedLatentSpec
 
@@ -55,7 +57,7 @@ GATED_POOLING = OpChoice(
 # Fuses ``gated_pooling`` and ``select_blocks`` in decode steps.
 POOLED_SELECTION_STEP = OpChoice(
     name="pooled_selection_step",
-    implementations=or_parts(selection_step.IMPLEMENTATIONS),
+    implementations=selection_step.IMPLEMENTATIONS,
     sizes=lambda spec: {
         "block_size": spec.block_size,
         "index_dim": spec.index_dim,
@@ -116,10 +118,11 @@ class IndexedAttentionBackend:
                 backends.named("select_blocks", backends.full, mode),
                 key_of_block.asked_for(backends, mode),
             )
-            by_name = whole.preferred if asked_for == ("auto", "auto") else lambda _: PARTS
+            by_name = whole.preferred if asked_for == ("auto", "auto") else lambda _: COMPOSED
             chosen = replace(whole, preferred=by_name).choose(set(specs), sizes, backends, mode)
-            return (*parts(mode), chosen) if chosen.impl == PARTS else (chosen,)
+            return (*parts(mode), chosen) if chosen.impl == COMPOSED else (chosen,)
 
+        self._mixer = whole
         self.choices = {
             mode: (*(choose(op, impls, mode) for op, impls in ops.items()), *indexer(mode))
             for mode in modes
@@ -142,7 +145,7 @@ class IndexedAttentionBackend:
             slot_mapping=batch.slot_mapping,
             initial_indices=batch.initial_indices,
             state_indices=batch.state_indices,
-            statics=Statics(impls_of(self.choices[mode])),
+            statics=Statics(with_mixer(impls_of(self.choices[mode]), self._mixer)),
             replay=plan_replay(batch, mode) if mode.num_drafts else None,
         )
 
@@ -169,46 +172,21 @@ def over_block(x: Tensor, weight: Tensor, plan: IndexedPlan, cache: LayerCache) 
     return walk(run, [x], [], plan, cache)
 
 
-def pooled(
-    keys: Tensor, gates: Tensor, bias: Tensor, plan: IndexedPlan, cache: LayerCache
-) -> Tensor:
-    """Pool keys and gates [T, D] of tokens into the keys [T, D] of the blocks they complete."""
-
-    def run(
-        advancing: Sequence[Tensor], reading: Sequence[Tensor], at: IndexedPlan | Segments
-    ) -> Tensor:
-        keys, gates = advancing
-        return pooling.gated_pooling(
-            keys,
-            gates,
-            bias,
-            cache["unpooled"],
-            at.cu_seqlens,
-            at.seq_lens,
-            at.initial_indices,
-            at.state_indices,
-            impl=plan.statics.impl("gated_pooling"),
-        )
-
-    return walk(run, [keys, gates], [], plan, cache)
-
-
 def pick(
     q: Tensor,
     keys: Tensor,
     spec: AnyIndexedSpec,
     plan: IndexedPlan,
     cache: LayerCache,
-    weights: Tensor | None = None,
 ) -> Tensor:
     """Write keys [T, D] of completed blocks into the layer's pool, and pick blocks [T, top_k].
 
-    ``q`` [T, H, D] are index queries. ``weights`` [T, H] are factors of the heads' scores; None: 1.
+    ``q`` [T, H, D] are index queries.
     """
     return selection.select_blocks(
         q,
         keys,
-        weights,
+        None,
         cache["block_keys"],
         plan.cu_seqlens,
         plan.seq_lens,
@@ -230,13 +208,10 @@ def pick_pooled(
     plan: IndexedPlan,
     cache: LayerCache,
 ) -> Tensor:
-    """Pool the keys of completed blocks, and pick blocks [T, top_k].
-
-    Combines ``pooled``, of the tokens' keys and gates [T, D], and ``pick``, in one op if possible.
-    """
-    impl = dict(plan.statics.impls).get("pooled_selection_step", PARTS)
-    if impl == PARTS:
-        return pick(q, pooled(keys, gates, bias, plan, cache), spec, plan, cache, weights)
+    """Pool keys and gates [T, D] of tokens into keys of blocks, and pick blocks [T, top_k]."""
+    impl = plan.statics.impl("pooled_selection_step")
+    records = None if plan.replay is None else cache[RECORDS]
+    parts = Parts(impls=plan.statics.impls, replay=plan.replay, records=records)
     return selection_step.pooled_selection_step(
         q,
         keys,
@@ -253,6 +228,7 @@ def pick_pooled(
         plan.state_indices,
         top_k=spec.top_k,
         impl=impl,
+        parts=parts,
     )
 
 

@@ -5,29 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, LayerForm, Mode
-from torch_hybrid.backends.planned import PlannedTensors, plan_layers, shape_name
-from torch_hybrid.backends.replay import Replay, Segments, plan_replay, walk
+from torch_hybrid.backends.planned import PlannedTensors, plan_layers, planned_for, shape_name
+from torch_hybrid.backends.replay import plan_replay, walk
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
-from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.causal_conv1d import op as conv
-from torch_hybrid.ops.core.capability import (
-    FLOATS_AND_FLOAT64,
-    NO_FEATURES,
-    Capability,
-    Implementation,
-    Need,
-)
+from torch_hybrid.ops.composed import COMPOSED, Parts
+from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation, Need
 from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
+from torch_hybrid.ops.replay import Replay, Segments
 from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, VERIFY
+from torch_hybrid.ops.verify import StepOp, verify_by_replay
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry
 from torch_hybrid.specs.pools import RECORDS
@@ -44,16 +40,6 @@ class RecurrentPlan:
     statics: Statics
     accepted: Tensor | None = None  # [N] records to replay, in a step that verifies drafts
     replay: Replay | None = None  # in such a step, for ops that do not replay records themselves
-
-    def at(self, walk: Segments) -> RecurrentPlan:
-        """Make the plan of one of the two calls of an op in a step that verifies drafts."""
-        return RecurrentPlan(
-            cu_seqlens=walk.cu_seqlens,
-            initial_indices=walk.initial_indices,
-            state_indices=walk.state_indices,
-            planned=self.planned,
-            statics=self.statics,
-        )
 
 
 register_value(RecurrentPlan)
@@ -77,7 +63,12 @@ class OpChoice:
 
     def choose(self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode) -> Choice:
         """Choose an implementation that serves all ``specs`` in steps of a mode."""
-        needs = [
+        needs = self.needs(specs, sizes, backends)
+        return select(self.name, self.implementations, needs, self.asked_for(backends, mode))
+
+    def needs(self, specs: set[Any], sizes: PoolSizes, backends: Backends) -> list[Need]:
+        """List what an implementation must serve."""
+        return [
             Need(
                 device=sizes.device,
                 dtype=sizes.dtype,
@@ -87,23 +78,19 @@ class OpChoice:
             )
             for spec in specs
         ]
-        preferred = self.asked_for(backends, mode)
-        return select(self.name, self.implementations, needs, preferred)
+
+    def can_serve_name(
+        self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode
+    ) -> bool:
+        """Tell whether the implementation that the user named can serve, if one was named."""
+        named = self.implementations.get(self.asked_for(backends, mode))
+        needs = self.needs(specs, sizes, backends)
+        return named is None or not any(named.capability.why_not(need) for need in needs)
 
     def asked_for(self, backends: Backends, mode: Mode) -> str:
         """Return the name that the user gave, or "auto"."""
         return backends.named(self.name, self.preferred(backends), mode)
 
-
-# Stands for a fused op's parts among the implementations of that op, and is chosen like one.
-PARTS = "parts"
-_PARTS = Implementation(
-    capability=Capability(
-        devices=frozenset({"cpu", "cuda"}),
-        dtypes=FLOATS_AND_FLOAT64,
-    ),
-    launcher="",
-)
 
 CONVOLUTION = OpChoice(
     name="causal_conv1d",
@@ -117,23 +104,27 @@ CONVOLUTION = OpChoice(
 class Recurrence:
     """Ops that the layers of one kind call, and the chunk size of their prefill.
 
-    The ops of ``decode`` run one new token per sequence, those of ``extend`` any number. ``whole``
-    fuses all between a layer's projections in decode. The fused op runs where it can serve, unless
-    the user named an implementation of one of its parts; its Triton form there alone where it was
-    measured, at the sizes ``timed``. An implementation of it with the feature "verify" runs a token
-    and drafts after it. Where there is none, the ops of ``decode``, which take tokens one by one,
-    replay records too (``backends.replay``).
+    ``mixer`` is the op of all between a layer's projections, where there is one. Its implementation
+    "composed" calls the ops of ``decode`` for tokens one by one, and those of ``extend`` for any
+    number. "composed" runs where the user named an implementation of one of these ops, or where no
+    other can serve. The Triton form runs in decode at the sizes ``timed`` alone, where it was
+    measured.
     """
 
     decode: tuple[OpChoice, ...]  # the recurrence first
     extend: tuple[OpChoice, ...]
-    whole: OpChoice | None = None
+    mixer: OpChoice | None = None
     timed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     chunk_size: int = 0
 
-    def ops(self, mode: Mode) -> tuple[OpChoice, ...]:
-        """Return the ops of a mode's steps, if no fused op runs instead."""
-        return self.decode if mode.tokens_per_seq == 1 else self.extend
+    def parts(self, backends: Backends, mode: Mode) -> tuple[OpChoice, ...]:
+        """Return the ops that a mode's steps are composed of.
+
+        Those that take tokens one by one replay records, and give a token the same bits in steps of
+        any lengths.
+        """
+        one_by_one = mode.tokens_per_seq == 1 or mode.num_drafts or backends.batch_invariant
+        return self.decode if one_by_one else self.extend
 
     def choose(
         self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode
@@ -143,64 +134,69 @@ class Recurrence:
         Raises:
             UnsupportedError: no implementation of an op can serve.
         """
-        if verifying := self._choose_verifying(specs, sizes, backends, mode):
-            return (verifying,)
-        if backends.batch_invariant:
-            return self._choose_invariant(specs, sizes, backends, mode)
-        ops = self.decode if mode.num_drafts else self.ops(mode)
-        parts = tuple((op, op.choose(specs, sizes, backends, mode)) for op in ops)
-        if self.whole is None or mode.tokens_per_seq != 1:
-            return parts
-        are_asked_for = any(op.asked_for(backends, mode) != "auto" for op in ops)
-        whole = replace(
-            self.whole,
-            implementations=or_parts(self.whole.implementations, timed=self.timed),
-            preferred=lambda _: PARTS if are_asked_for else "auto",
+        choice = self._choose_mixer(specs, sizes, backends, mode)
+        if choice is not None and choice[1].impl != COMPOSED:
+            return (choice,)
+        at = Mode.DECODE if backends.batch_invariant else mode
+        parts = tuple(
+            (op, op.choose(specs, sizes, backends, at)) for op in self.parts(backends, mode)
         )
-        chosen = whole, whole.choose(specs, sizes, backends, mode)
-        return (*parts, chosen) if chosen[1].impl == PARTS else (chosen,)
+        is_listed = choice is not None and mode.tokens_per_seq == 1
+        return (*parts, choice) if choice and is_listed and not backends.batch_invariant else parts
 
-    def _choose_verifying(
+    def _choose_mixer(
         self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode
     ) -> tuple[OpChoice, Choice] | None:
-        """Choose the fused op for steps that verify drafts; None where it cannot serve."""
-        if self.whole is None or not mode.num_drafts or mode.tokens_per_seq is None:
+        """Choose how all between the projections runs; None: composed, as prefill always is."""
+        if self.mixer is None or not (mode.tokens_per_seq or backends.batch_invariant):
             return None
-        known = {**self.whole.implementations, PARTS: _PARTS}  # which have no such feature
-        whole = replace(self.whole, implementations=known, features=VERIFY)
-        try:
-            return whole, whole.choose(specs, sizes, backends, mode)
-        except UnsupportedError:
-            if whole.asked_for(backends, mode) not in ("auto", PARTS):
-                raise
-            return None
+        if mode.num_drafts and mode.tokens_per_seq is not None:
+            mixer = _verifying(self.mixer)
+        elif backends.batch_invariant:
+            features = EXTEND | NO_STORE if mode.num_drafts else EXTEND
+            mixer, mode = replace(self.mixer, features=features), Mode.DECODE
+            if not mixer.can_serve_name(specs, sizes, backends, mode):
+                return None
+        else:
+            asked_for = any(op.asked_for(backends, mode) != "auto" for op in self.decode)
+            mixer = replace(
+                self.mixer,
+                implementations=_timed(self.mixer.implementations, self.timed),
+                preferred=lambda _: COMPOSED if asked_for else "auto",
+            )
+        return mixer, mixer.choose(specs, sizes, backends, mode)
 
-    def _choose_invariant(
-        self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode
-    ) -> tuple[tuple[OpChoice, Choice], ...]:
-        """Choose the ops that give a token the same bits in steps of any lengths.
+    def replays(self, chosen: Sequence[tuple[OpChoice, Choice]]) -> bool:
+        """Tell whether what was chosen for steps with drafts runs them in two calls."""
+        (op, choice), *_ = chosen
+        if self.mixer is None or op.name != self.mixer.name:
+            return True
+        return not self.mixer.implementations[choice.impl].capability.features >= VERIFY
 
-        They run tokens one by one: the fused op that takes several tokens, if an implementation
-        can serve, or else its parts.
-        """
 
-        def parts() -> tuple[tuple[OpChoice, Choice], ...]:
-            return tuple((op, op.choose(specs, sizes, backends, Mode.DECODE)) for op in self.decode)
+def _verifying(mixer: OpChoice) -> OpChoice:
+    """Require that drafts are verified: in one call, or in two where several tokens are taken.
 
-        if self.whole is None:
-            return parts()
-        whole = replace(
-            self.whole,
-            features=EXTEND | NO_STORE if mode.num_drafts else EXTEND,
-            preferred=self.decode[0].preferred,
-        )
-        try:
-            return ((whole, whole.choose(specs, sizes, backends, Mode.DECODE)),)
-        except UnsupportedError as refusal:
-            try:
-                return parts()
-            except UnsupportedError:
-                raise refusal from None
+    "composed" comes last, since it always takes two.
+    """
+
+    def able(each: Implementation) -> Implementation:
+        features = each.capability.features
+        also = VERIFY if features >= EXTEND | NO_STORE else NO_FEATURES
+        return replace(each, capability=replace(each.capability, features=features | also))
+
+    known = {name: able(each) for name, each in mixer.implementations.items()}
+    composed = known.pop(COMPOSED)
+    return replace(mixer, implementations={**known, COMPOSED: composed}, features=VERIFY)
+
+
+def _timed(
+    implementations: Mapping[str, Implementation], sizes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Implementation]:
+    """Let "triton" serve these sizes alone, at which it was measured."""
+    triton = implementations["triton"]
+    timed = replace(triton, capability=replace(triton.capability, one_of=sizes))
+    return {**implementations, "triton": timed}
 
 
 # Mixers without a recurrence: their only state is that of a convolution.
@@ -213,12 +209,12 @@ def chunked_rule(
     recurrent: Mapping[str, Implementation],
     chunk: Mapping[str, Implementation],
     sizes: Callable[[Any], dict[str, int]],
-    whole: OpChoice | None = None,
+    mixer: OpChoice | None = None,
     timed: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Recurrence:
     """Define a rule with two forms: ``recurrent_<name>`` in decode, ``chunk_<name>`` in extend.
 
-    ``also`` lists the other ops that its layers call. ``whole`` fuses all of them; see
+    ``also`` lists the other ops that its layers call. ``mixer`` is the op of all that they do; see
     ``Recurrence``.
     """
     decode = OpChoice(name=f"recurrent_{name}", implementations=recurrent, sizes=sizes)
@@ -226,28 +222,10 @@ def chunked_rule(
     return Recurrence(
         decode=(decode, *also),
         extend=(extend, *also),
-        whole=whole,
+        mixer=mixer,
         timed=timed or {},
         chunk_size=DEFAULT_CHUNK_SIZE,
     )
-
-
-def or_parts(
-    implementations: Mapping[str, Implementation],
-    *,
-    timed: Mapping[str, tuple[int, ...]] | None = None,
-) -> dict[str, Implementation]:
-    """Add running the parts of a fused op to the op's implementations, as one of them.
-
-    The parts come before "torch", since the compiler fuses more of them than "torch" does. With
-    ``timed``, "triton" serves these sizes alone, at which it was measured.
-    """
-    first = {name: each for name, each in implementations.items() if name != "torch"}
-    if timed:
-        triton = first["triton"]
-        first["triton"] = replace(triton, capability=replace(triton.capability, one_of=timed))
-    last = {name: each for name, each in implementations.items() if name not in first}
-    return {**first, PARTS: _PARTS, **last}
 
 
 class RecurrentBackend:
@@ -266,11 +244,12 @@ class RecurrentBackend:
         specs: set[Any] = {entry.spec for entry in entries}
         chosen = {mode: recurrence.choose(specs, sizes, backends, mode) for mode in modes}
         self.choices = {mode: tuple(each for _, each in pairs) for mode, pairs in chosen.items()}
-        self._statics = {mode: Statics(impls_of(each)) for mode, each in self.choices.items()}
+        self._statics = {
+            mode: Statics(with_mixer(impls_of(each), recurrence.mixer))
+            for mode, each in self.choices.items()
+        }
         self._replayed = {
-            mode
-            for mode, pairs in chosen.items()
-            if mode.num_drafts and not any(op.features >= VERIFY for op, _ in pairs)
+            mode for mode, pairs in chosen.items() if mode.num_drafts and recurrence.replays(pairs)
         }
         self._planners, self._layers = {}, {}
         for mode, ((op, choice), *_) in chosen.items():
@@ -308,35 +287,42 @@ def rule_of(
     return forms[name], impl
 
 
-def drafts_of(plan: RecurrentPlan, cache: LayerCache) -> dict[str, Tensor]:
-    """Return what the fused op of a step takes beside, by name, where it verifies drafts."""
-    if plan.accepted is None:
-        return {}
-    return {"records": cache[RECORDS], "accepted": plan.accepted}
+def with_mixer(
+    impls: tuple[tuple[str, str], ...], mixer: OpChoice | None
+) -> tuple[tuple[str, str], ...]:
+    """Add the mixer's op, which is composed of the ops that are listed unless it is one of them."""
+    if mixer is None or mixer.name in dict(impls):
+        return impls
+    return (*impls, (mixer.name, COMPOSED))
 
 
-def whole_impl(plan: RecurrentPlan, *ops: str) -> str | None:
-    """Find the implementation of the fused op among ``ops`` that the plan runs; None: its parts."""
-    impl = next((impl for op, impl in plan.statics.impls if op in ops), PARTS)
-    return None if impl == PARTS else impl
+StepT = TypeVar("StepT", bound=StepOp)
 
 
-def walk_layer(
-    run: Callable[[Sequence[Tensor], Sequence[Tensor], RecurrentPlan], Tensor],
-    advancing: Sequence[Tensor],
-    reading: Sequence[Tensor],
+def run_mixer(
+    op: Callable[..., Tensor],
+    x: StepT,
     plan: RecurrentPlan,
     cache: LayerCache,
+    sizes: Mapping[str, int],
 ) -> Tensor:
-    """Run all ops of a layer over a step's tokens, as ``walk`` runs one.
+    """Run the op of all between a layer's projections, with the step's drafts if it has some.
 
-    ``advancing`` and ``reading`` are the inputs of the layer's ops together.
+    Args:
+        op: public function of the op.
+        x: its arguments, less drafts; ``x.impl`` is what the plan names.
+        plan: plan of the step.
+        cache: the layer's pools. Mutated at the slots that the plan names.
+        sizes: those of the layer that planners are told.
     """
-
-    def run_at(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
-        return run(advancing, reading, plan.at(at) if isinstance(at, Segments) else at)
-
-    return walk(run_at, advancing, reading, plan, cache)
+    if plan.accepted is not None:
+        x = replace(x, records=cache[RECORDS], accepted=plan.accepted)
+    if x.impl == COMPOSED:
+        planned = planned_for(plan.planned, sizes)
+        x = replace(x, parts=Parts(impls=plan.statics.impls, planned=planned, replay=plan.replay))
+    elif plan.replay is not None:  # it takes several tokens, and verifies in two calls
+        return verify_by_replay(op, x, plan.replay)
+    return op(x)
 
 
 def convolve(

@@ -1,58 +1,18 @@
-"""Verification of drafts by ops that do not replay records themselves: the op is called twice.
-
-    certain    accepted records, then new tokens that are no drafts; the state is stored
-    further    drafts, from that state; only their inputs are stored, as records
-
-An op that takes tokens one by one leaves the state of plain decoding, bit by bit. ``ops.verify``
-defines a step that verifies drafts, for ops that run such a step in one call.
-"""
+"""Steps that verify drafts by ops that do not replay records themselves; see ``ops.replay``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.ops.replay import Replay, Segments, call_twice, rows_of_replay
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import RECORDS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segments:
-    """Ragged sequences of one call of an op, and the slots of their states."""
-
-    cu_seqlens: Tensor  # [N + 1]
-    seq_lens: Tensor  # [N] total lengths after the call
-    initial_indices: Tensor  # [N] slot that each sequence starts from; 0: zeros
-    state_indices: Tensor  # [N] slot that receives its state; 0: the state is not stored
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """Rows of both calls in a step of N sequences and T tokens, of which each has up to D drafts.
-
-    Row i of the first call comes from the records if ``is_record[i]``, else from this step's
-    tokens. The call has C = N D + N + 1 rows, or N D + T + 1 in a step of any lengths. Padding rows
-    repeat some token. The last row is always padding, so that no other size of a step equals C.
-    """
-
-    certain: Segments
-    is_record: Tensor  # [C] bool
-    record_slots: Tensor  # [C] int64 slot of a row's record
-    record_places: Tensor  # [C] int64 place of the record in its slot
-    certain_tokens: Tensor  # [C] int64 token of a row that is no record
-    further: Segments
-    further_tokens: Tensor  # [N D] int64 token of each row of the second call
-    outputs: Tensor  # [T] int64 row of each token in both results, joined
-    left_slots: Tensor  # [T] int64 slot that receives a token's record; 0: the token is no draft
-    left_places: Tensor  # [T] int64 place of that record in its slot
-
 
 register_value(Segments)
 register_value(Replay)
@@ -62,57 +22,17 @@ def plan_replay(batch: Batch, mode: Mode) -> Replay:
     """Plan both calls for a batch on the host, padded to its bucket."""
     assert batch.accepted is not None
     assert batch.num_drafts is not None
-    starts, accepted, num_further = batch.cu_seqlens[:-1], batch.accepted, batch.num_drafts
-    num_new = batch.cu_seqlens.diff() - num_further  # new tokens that are no drafts
-    most_new = batch.num_tokens if mode.tokens_per_seq is None else batch.num_seqs
-    num_drafts, all_drafts = mode.num_drafts, batch.num_seqs * mode.num_drafts
-    certain, n, place = _rows(accepted + num_new, all_drafts + most_new + 1)
-    further, m, draft = _rows(num_further, all_drafts)
-
-    tokens = torch.arange(batch.num_tokens, dtype=torch.int64, device="cpu")
-    of, at = _places(batch.cu_seqlens, tokens)
-    is_new = tokens < batch.cu_seqlens[-1]
-    after = at - num_new[of]  # place among the drafts; negative: no draft
-    is_draft = is_new & (after >= 0)
-    outputs = torch.where(after >= 0, len(n) + further[of] + after, certain[of] + accepted[of] + at)
-    slots, last = batch.state_indices, batch.num_tokens - 1
-    return Replay(
-        certain=Segments(
-            cu_seqlens=certain,
-            seq_lens=batch.seq_lens - num_further,
-            initial_indices=batch.initial_indices,
-            state_indices=slots,
-        ),
-        is_record=place < accepted[n],
-        record_slots=batch.initial_indices[n].long(),
-        record_places=place.clamp(max=num_drafts - 1),
-        certain_tokens=(starts[n] + (place - accepted[n]).clamp(min=0)).clamp(max=last).long(),
-        further=Segments(
-            cu_seqlens=further,
-            seq_lens=batch.seq_lens,
-            initial_indices=slots,
-            state_indices=torch.zeros_like(slots),
-        ),
-        further_tokens=(starts[m] + num_new[m] + draft).clamp(max=last).long(),
-        outputs=outputs.where(is_new, len(n) - 1).long(),
-        left_slots=slots[of].where(is_draft, 0).long(),
-        left_places=after.where(is_draft, 0).long(),
+    return rows_of_replay(
+        batch.cu_seqlens,
+        batch.seq_lens,
+        batch.accepted,
+        batch.num_drafts,
+        batch.initial_indices,
+        batch.state_indices,
+        num_tokens=batch.num_tokens,
+        num_drafts=mode.num_drafts,
+        most_new=batch.num_tokens if mode.tokens_per_seq is None else batch.num_seqs,
     )
-
-
-def _rows(lengths: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the offsets [N + 1] of sequences, and the sequence and place of each row.
-
-    Rows after the last sequence count as its own.
-    """
-    offsets = torch.constant_pad_nd(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return offsets, *_places(offsets, torch.arange(num_rows, dtype=torch.int64, device="cpu"))
-
-
-def _places(offsets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the sequence of each row, and the row's place in that sequence."""
-    n = torch.searchsorted(offsets[1:], rows, right=True).clamp(max=len(offsets) - 2)
-    return n, rows - offsets[n]
 
 
 class _Plan(Protocol):
@@ -147,21 +67,4 @@ def walk(
     """
     if plan.replay is None:
         return run(advancing, reading, plan)
-    replay, kept = plan.replay, cache[records]
-    widths = [x[0].numel() for x in advancing]
-    rows = torch.cat([x.flatten(1) for x in advancing], 1)
-    replayed = kept[replay.record_slots, replay.record_places]
-    rows_certain = replayed.where(replay.is_record[:, None], rows[replay.certain_tokens])
-    parts = zip(rows_certain.split(widths, 1), advancing, strict=True)
-    certain = run(
-        [part.unflatten(1, x.shape[1:]).to(x.dtype) for part, x in parts],
-        [x[replay.certain_tokens] for x in reading],
-        replay.certain,
-    )
-    further = run(
-        [x[replay.further_tokens] for x in advancing],
-        [x[replay.further_tokens] for x in reading],
-        replay.further,
-    )
-    kept.index_put_((replay.left_slots, replay.left_places), rows)
-    return torch.cat([certain, further])[replay.outputs]
+    return call_twice(run, advancing, reading, plan.replay, cache[records])

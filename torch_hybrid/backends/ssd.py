@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_hybrid.backends.recurrent import (
     CONVOLUTION,
+    At,
     OpChoice,
     RecurrentPlan,
     chunked_rule,
@@ -21,11 +22,13 @@ from torch_hybrid.ops.ssd import op_step_mamba2 as step
 from torch_hybrid.specs import LightningSpec, Mamba2Spec, MlstmSpec
 
 
-def _sizes(spec: Mamba2Spec) -> dict[str, int]:
+def sizes_of(spec: Mamba2Spec) -> dict[str, int]:
+    """Return the sizes of a Mamba2 layer that implementations may limit."""
     return {"head_k_dim": spec.state_dim, "head_v_dim": spec.head_dim}
 
 
-def _lightning_sizes(spec: LightningSpec) -> dict[str, int]:
+def lightning_sizes(spec: LightningSpec) -> dict[str, int]:
+    """Return the sizes of a lightning layer that implementations may limit."""
     return {"head_k_dim": spec.head_dim, "head_v_dim": spec.head_dim}
 
 
@@ -43,17 +46,17 @@ _RULE = partial(
 MAMBA2 = _RULE(
     "ssd",
     CONVOLUTION,
-    sizes=_sizes,
-    whole=OpChoice(name=STEP, implementations=step.IMPLEMENTATIONS, sizes=_sizes),
+    sizes=sizes_of,
+    mixer=OpChoice(name=STEP, implementations=step.IMPLEMENTATIONS, sizes=sizes_of),
     timed={"head_k_dim": (128, 256), "head_v_dim": (64,)},
 )
 LIGHTNING_ATTENTION = _RULE(
     "ssd",
-    sizes=_lightning_sizes,
-    whole=OpChoice(
+    sizes=lightning_sizes,
+    mixer=OpChoice(
         name=LIGHTNING_STEP,
         implementations=lightning_step.IMPLEMENTATIONS,
-        sizes=_lightning_sizes,
+        sizes=lightning_sizes,
     ),
     timed={"head_k_dim": (128,)},
 )
@@ -69,29 +72,17 @@ def apply_ssd(
     k: Tensor,
     v: Tensor,
     g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
+    dt: Tensor,
     plan: RecurrentPlan,
+    at: At,
     state: Tensor,
     *,
     scale: float,
 ) -> Tensor:
     """Apply the scalar-decay recurrence to q, k [T, G, K] and v [T, H, V] -> [T, H, V].
 
-    Mutates the pool ``state`` at the slots that the plan names.
+    Mutates the pool ``state`` at the slots that ``at`` names: the plan, or one of its two calls.
     """
     rule, impl = rule_of(plan, _FORMS)
-    return rule(
-        q,
-        k,
-        v,
-        g,
-        dt,
-        D,
-        state,
-        plan.cu_seqlens,
-        plan.initial_indices,
-        plan.state_indices,
-        scale=scale,
-        impl=impl,
-    )
+    index = (at.cu_seqlens, at.initial_indices, at.state_indices)
+    return rule(q, k, v, g, dt, None, state, *index, scale=scale, impl=impl)

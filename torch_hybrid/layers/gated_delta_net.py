@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.gated_delta_rule import STEP, apply_delta_rule
-from torch_hybrid.backends.recurrent import (
-    RecurrentPlan,
-    convolve,
-    drafts_of,
-    walk_layer,
-    whole_impl,
-)
+from torch_hybrid.backends.gated_delta_rule import sizes_of
+from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.delta_rule import gated_delta_step
+from torch_hybrid.ops.delta_rule.op_step_gated import GatedDeltaStep, gated_delta_step
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import DeltaRuleSpec
 
@@ -84,32 +75,8 @@ class GatedDeltaNet(nn.Module):
             [T, dim].
         """
         qkv, z, b, a = columns(self.in_proj, x, self._widths)
-        impl = whole_impl(plan, STEP)
-
-        def mix(
-            advancing: Sequence[Tensor], reading: Sequence[Tensor], plan: RecurrentPlan
-        ) -> Tensor:
-            (qkv, b, a), (z,) = advancing, reading
-            if impl is None:
-                return self._mix_by_parts(qkv, z, b, a, plan, cache)
-            return self._step(qkv, z, b, a, plan, cache, impl)
-
-        out: Tensor = self.out_proj(walk_layer(mix, [qkv, b, a], [z], plan, cache))
-        return out
-
-    def _step(
-        self,
-        qkv: Tensor,
-        z: Tensor,
-        b: Tensor,
-        a: Tensor,
-        plan: RecurrentPlan,
-        cache: LayerCache,
-        impl: str,
-    ) -> Tensor:
-        """Run all between the projections as one op, with the step's drafts if it has some."""
         spec = self.spec
-        out: Tensor = gated_delta_step(
+        step = GatedDeltaStep(
             qkv,
             z,
             b,
@@ -129,31 +96,11 @@ class GatedDeltaNet(nn.Module):
             beta_scale=spec.beta_scale,
             norm_eps=spec.norm_eps,
             gate=spec.gate,
-            impl=impl,
-            **drafts_of(plan, cache),
+            impl=plan.statics.impl("gated_delta_step"),
         )
+        mixed = run_mixer(gated_delta_step, step, plan, cache, sizes_of(spec))
+        out: Tensor = self.out_proj(mixed)
         return out
-
-    def _mix_by_parts(
-        self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, plan: RecurrentPlan, cache: LayerCache
-    ) -> Tensor:
-        """Run convolution and rule as an op each, with compiled code between and after them."""
-        spec, num_tokens = self.spec, qkv.shape[0]
-        mixed = convolve(qkv, self.conv_weight, None, plan, cache, activation=spec.activation)
-        q, k, v = mixed.split([spec.k_channels, spec.k_channels, spec.v_channels], dim=-1)
-        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
-        beta = b.float().sigmoid() * spec.beta_scale
-        o = apply_delta_rule(
-            q.view(num_tokens, spec.num_k_heads, spec.head_k_dim),
-            k.view(num_tokens, spec.num_k_heads, spec.head_k_dim),
-            v.view(num_tokens, spec.num_v_heads, spec.head_v_dim),
-            g,
-            beta,
-            spec,
-            plan,
-            cache["state"],
-        )
-        return self._gated_norm(o, z.view_as(o)).flatten(1)
 
     def shard(self, ranks: Ranks) -> GatedDeltaNet:
         """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
@@ -173,11 +120,3 @@ class GatedDeltaNet(nn.Module):
         part.dt_bias = ranks.parameter(self.dt_bias, [head])
         part.norm_weight = self.norm_weight
         return part
-
-    def _gated_norm(self, o: Tensor, z: Tensor) -> Tensor:
-        """Normalise each head (RMSNorm), then gate it; the weight applies after the cast back."""
-        o32 = o.float()
-        normed = o32 * torch.rsqrt(o32.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
-        weighted = self.norm_weight * normed.to(o.dtype)
-        gate = F.silu(z.float()) if self.spec.gate == "silu" else z.float().sigmoid()
-        return (weighted * gate).to(o.dtype)

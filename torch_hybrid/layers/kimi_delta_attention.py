@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.kimi_delta_attention import STEP, apply_kimi_delta
-from torch_hybrid.backends.recurrent import (
-    RecurrentPlan,
-    convolve,
-    drafts_of,
-    walk_layer,
-    whole_impl,
-)
+from torch_hybrid.backends.kimi_delta_attention import sizes_of
+from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.delta_rule import kimi_delta_step
+from torch_hybrid.ops.delta_rule.op_step_kimi import KimiDeltaStep, kimi_delta_step
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import KimiDeltaSpec
 
@@ -95,32 +86,8 @@ class KimiDeltaAttention(nn.Module):
         """
         qkv, f, gate, b = columns(self.in_proj, x, self._widths)
         f, gate = self.f_b_proj(f), self.g_b_proj(gate)
-        impl = whole_impl(plan, STEP)
-
-        def mix(
-            advancing: Sequence[Tensor], reading: Sequence[Tensor], plan: RecurrentPlan
-        ) -> Tensor:
-            (qkv, b, f), (gate,) = advancing, reading
-            if impl is None:
-                return self._mix_by_parts(qkv, f, gate, b, plan, cache)
-            return self._step(qkv, f, gate, b, plan, cache, impl)
-
-        out: Tensor = self.out_proj(walk_layer(mix, [qkv, b, f], [gate], plan, cache))
-        return out
-
-    def _step(
-        self,
-        qkv: Tensor,
-        f: Tensor,
-        gate: Tensor,
-        b: Tensor,
-        plan: RecurrentPlan,
-        cache: LayerCache,
-        impl: str,
-    ) -> Tensor:
-        """Run all between the projections as one op, with the step's drafts if it has some."""
         spec = self.spec
-        out: Tensor = kimi_delta_step(
+        step = KimiDeltaStep(
             qkv,
             gate,
             b,
@@ -139,35 +106,11 @@ class KimiDeltaAttention(nn.Module):
             scale=spec.head_k_dim**-0.5,
             gate_lower_bound=spec.gate_lower_bound,
             norm_eps=spec.norm_eps,
-            impl=impl,
-            **drafts_of(plan, cache),
+            impl=plan.statics.impl("kimi_delta_step"),
         )
+        mixed = run_mixer(kimi_delta_step, step, plan, cache, sizes_of(spec))
+        out: Tensor = self.out_proj(mixed)
         return out
-
-    def _mix_by_parts(
-        self,
-        qkv: Tensor,
-        f: Tensor,
-        gate: Tensor,
-        b: Tensor,
-        plan: RecurrentPlan,
-        cache: LayerCache,
-    ) -> Tensor:
-        """Run convolution and rule as an op each, with compiled code between and after them."""
-        spec, num_tokens = self.spec, qkv.shape[0]
-        mixed = convolve(qkv, self.conv_weight, None, plan, cache, activation=spec.activation)
-        q, k, v = mixed.split([spec.k_channels, spec.k_channels, spec.v_channels], dim=-1)
-        o = apply_kimi_delta(
-            q.view(num_tokens, spec.num_heads, spec.head_k_dim),
-            k.view(num_tokens, spec.num_heads, spec.head_k_dim),
-            v.view(num_tokens, spec.num_heads, spec.head_v_dim),
-            self._log_decay(f),
-            b.float().sigmoid(),
-            spec,
-            plan,
-            cache["state"],
-        )
-        return self._gated_norm(o, gate.unflatten(-1, o.shape[1:])).flatten(1)
 
     def shard(self, ranks: Ranks) -> KimiDeltaAttention:
         """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
@@ -193,18 +136,3 @@ class KimiDeltaAttention(nn.Module):
         part.dt_bias = ranks.parameter(self.dt_bias, [head])
         part.norm_weight = self.norm_weight
         return part
-
-    def _log_decay(self, f: Tensor) -> Tensor:
-        """Compute each channel's float32 log decay [T, H, K] from f [T, H * K], bounded or not."""
-        spec = self.spec
-        rate = self.A_log.float().exp()[:, None]
-        step = f.float().unflatten(-1, (spec.num_heads, spec.head_k_dim)) + self.dt_bias.float()
-        if spec.gate_lower_bound is None:
-            return -rate * F.softplus(step)
-        return spec.gate_lower_bound * torch.sigmoid(rate * step)
-
-    def _gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
-        """Normalise each head (RMSNorm), weigh and gate it, all in float32; one cast back."""
-        o32 = o.float()
-        normed = o32 * torch.rsqrt(o32.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
-        return (self.norm_weight.float() * normed * gate.float().sigmoid()).to(o.dtype)

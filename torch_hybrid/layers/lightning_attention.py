@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.recurrent import RecurrentPlan, drafts_of, walk_layer, whole_impl
-from torch_hybrid.backends.ssd import LIGHTNING_STEP, apply_ssd
+from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
+from torch_hybrid.backends.ssd import lightning_sizes
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
-from torch_hybrid.layers.rotary import Rotary, rotate_halves
+from torch_hybrid.layers.rotary import Rotary
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.ssd import lightning_step
+from torch_hybrid.ops.ssd.gated_norm import norm_and_gate
+from torch_hybrid.ops.ssd.op_step_lightning import LightningStep, lightning_step
 from torch_hybrid.ranks import Ranks, own_means
 from torch_hybrid.specs import LightningSpec
 
@@ -106,30 +106,9 @@ class LightningAttention(nn.Module):
         """
         channels = self.spec.channels
         qkv, gate = columns(self.in_proj, x, [3 * channels, channels])
-        impl = whole_impl(plan, LIGHTNING_STEP)
-        if impl is None:
-            y = self._mix_by_parts(qkv, gate, plan, cache, rotary)
-        else:
-            y = self._step(qkv, gate, plan, cache, rotary, impl)
-        out: Tensor = self.out_proj(y)
-        return out
-
-    def _step(
-        self,
-        qkv: Tensor,
-        gate: Tensor,
-        plan: RecurrentPlan,
-        cache: LayerCache,
-        rotary: Rotary | None,
-        impl: str,
-    ) -> Tensor:
-        """Run all between the projections as one op, with the step's drafts if it has some.
-
-        If several ranks share a group of the norm, norm and gate run after the op.
-        """
         spec, gated = self.spec, not self._shares_groups
         cos, sin = rotary or (None, None)
-        y: Tensor = lightning_step(
+        step = LightningStep(
             qkv,
             gate if gated else None,
             self.q_norm_weight,
@@ -146,39 +125,11 @@ class LightningAttention(nn.Module):
             scale=spec.scale,
             norm_groups=spec.norm_groups,
             norm_eps=spec.norm_eps,
-            impl=impl,
-            **drafts_of(plan, cache),
+            impl=plan.statics.impl("lightning_step"),
         )
-        return y if gated else self._gated_norm(y, gate)
-
-    def _mix_by_parts(
-        self,
-        qkv: Tensor,
-        gate: Tensor,
-        plan: RecurrentPlan,
-        cache: LayerCache,
-        rotary: Rotary | None,
-    ) -> Tensor:
-        """Run the recurrence as an op, with compiled code before and after it."""
-        spec = self.spec
-        if spec.activation == "silu":
-            qkv = F.silu(qkv)
-        q, k, v = qkv.unflatten(-1, (3, spec.num_heads, spec.head_dim)).unbind(1)
-        if self.q_norm_weight is not None and self.k_norm_weight is not None:
-            q, k = self._norm(q, self.q_norm_weight), self._norm(k, self.k_norm_weight)
-            v = v.float()
-        if rotary is not None:
-            q, k = rotate_halves(q, rotary), rotate_halves(k, rotary)
-
-        def attend(
-            advancing: Sequence[Tensor], reading: Sequence[Tensor], plan: RecurrentPlan
-        ) -> Tensor:
-            (k, v), (q,) = advancing, reading
-            g = -self.slopes.expand(q.shape[0], spec.num_heads)
-            return apply_ssd(q, k, v, g, None, None, plan, cache["state"], scale=spec.scale)
-
-        o = walk_layer(attend, [k, v], [q], plan, cache)
-        return self._gated_norm(o.flatten(1), gate)
+        y = run_mixer(lightning_step, step, plan, cache, lightning_sizes(spec))
+        out: Tensor = self.out_proj(y if gated else self._gated_norm(y, gate))
+        return out
 
     def shard(self, ranks: Ranks) -> LightningAttention:
         """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
@@ -199,17 +150,13 @@ class LightningAttention(nn.Module):
         part._shares_groups = spec.norm_groups % ranks.size != 0
         return part
 
-    def _norm(
-        self, x: Tensor, weight: Tensor, of_all: Callable[[Tensor], Tensor] = own_means
-    ) -> Tensor:
-        """Normalise the last axis (RMSNorm) in float32; ``of_all`` averages means over ranks."""
-        x32 = x.float()
-        means = of_all(x32.pow(2).mean(-1, keepdim=True))
-        return weight.float() * (x32 * torch.rsqrt(means + self.spec.norm_eps))
-
     def _gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
-        """Normalise each group of channels (RMSNorm), then gate it, in float32; one cast back."""
-        weight = self.norm_weight.unflatten(0, (self.spec.norm_groups, -1))
-        groups = o.unflatten(-1, (self.spec.norm_groups, -1))
-        normed = self._norm(groups, weight, self._group_means).flatten(1)
-        return (normed * gate.float().sigmoid()).to(gate.dtype)
+        """Normalise and gate o where ranks share a group of the norm."""
+        return norm_and_gate(
+            o,
+            gate,
+            self.norm_weight,
+            num_groups=self.spec.norm_groups,
+            eps=self.spec.norm_eps,
+            mean_of=self._group_means,
+        )

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.recurrent import (
-    RecurrentPlan,
-    convolve,
-    drafts_of,
-    walk_layer,
-    whole_impl,
-)
-from torch_hybrid.backends.ssd import STEP, apply_ssd
+from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
+from torch_hybrid.backends.ssd import sizes_of
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.ssd import ssd_step
+from torch_hybrid.ops.ssd.gated_norm import gate_with_norm
+from torch_hybrid.ops.ssd.op_step_mamba2 import SsdStep, ssd_step
 from torch_hybrid.ranks import Ranks, own_means
 from torch_hybrid.specs import Mamba2Spec
 
@@ -97,34 +91,8 @@ class Mamba2(nn.Module):
             [T, dim].
         """
         z, mixed, dt = columns(self.in_proj, x, self._widths)
-        impl = whole_impl(plan, STEP)
-
-        def mix(
-            advancing: Sequence[Tensor], reading: Sequence[Tensor], plan: RecurrentPlan
-        ) -> Tensor:
-            (mixed, dt), (z,) = advancing, reading
-            if impl is None:
-                return self._mix_by_parts(z, mixed, dt, plan, cache)
-            return self._step(z, mixed, dt, plan, cache, impl)
-
-        out: Tensor = self.out_proj(walk_layer(mix, [mixed, dt], [z], plan, cache))
-        return out
-
-    def _step(
-        self,
-        z: Tensor,
-        mixed: Tensor,
-        dt: Tensor,
-        plan: RecurrentPlan,
-        cache: LayerCache,
-        impl: str,
-    ) -> Tensor:
-        """Run all between the projections as one op, with the step's drafts if it has some.
-
-        If several ranks share a group of the norm, gate and norm run after the op.
-        """
         spec, gated = self.spec, not self._shares_groups
-        y: Tensor = ssd_step(
+        step = SsdStep(
             mixed,
             z if gated else None,
             dt,
@@ -145,34 +113,11 @@ class Mamba2(nn.Module):
             norm_before_gate=spec.gate == "after_norm",
             norm_groups=spec.norm_groups,
             norm_eps=spec.norm_eps,
-            impl=impl,
-            **drafts_of(plan, cache),
+            impl=plan.statics.impl("ssd_step"),
         )
-        return y if gated else self._gate(y, z)
-
-    def _mix_by_parts(
-        self, z: Tensor, mixed: Tensor, dt: Tensor, plan: RecurrentPlan, cache: LayerCache
-    ) -> Tensor:
-        """Run convolution and recurrence as an op each, with compiled code between and after."""
-        spec, num_tokens = self.spec, z.shape[0]
-        mixed = convolve(
-            mixed, self.conv_weight, self.conv_bias, plan, cache, activation=spec.activation
-        )
-        group_width = spec.num_groups * spec.state_dim
-        v, k, q = mixed.split([spec.inner_dim, group_width, group_width], dim=-1)
-        dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(spec.dt_min, spec.dt_max)
-        o = apply_ssd(
-            q.view(num_tokens, spec.num_groups, spec.state_dim),
-            k.view(num_tokens, spec.num_groups, spec.state_dim),
-            v.view(num_tokens, spec.num_heads, spec.head_dim),
-            dt * -self.A_log.float().exp(),
-            dt,
-            self.D.float(),
-            plan,
-            cache["state"],
-            scale=1.0,
-        )
-        return self._gate(o.flatten(1), z)
+        y = run_mixer(ssd_step, step, plan, cache, sizes_of(spec))
+        out: Tensor = self.out_proj(y if gated else self._gate(y, z))
+        return out
 
     def shard(self, ranks: Ranks) -> Mamba2:
         """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
@@ -200,20 +145,13 @@ class Mamba2(nn.Module):
         return part
 
     def _gate(self, o: Tensor, z: Tensor) -> Tensor:
-        """Gate o by z before the norm, after it, or without one, in float32; round once."""
-        gate, gated = F.silu(z.float()), o.float()
-        if self.spec.gate == "after_norm":
-            gated = self._norm(gated) * gate
-        elif self.spec.gate == "before_norm":
-            gated = self._norm(gated * gate)
-        else:
-            gated = gated * gate
-        return gated.to(o.dtype)
-
-    def _norm(self, y: Tensor) -> Tensor:
-        """Normalise each group of channels (RMSNorm) and weigh it."""
-        assert self.norm_weight is not None
-        groups: Tensor = y.unflatten(-1, (self.spec.norm_groups, -1))
-        means = self._group_means(groups.pow(2).mean(-1, keepdim=True))
-        normed = groups * torch.rsqrt(means + self.spec.norm_eps)
-        return self.norm_weight.float() * normed.flatten(-2)
+        """Gate and normalise o where ranks share a group of the norm."""
+        return gate_with_norm(
+            o,
+            z,
+            self.norm_weight,
+            norm_before_gate=self.spec.gate == "after_norm",
+            num_groups=self.spec.norm_groups,
+            eps=self.spec.norm_eps,
+            mean_of=self._group_means,
+        )

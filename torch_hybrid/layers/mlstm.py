@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.recurrent import RecurrentPlan, walk_layer
+from torch_hybrid.backends.recurrent import At, RecurrentPlan
+from torch_hybrid.backends.replay import walk
 from torch_hybrid.backends.ssd import apply_ssd
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
@@ -77,13 +78,11 @@ class Mlstm(nn.Module):
         """
         q, k, v, gate, gates = columns(self.in_proj, x, self._widths)
 
-        def remember(
-            advancing: Sequence[Tensor], reading: Sequence[Tensor], plan: RecurrentPlan
-        ) -> Tensor:
+        def remember(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
             (k, v, gates), (q,) = advancing, reading
-            return self._remember(q, k, v, gates, plan, cache)
+            return self._remember(q, k, v, gates, plan, at, cache)
 
-        read = walk_layer(remember, [k, v, gates], [q], plan, cache)
+        read = walk(remember, [k, v, gates], [q], plan, cache)
         h = self._norm(self._normalized(read.float()))
         out: Tensor = self.out_proj((h * gate.float().sigmoid()).to(x.dtype))
         return out
@@ -95,6 +94,7 @@ class Mlstm(nn.Module):
         v: Tensor,
         gates: Tensor,
         plan: RecurrentPlan,
+        at: At,
         cache: LayerCache,
     ) -> Tensor:
         """Update the memory and read it by queries -> [T, H, memory_dim].
@@ -110,7 +110,7 @@ class Mlstm(nn.Module):
         gates = gates.float() + self.gate_bias.float()
         i, f = (spec.gate_softcap * torch.tanh(gates / spec.gate_softcap)).chunk(2, dim=-1)
         state, scale = cache["state"], spec.head_k_dim**-0.5
-        return apply_ssd(q, k, v, F.logsigmoid(f), i.exp(), None, plan, state, scale=scale)
+        return apply_ssd(q, k, v, F.logsigmoid(f), i.exp(), plan, at, state, scale=scale)
 
     def _normalized(self, read: Tensor) -> Tensor:
         """Divide what queries read of values by what they read of ones -> [T, H, V]."""

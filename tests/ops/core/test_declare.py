@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from torch_hybrid.ops.core.declare import (
     MUTATED,
     NO_DEFAULT,
     NOTHING,
+    TRACED,
     Declaration,
     Dense,
     Index,
@@ -714,3 +715,51 @@ def test_a_dtype_may_be_none_and_rows_be_of_any():
     x, kept = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(5, 3)
     assert op(x, kept, impl="torch").dtype == torch.float32
     assert op(x, kept, dtype=torch.float64, impl="torch").dtype == torch.float64
+
+
+@dataclass(slots=True)
+class DeclaredTwice(Op):
+    """Add rows to themselves, so many times."""
+
+    x: Annotated[Tensor, Rows("D")]
+    times: Annotated[int | None, TRACED] = field(default=None, kw_only=True)
+
+
+def twice_in_the_open(x: DeclaredTwice) -> Tensor:
+    return x.x * (x.times or 2)
+
+
+OPEN = {"seen": Implementation(capability=ON_A_CPU, launcher=twice_in_the_open, is_traced=True)}
+declared_twice = define(DeclaredTwice, OPEN, returns=like("x"))
+REGISTERED.pop("declared_twice")
+
+
+@pytest.fixture
+def is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REGISTERED, "declared_twice", OPEN)
+
+
+@pytest.mark.usefixtures("is_registered")
+def test_a_compiler_sees_within_a_traced_implementation():
+    schema = str(torch.ops.torch_hybrid.declared_twice.default._schema)
+    assert schema == "torch_hybrid::declared_twice(Tensor x, *, str impl) -> Tensor"
+    x, seen = torch.ones(3, 5), []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        seen.extend(node.name for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    run = torch.compile(declared_twice, backend=backend, fullgraph=True)
+    assert torch.equal(run(x, impl="seen", times=3), 3 * x)
+    assert seen == ["mul"]
+    with pytest.raises(ValueError, match="x must have 2 dimensions"):
+        declared_twice(x[0], impl="seen")
+
+
+@pytest.mark.usefixtures("is_registered")
+def test_a_value_is_a_call_with_all_its_fields():
+    value: Any = DeclaredTwice(torch.ones(3, 5), impl="seen", times=4)
+    assert torch.equal(declared_twice(value), torch.full((3, 5), 4.0))
+    value.impl = "none"
+    with pytest.raises(ValueError, match="impl must be one of"):
+        declared_twice(value)

@@ -1,0 +1,57 @@
+"""Mixers composed of several ops: which implementation each of these has, and what was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.core.registration import first_impl
+from torch_hybrid.ops.replay import Replay
+
+COMPOSED = "composed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Ops that "composed" calls.
+
+    Attributes:
+        impls: each op with its implementation.
+        planned: what the planner of the first op made; empty where nothing was planned.
+        replay: rows of a step that verifies drafts; None where the op plans them itself.
+        records: of those drafts, for an op that has no such argument. **Mutated**.
+    """
+
+    impls: tuple[tuple[str, str], ...]
+    planned: tuple[Tensor, ...] = ()
+    replay: Replay | None = None
+    records: Tensor | None = None
+
+    def impl(self, op: str) -> str:
+        """Return the implementation of one op."""
+        return dict(self.impls)[op]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Options of the first op: what was planned, if anything."""
+        return {"planned": self.planned} if self.planned else {}
+
+    def find(self, forms: Mapping[str, Callable[..., Tensor]]) -> tuple[Callable[..., Tensor], str]:
+        """Find the op among ``forms`` that runs, and its implementation."""
+        name, impl = next(pair for pair in self.impls if pair[0] in forms)
+        return forms[name], impl
+
+
+def without_padding(out: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Set rows of no sequence to 0, whatever gates they have; those of a runner are finite."""
+    rows = torch.arange(out.shape[0], device=out.device)
+    return out.where((rows < cu_seqlens[-1])[:, None], 0.0)
+
+
+def first_parts(x: Tensor, *ops: str) -> Parts:
+    """Take each op's first implementation for x's device and dtype, "torch" at last."""
+    return Parts(impls=tuple((op, first_impl(op, x.device, x.dtype)) for op in ops))
