@@ -247,15 +247,18 @@ def replayed(
     assert x.accepted is not None
     if replay is not None:
         return call_twice(run, advancing, reading, replay, x.records)
-    lengths = x.cu_seqlens.diff()
+    # One row and one null sequence more: there may be none, and records that are replayed alone.
     advancing, reading = _padded(advancing), _padded(reading)
+    offsets = torch.cat([x.cu_seqlens, x.cu_seqlens[-1:]])
+    lengths = offsets.diff()
+    accepted, initial, slots = _padded([x.accepted, x.initial_indices, x.state_indices])
     replay = rows_of_replay(
-        x.cu_seqlens,
+        offsets,
         lengths,
-        x.accepted,
+        accepted,
         (lengths - 1).clamp(min=0),
-        x.initial_indices,
-        x.state_indices,
+        initial,
+        slots,
         num_tokens=advancing[0].shape[0],
         num_drafts=x.records.shape[1],
         most_new=x.accepted.shape[0],
@@ -267,12 +270,13 @@ def replayed(
 
 
 def _padded(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Add a row, so that there is one in a step that replays records alone."""
+    """Add a row of zeros to each tensor."""
     return [torch.cat([each, each.new_zeros(1, *each.shape[1:])]) for each in rows]
 
 
 def _rows(x: StepOp, names: Sequence[str]) -> dict[str, Tensor]:
-    return {name: rows for name in names if (rows := getattr(x, name)) is not None}
+    rows = {name: getattr(x, name) for name in names}
+    return {name: each for name, each in rows.items() if each is not None}
 
 
 def _of_sequences(pool: Tensor, initial: Tensor) -> Tensor:
