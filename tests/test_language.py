@@ -1,4 +1,4 @@
-"""Docstrings and help texts follow the rules of ``tests.language``; old exceptions only shrink."""
+"""Docstrings and help texts follow the rules of ``tests.language``."""
 
 from __future__ import annotations
 
@@ -8,24 +8,15 @@ import pytest
 
 from tests.language import docstring_faults, faults
 
-EXCEPTIONS = Path(__file__).with_name("language_exceptions.txt")
-
-
-def found(room: str) -> set[str]:
-    """Name what breaks a rule in a room: ``path::definition``."""
-    return {
-        f"{path.as_posix()}::{name}"
-        for path in sorted(Path(room).rglob("*.py"))
-        for name, _ in faults(path)
-    }
-
 
 @pytest.mark.parametrize("room", ["torch_hybrid", "graphs", "ops"])
 def test_docstrings_follow_the_rules(room: str):
-    excepted = {line for line in EXCEPTIONS.read_text().split("\n") if line.startswith(f"{room}/")}
-    broken = found(room)
-    assert sorted(broken - excepted) == [], "see tests/language.py for the rules"
-    assert sorted(excepted - broken) == [], "these are mended: remove them from the exceptions"
+    broken = [
+        f"{path.as_posix()}::{name}: {fault}"
+        for path in sorted(Path(room).rglob("*.py"))
+        for name, fault in faults(path)
+    ]
+    assert broken == [], "see tests/language.py for the rules"
 
 
 @pytest.mark.parametrize(

@@ -90,11 +90,8 @@ def _wait(builds: Sequence[Future[None]]) -> None:
 
 
 def _sources_of(implementation: Implementation) -> Iterable[Path]:
-    """Find the C++ sources beside a launcher, and beside its ``figures``, by the beginning of their
-    names.
-
-    ``_cpu_invariant`` calls what ``_cpu.cpp`` has.
-    """
+    """Find the C++ sources beside a launcher, and beside its ``figures``: a module calls those that
+    its name begins with."""
     for function in (implementation.launcher, implementation.figures):
         if isinstance(function, str) and (module := _file_of(function.partition(":")[0])):
             sources = module.parent.glob("*.cpp")
