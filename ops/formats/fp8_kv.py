@@ -7,8 +7,6 @@ attention in the same step, too, reads what the cache holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -62,8 +60,3 @@ def check_pairs(pool: Tensor, **widths: int) -> None:
     for name, width in widths.items():
         if pool.dtype == DTYPE and width % 2:
             raise ValueError(f"{name} must be even for a pool of {pool.dtype}, got {width}")
-
-
-def given_scales(name: str, scales: Tensor | None) -> Mapping[str, Tensor]:
-    """Make the argument ``name`` of an op, left out where there are no scales."""
-    return {} if scales is None else {name: scales}
