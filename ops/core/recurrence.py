@@ -8,13 +8,6 @@ CHUNK_SIZES = (16, 32, 64, 128)
 DEFAULT_CHUNK_SIZE = 32
 
 
-def check_heads(**tensors: Tensor) -> None:
-    """Raise ValueError for the first tensor that is not [tokens, heads, dim]."""
-    for name, tensor in tensors.items():
-        if tensor.ndim != 3:
-            raise ValueError(f"{name} must have 3 dimensions, got {list(tensor.shape)}")
-
-
 def check_chunk_size(chunk_size: int) -> None:
     """Raise ValueError when ``chunk_size`` is not one of CHUNK_SIZES."""
     if chunk_size not in CHUNK_SIZES:
