@@ -48,7 +48,7 @@ class Parts:
 
 def without_padding(out: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Set rows of no sequence to 0, whatever gates they have; those of a runner are finite."""
-    rows = torch.arange(out.shape[0], device=out.device)
+    rows = torch.arange(out.shape[0], dtype=torch.int64, device=out.device)
     return out.where((rows < cu_seqlens[-1])[:, None], 0.0)
 
 

@@ -7,7 +7,7 @@ less than the ``custom_op`` decorator, and traces the same: an opaque node with 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from torch_hybrid.ops.core.autograd import register_without_backward
 from torch_hybrid.ops.core.capability import Implementation, Need
 from torch_hybrid.ops.core.flops import FORMULAS, register_formula
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 NAMESPACE = "torch_hybrid"
 # Every op's implementations by its name, entered once when its module is imported.
@@ -69,7 +72,16 @@ def define_op(
     return overload
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function whose result a compiler takes for a constant, without looking inside.
+
+    ``torch.compiler.assume_constant_result`` does the same, and imports all of Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
 def load_traced(op: str, impl: str) -> bool:
     """Enter the launcher of a traced implementation into LAUNCHERS; a compiler does not see how."""
     if impl not in LAUNCHERS[op]:
@@ -77,7 +89,7 @@ def load_traced(op: str, impl: str) -> bool:
     return True
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def first_impl(op: str, device: torch.device, dtype: torch.dtype) -> str:
     """Find the first implementation of an op that serves and needs no plan, "torch" at last."""
     need = Need(device=device, dtype=dtype)

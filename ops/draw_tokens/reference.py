@@ -14,7 +14,9 @@ from torch_hybrid.ops.draw_tokens.op import DrawTokens
 def draw_tokens(x: DrawTokens) -> Tensor:
     """Draw a token for each row; see the op."""
     rows = zip(x.logits, x.settings.t().tolist(), strict=True)
-    return torch.tensor([_drawn(row, *own) for row, own in rows], dtype=torch.int64)
+    return torch.tensor(
+        [_drawn(row, *own) for row, own in rows], dtype=torch.int64, device=x.logits.device
+    )
 
 
 def _drawn(
