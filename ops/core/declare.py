@@ -404,53 +404,13 @@ class Declaration:
         known: Mapping[str, object],
     ) -> Callable[..., Any]:
         """Make the function that users call: straight-line checks, then the op."""
-        every = [*self._fields, *self._traced]
-        defaults = {o.name: o.default for o in every if o.default is not MISSING}
-        scope = _SCOPE | {f"default_{name}": value for name, value in defaults.items()}
+        scope = _SCOPE | {f"default_{name}": value for name, value in self._defaults().items()}
         scope |= {"cls": self.cls, "op": overload, "implementations": implementations}
         scope |= {"op_name": self.name, "traced": LAUNCHERS[self.name]}
         scope |= known
-
-        def parameter(each: Field[Any]) -> str:
-            return f"{each.name}=default_{each.name}" if each.name in defaults else each.name
-
-        positional, before, after = (map(parameter, part) for part in self._ordered())
-        traced = [parameter(each) for each in self._traced]
-        parameters = ", ".join([*positional, "*", *before, "impl", *after, *traced])
-        passed = ", ".join(
-            f"{each.name}={each.name}" if each.kw_only else each.name for each in self._fields
-        )
-        lines = [f"def {self.name}({parameters}):"]
-        own = {name for name, method in _CHECKS.items() if getattr(self.cls, name) is not method}
-        has_traced = any(each.is_traced for each in implementations.values())
-        if own or has_traced:
-            also = "".join(f", {each.name}={each.name}" for each in self._traced)
-            lines += [f"    _given = cls({passed}, impl=impl{also})"]
-        if "check_form" in own:
-            lines += ["    _given.check_form()"]
-        if known["floats"]:
-            fail = f"fail_floats('{self.floating}', {self.floating})"
-            lines += [f"    if {self.floating}.dtype not in floats: {fail}"]
-        lines += self._checks()
-        if "check" in own:
-            lines += ["    _given.check()"]
-        sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
-        asked = f"impl, implementations, {self.first}.device, {{{sizes}}}"
-        asked += f", dtype={self.floating}.dtype" * bool(self.floating)
-        asked += ", features=_given.features()" * ("features" in own)
-        lines += [f"    check_impl({asked})"]
-        if self.takes_plan:
-            lines += [f"    check_planned(impl, implementations, {_PLANNED})"]
-            passed = passed.replace(f"{_PLANNED}={_PLANNED}", f"**given({_PLANNED})")
-        if has_traced:
-            lines += ["    if implementations[impl].is_traced:"]
-            lines += [f"        if {self.first}.device.type == 'cpu' and not is_compiling():"]
-            lines += ["            _given.check_indices()"]
-            lines += ["        load_traced(op_name, impl)", "        return traced[impl](_given)"]
-        lines += [f"    return op({passed}, impl=impl)"]
-        values = ", ".join(f"{e.name}=x.{e.name}" for e in every)
-        lines += [f"def call(x): return {self.name}({values}, impl=x.impl)"]
-        function: Callable[..., Any] = compile_function("\n".join(lines), self.name, scope)
+        is_traced = any(each.is_traced for each in implementations.values())
+        code = self._code(limited, has_floats=bool(known["floats"]), is_traced=is_traced)
+        function: Callable[..., Any] = compile_function("\n".join(code), self.name, scope)
         call_of: Callable[..., Any] = scope["call"]
         function.__doc__, function.__module__ = self.cls.__doc__, self.cls.__module__
         hints = self._hints
@@ -465,6 +425,58 @@ class Declaration:
             return overload(*self._values(args[0]), **self._named(args[0]), **named)
 
         return call
+
+    def _defaults(self) -> dict[str, object]:
+        every = [*self._fields, *self._traced]
+        return {each.name: each.default for each in every if each.default is not MISSING}
+
+    def _code(
+        self, limited: Mapping[str, str], *, has_floats: bool, is_traced: bool
+    ) -> Iterator[str]:
+        """Write the public function, and ``call``, which is given a value of the op's class."""
+        passed = ", ".join(
+            f"{each.name}={each.name}" if each.kw_only else each.name for each in self._fields
+        )
+        own = {name for name, method in _CHECKS.items() if getattr(self.cls, name) is not method}
+        yield f"def {self.name}({self._parameters()}):"
+        if own or is_traced:
+            also = "".join(f", {each.name}={each.name}" for each in self._traced)
+            yield f"    _given = cls({passed}, impl=impl{also})"
+        if "check_form" in own:
+            yield "    _given.check_form()"
+        if has_floats:
+            fail = f"fail_floats('{self.floating}', {self.floating})"
+            yield f"    if {self.floating}.dtype not in floats: {fail}"
+        yield from self._checks()
+        if "check" in own:
+            yield "    _given.check()"
+        sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
+        asked = f"impl, implementations, {self.first}.device, {{{sizes}}}"
+        asked += f", dtype={self.floating}.dtype" * bool(self.floating)
+        asked += ", features=_given.features()" * ("features" in own)
+        yield f"    check_impl({asked})"
+        if self.takes_plan:
+            yield f"    check_planned(impl, implementations, {_PLANNED})"
+            passed = passed.replace(f"{_PLANNED}={_PLANNED}", f"**given({_PLANNED})")
+        if is_traced:
+            yield "    if implementations[impl].is_traced:"
+            yield f"        if {self.first}.device.type == 'cpu' and not is_compiling():"
+            yield "            _given.check_indices()"
+            yield "        load_traced(op_name, impl)"
+            yield "        return traced[impl](_given)"
+        yield f"    return op({passed}, impl=impl)"
+        values = ", ".join(f"{each.name}=x.{each.name}" for each in [*self._fields, *self._traced])
+        yield f"def call(x): return {self.name}({values}, impl=x.impl)"
+
+    def _parameters(self) -> str:
+        """Write the parameters in the order of a call."""
+        defaults = self._defaults()
+
+        def parameter(each: Field[Any]) -> str:
+            return f"{each.name}=default_{each.name}" if each.name in defaults else each.name
+
+        positional, before, after = (map(parameter, part) for part in self._ordered())
+        return ", ".join([*positional, "*", *before, "impl", *after, *map(parameter, self._traced)])
 
     def _values(self, call: Op) -> list[Any]:
         return [getattr(call, each.name) for each in self._fields if not each.kw_only]
