@@ -37,7 +37,7 @@ from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, VERIFY
 Advance = Callable[[Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor], Tensor]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class StepOp(StatefulOp):
     """Step of a recurrence by one token of each sequence, or drafts after it: base of its ops.
 

@@ -23,6 +23,12 @@ from torch_hybrid.graphs.step import Model
 _CODE = {".py", ".cpp", ".h"}
 
 
+def _inductor_settings() -> dict[str, object]:
+    """Read Inductor's settings, but for those of packages: making one leaves its facts there."""
+    settings = torch._inductor.config.save_config_portable()
+    return {name: x for name, x in settings.items() if not name.startswith("aot_inductor.")}
+
+
 def facts_of(model: Model, passes: Sequence[Pass], **sizes: object) -> dict[str, str]:
     """Collect the facts of this process, its model and its runner, by name."""
     facts = {
@@ -31,7 +37,7 @@ def facts_of(model: Model, passes: Sequence[Pass], **sizes: object) -> dict[str,
         "transformers": _version("transformers"),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "device": _device(model.device),
-        "settings of Inductor": _digest(torch._inductor.config.save_config_portable()),
+        "settings of Inductor": _digest(_inductor_settings()),
         "passes": " ".join(f"{p.name}:{_digest(_unknown(p.apply))[:8]}" for p in passes),
         "model": _model(model),
         "dtype": str(model.dtype),

@@ -66,7 +66,7 @@ IMPLEMENTATIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class BlockAttention(Op):
     """Attention to the blocks of each query, after new keys and values are written to their pages.
 

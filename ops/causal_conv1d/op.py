@@ -49,7 +49,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class CausalConv1d(Op):
     """Convolution of each channel of each sequence with its own short filter over the past.
 

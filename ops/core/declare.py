@@ -75,7 +75,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class Op:
     """Arguments of one call of an op; subclasses declare them as fields.
 

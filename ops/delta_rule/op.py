@@ -138,7 +138,7 @@ KIMI_CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class DeltaRule(StatefulOp):
     """Arguments that both rules have in both execution forms."""
 
@@ -160,7 +160,7 @@ class DeltaRule(StatefulOp):
         return self.g.ndim == 3
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class GatedDeltaRule(DeltaRule):
     """Arguments of both execution forms of the gated delta rule."""
 
@@ -175,7 +175,7 @@ class GatedDeltaRule(DeltaRule):
             )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class KimiDeltaAttention(DeltaRule):
     """Arguments of both execution forms of Kimi delta attention."""
 
@@ -185,7 +185,7 @@ class KimiDeltaAttention(DeltaRule):
     state: Annotated[Tensor, Pool("H", "V", "K", dtype=torch.float32)]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class RecurrentGatedDeltaRule(GatedDeltaRule):
     """Gated delta rule that walks token by token and advances the state of every sequence.
 
@@ -222,7 +222,7 @@ class RecurrentGatedDeltaRule(GatedDeltaRule):
     """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class ChunkGatedDeltaRule(GatedDeltaRule):
     """Gated delta rule that walks chunk by chunk: the same function, as matrix products.
 
@@ -247,7 +247,7 @@ class ChunkGatedDeltaRule(GatedDeltaRule):
         GatedDeltaRule.check(self)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class RecurrentKimiDeltaAttention(KimiDeltaAttention):
     """Kimi delta attention that walks token by token and advances the state of every sequence.
 
@@ -285,7 +285,7 @@ class RecurrentKimiDeltaAttention(KimiDeltaAttention):
     """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class ChunkKimiDeltaAttention(KimiDeltaAttention):
     """Kimi delta attention that walks chunk by chunk: the same function, as matrix products.
 

@@ -17,7 +17,7 @@ from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store
 from torch_hybrid.ops.verify import StepOp, verify_by_calls
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class DeltaStep(StepOp):
     """Arguments of a delta rule's step; the ops' classes derive from it.
 

@@ -23,7 +23,7 @@ IMPLEMENTATIONS = step_implementations(
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class KimiDeltaStep(DeltaStep):
     """Step of a mixer: convolve, gate, advance the states by one token, and norm what is read from
     them; or verify drafts.

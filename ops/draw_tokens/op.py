@@ -32,7 +32,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class DrawTokens(Op):
     """Choice of a token for each row of logits; nothing is read on the host.
 

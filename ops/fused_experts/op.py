@@ -88,7 +88,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class FusedExperts(Op):
     """Weighted sum of each token's chosen experts.
 

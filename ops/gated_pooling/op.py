@@ -48,7 +48,7 @@ IMPLEMENTATIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class GatedPooling(StatefulOp):
     """Mean of the keys of each block of tokens that is now complete, channel by channel, with the
     softmax of their gates for weights.

@@ -46,7 +46,7 @@ IMPLEMENTATIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class HeadLinear(Op):
     """Product of each head of each token and the head's own weight matrix.
 

@@ -115,7 +115,7 @@ STORE_IMPLEMENTATIONS = _rows("store_latents")
 GATHER_IMPLEMENTATIONS = _rows("gather_latents")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class Latents(Op):
     """Base of both ops, whose arguments these are."""
 
@@ -162,7 +162,7 @@ class Latents(Op):
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class LatentAttention(Latents):
     """Causal attention to pages, absorbed, after the new latents are written into them.
 
@@ -205,7 +205,7 @@ class LatentAttention(Latents):
     """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class LatentAttentionWithLse(Latents):
     """:func:`latent_attention` that also returns the log-sum-exp of each row's logits.
 
@@ -215,7 +215,7 @@ class LatentAttentionWithLse(Latents):
     """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class StoreLatents(Op):
     """New latents written into their pages, for attention that does not go through the pages.
 
@@ -256,7 +256,7 @@ class StoreLatents(Op):
         _check_slots("slot_mapping", slots[:num_tokens].tolist(), self.pool)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class GatherLatents(Op):
     """Rows of the pool copied into one packed tensor, such as a chunk of prefixes to expand.
 

@@ -108,7 +108,7 @@ def takes_mixed(impl: str, features: frozenset[str]) -> bool:
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class Linear(Op):
     """Product of one input and several weight matrices, the results side by side.
 

@@ -29,7 +29,7 @@ IMPLEMENTATIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class MergeStates(Op):
     """Attention result over both of two disjoint sets of keys, joined from those over each.
 

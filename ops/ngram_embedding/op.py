@@ -48,7 +48,7 @@ IMPLEMENTATIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class NgramEmbedding(Op):
     """Rows of a table that hashes of each token's n-grams name, one after the other.
 

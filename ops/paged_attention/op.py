@@ -124,7 +124,7 @@ IMPLEMENTATIONS = with_flashinfer(
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class Pages(Op):
     """Base of both ops, whose arguments these are but for the last."""
 
@@ -192,7 +192,7 @@ class Pages(Op):
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class PagedAttention(Pages):
     """Causal attention to pages, after the new keys and values are written into them.
 
@@ -237,7 +237,7 @@ class PagedAttention(Pages):
     relative_bias: Annotated[Tensor | None, Strided("...")] = field(default=None, kw_only=True)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class PagedAttentionWithLse(Pages):
     """:func:`paged_attention` that also returns the log-sum-exp of each row's logits.
 

@@ -53,7 +53,7 @@ IMPLEMENTATIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class PooledSelectionStep(StatefulOp):
     """Best blocks of each query, chosen after the key of a block that is now complete is pooled.
 

@@ -36,7 +36,7 @@ IMPLEMENTATIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class PowerSum(Op):
     """Sum of the elements along the last dim, or of their squares.
 

@@ -32,7 +32,7 @@ IMPLEMENTATIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class PreviousRows(Op):
     """Rows before those of tokens, of this step or an earlier one; the last rows are kept.
 

@@ -73,7 +73,7 @@ IMPLEMENTATIONS = with_flashinfer(
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class RaggedAttentionWithLse(Op):
     """Attention within each sequence of a packed batch, and the log-sum-exp of the logits.
 

@@ -46,7 +46,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class RgLru(StatefulOp):
     """State of one number per channel, after each token that advances it.
 

@@ -31,7 +31,7 @@ IMPLEMENTATIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class Route(Op):
     """Best k experts of each token, the best first, and their weights.
 

@@ -54,7 +54,7 @@ IMPLEMENTATIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class SelectBlocks(Op):
     """Best blocks of each query, chosen after the keys of blocks that are now complete are written.
 

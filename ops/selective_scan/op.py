@@ -74,7 +74,7 @@ CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class SelectiveScan(StatefulOp):
     """Arguments of both execution forms."""
 
@@ -102,7 +102,7 @@ class SelectiveScan(StatefulOp):
             )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class RecurrentSelectiveScan(SelectiveScan):
     """Selective scan that walks token by token and advances the state of every sequence.
 
@@ -149,7 +149,7 @@ class RecurrentSelectiveScan(SelectiveScan):
     """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class ChunkSelectiveScan(SelectiveScan):
     """Selective scan that walks parts of a sequence side by side where that pays.
 

@@ -70,7 +70,7 @@ CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class Ssd(StatefulOp):
     """Arguments of both execution forms."""
 
@@ -95,7 +95,7 @@ class Ssd(StatefulOp):
             )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class RecurrentSsd(Ssd):
     """Linear attention that walks token by token and advances the state of every sequence.
 
@@ -136,7 +136,7 @@ class RecurrentSsd(Ssd):
     """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class ChunkSsd(Ssd):
     """Linear attention that walks chunk by chunk: the same function, as matrix products.
 

@@ -28,7 +28,7 @@ IMPLEMENTATIONS = step_implementations(
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class LightningStep(StepOp):
     """Step of a mixer: norm and rotate q and k, advance the states by one token, and norm and gate
     what is read from them; or verify drafts.

@@ -28,7 +28,7 @@ IMPLEMENTATIONS = step_implementations(
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class SsdStep(StepOp):
     """Step of a mixer: convolve, advance the states by one token, and gate and norm what is read
     from them; or verify drafts.

@@ -33,7 +33,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class StateCopy(Op):
     """Copy of index ``src[i]`` of every pool to index ``dst[i]``, or a clear of that.
 

@@ -29,7 +29,7 @@ IMPLEMENTATIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class TopK(Op):
     """Largest k elements along the last dim, in falling order, and their places.
 

@@ -45,7 +45,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class Wkv(StatefulOp):
     """Mean of a channel's values so far, each weighted by its key and by its age.
 
