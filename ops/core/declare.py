@@ -298,25 +298,23 @@ def define(
     """
     declaration = Declaration(cast(type[Op], op))
     DECLARED[declaration.name] = declaration
-    make_fake = returns.fake
+    cls, first, make_fake = declaration.cls, declaration.first, returns.fake
 
-    def pack(*args: Any, impl: str, **options: Any) -> Op:
-        packed = declaration.cls(*args, impl=impl, **options)
-        device = getattr(packed, declaration.first).device
-        if device.type == "cpu" and not implementations[impl].checks_indices:
-            packed.check_indices()
-        return packed
+    def check(x: Op) -> None:
+        if getattr(x, first).device.type == "cpu":
+            x.check_indices()
 
     def fake(*args: Any, **options: Any) -> Any:
         assert make_fake is not None
-        return make_fake(declaration.cls(*args, **options))
+        return make_fake(cls(*args, **options))
 
     overload = define_op(
         declaration.schema(returns),
         implementations=implementations,
         like=returns.like,
         fake=None if make_fake is None else fake,
-        pack=pack,
+        value=cls,
+        check=check,
     )
     known = {"floats": floats, "fail_ndim": _fail_count if names_ndim else _fail_ndim}
     public = declaration.public(overload, implementations, limited or {}, known)
@@ -493,7 +491,7 @@ class Declaration:
         for name, kind in self.kinds.items():
             wanted = f"({', '.join(kind.dims)},)"
             fail = f"check_shapes({{'{name}': ({name}, {wanted})}})"
-            if kind.has_shape:
+            if kind.has_shape and not self._binds_all(name):
                 yield from self._unless(name, f"{name}.shape == {wanted}", fail)
         first_dtype = f"{self.floating}.dtype"
         written: dict[object, str] = {
@@ -532,7 +530,17 @@ class Declaration:
             indent *= 2
         if new.keys() - {*kind.leading}:
             yield f"{indent}if {name}.ndim != {ndim}: fail_ndim('{name}', {name}, {ndim})"
-        yield from (f"{indent}{letter} = {name}.shape[{axis}]" for letter, axis in new.items())
+        if self._binds_all(name):
+            yield f"{indent}{', '.join(kind.dims)} = {name}.shape"
+        else:
+            yield from (f"{indent}{letter} = {name}.shape[{axis}]" for letter, axis in new.items())
+
+    def _binds_all(self, name: str) -> bool:
+        """Tell whether a tensor of two dimensions or more gives all its letters their sizes."""
+        dims = self.kinds[name].dims
+        return len(dims) > 1 and all(
+            self.bound.get(letter) == (name, axis) for axis, letter in enumerate(dims)
+        )
 
     def _unless(self, name: str, holds: str, otherwise: str) -> Iterator[str]:
         guard = f"{name} is not None and " if name in self.optional else ""
@@ -595,7 +603,7 @@ def cpp_launcher(
 
     def size_of(letter: re.Match[str]) -> str:
         owner, axis = declaration.bound[letter.group()]
-        return f"x.{owner}.shape[{axis}]"
+        return f"{owner}_shape[{axis}]"
 
     for size, _, name in (each.partition("=") for each in sizes.split()):
         special[name or size] = re.sub(r"[A-Za-z_]+", size_of, size)
@@ -615,8 +623,11 @@ def cpp_launcher(
 
     passed = [*(f"x.{name}" for name in declaration.kinds), *results, *map(value, integers.split())]
     passed += [special.get(name, f"x.{name}") for name in numbers.split()]
+    written = " ".join(passed)
+    owners = {owner for owner, _ in declaration.bound.values() if f"{owner}_shape[" in written}
     lines = [
         f"def {declaration.name}(x):",
+        *(f"    {owner}_shape = x.{owner}.shape" for owner in sorted(owners)),
         *(f"    {name} = {made}" for name, made in results.items()),
         f"    if not run({', '.join(passed)}):",
         "        x.check_indices()",

@@ -33,7 +33,8 @@ def define_op(
     implementations: Mapping[str, Implementation],
     like: Sequence[str] = (),
     fake: Callable[..., Any] | None = None,
-    pack: Callable[..., Any] | None = None,
+    value: Callable[..., Any],
+    check: Callable[[Any], None],
 ) -> torch._ops.OpOverload:
     """Register ``signature``, whose last argument is ``str impl``, and return its overload.
 
@@ -44,20 +45,20 @@ def define_op(
         like: the tensor arguments that the outputs have shape and dtype of, each in turn.
         fake: for other outputs: takes the op's arguments and returns tensors of the right shapes
             and dtypes.
-        pack: makes of the op's arguments the one value that its launchers take; None where they
-            take the arguments themselves.
+        value: makes of the op's arguments the one value that its launchers take.
+        check: is given that value where the implementation does not check indices itself.
     """
     name = signature.partition("(")[0]
     schema = torch._C.parse_schema(f"{NAMESPACE}::{signature}")
     fake = fake or _fake_like(schema, like)
     returns_one = len(schema.returns) == 1
 
-    def launch(*args: Any, impl: str, **options: Any) -> Any:
-        implementation = implementations[impl]
-        if implementation.planner is None:
-            options.pop("planned", None)
-        run = implementation.load()
-        out = run(*args, **options) if pack is None else run(pack(*args, impl=impl, **options))
+    def launch(*args: Any, **options: Any) -> Any:
+        x = value(*args, **options)
+        implementation = implementations[x.impl]
+        if not implementation.checks_indices:
+            check(x)
+        out = implementation.load()(x)
         return out[0] if returns_one and isinstance(out, tuple) else out
 
     REGISTERED[name], LAUNCHERS[name] = implementations, {}

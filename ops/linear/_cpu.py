@@ -50,10 +50,12 @@ def linear(x: Linear, *, is_invariant: bool = False) -> Tensor:
     by_torch = x.scales is None and measured.many_by_torch and not is_invariant
     if num_rows > MAX_ROWS and by_torch and depth % _TILE_DEPTH == 0:
         return product_by_torch(x.x, x.weights, x.biases, y)
-    stored = [
-        (scale.data_ptr(), group_of(weight, scale), has_zeros(weight, scale))
-        for weight, scale in x.scaled
-    ] or [_UNSCALED] * len(x.weights)
+    stored = [_UNSCALED] * len(x.weights)
+    if x.scales is not None:
+        stored = [
+            (scale.data_ptr(), group_of(weight, scale), has_zeros(weight, scale))
+            for weight, scale in x.scaled
+        ]
     rows: list[int] = []
     of_weights = zip(x.weights, x.biases, stored, strict=True)
     for weight, bias, (scale_ptr, group, zeros) in of_weights:

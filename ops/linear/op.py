@@ -189,7 +189,7 @@ class Linear(Op):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Columns of each weight's result."""
-        return tuple(weight.shape[0] for weight in self.weights)
+        return tuple([weight.shape[0] for weight in self.weights])
 
     @property
     def scaled(self) -> list[tuple[Tensor, Tensor]]:
