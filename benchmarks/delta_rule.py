@@ -26,13 +26,12 @@ Contestants = Mapping[str, Callable[[], object]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A delta rule's ops, its inputs, and the heads (of keys, of values) of its models' layers.
+    """A delta rule's op, its inputs, and the heads (of keys, of values) of its models' layers.
 
     ``rivals`` makes more contestants of a prefill, by the name to print, for heads and tokens.
     """
 
-    recurrent: Callable[..., Tensor]
-    chunk: Callable[..., Tensor]
+    op: Callable[..., Tensor]
     make_inputs: Callable[[Case, torch.dtype], Inputs]
     heads: tuple[tuple[int, int], ...]
     num_tokens: tuple[int, ...] = (2048,)
@@ -67,7 +66,7 @@ def prefill(
     a = torch.randn(MATRIX, MATRIX)
     inputs = rule.inputs((num_tokens,), heads, dtype)
     rivals = rule.rivals(heads[1], num_tokens, dtype)
-    chunks = {str(size): runner(rule.chunk, inputs, chunk_size=size) for size in CHUNK_SIZES}
+    chunks = {str(size): runner(rule.op, inputs, chunk_size=size) for size in CHUNK_SIZES}
     best = clock.fastest({**chunks, **rivals, "matrix": lambda: a @ a})
     rate = 2 * MATRIX**3 / best["matrix"]
     print(
@@ -91,7 +90,7 @@ def main(rule: Rule, description: str) -> None:
     clock = clock_of(clock_arguments(description).parse_args())
     for batch in (1, 2, 4, 8, 16, 32):
         inputs = rule.inputs((1,) * batch, rule.heads[0], torch.float32)
-        decode(f"{rule.heads[0][1]} heads", rule.recurrent, inputs, clock)
+        decode(f"{rule.heads[0][1]} heads", rule.op, inputs, clock)
     for dtype in (torch.float32, torch.bfloat16):
         for heads in rule.heads:
             for num_tokens in rule.num_tokens:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from benchmarks.delta_rule import Rule, main
 from tests.ops.delta_rule.gated import make_inputs
-from torch_hybrid.ops.delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from torch_hybrid.ops.delta_rule import gated_delta_rule
 
 GATED_DELTA_RULE = Rule(
-    recurrent=recurrent_gated_delta_rule,
-    chunk=chunk_gated_delta_rule,
+    op=gated_delta_rule,
     make_inputs=make_inputs,
     heads=((16, 16), (16, 32)),
 )

@@ -17,10 +17,7 @@ from torch.nn.functional import linear
 from benchmarks.delta_rule import HEAD_DIM, Contestants, Rule, main
 from benchmarks.gated_delta_rule import GATED_DELTA_RULE
 from tests.ops.delta_rule.kimi import make_inputs
-from torch_hybrid.ops.delta_rule import (
-    chunk_kimi_delta_attention,
-    recurrent_kimi_delta_attention,
-)
+from torch_hybrid.ops.delta_rule import kimi_delta_attention
 
 MODEL_DIMS = {16: 1024, 32: 2304}  # by number of heads
 
@@ -44,16 +41,15 @@ def projections(num_heads: int, num_tokens: int, dtype: torch.dtype) -> Callable
 def rivals(num_heads: int, num_tokens: int, dtype: torch.dtype) -> Contestants:
     inputs = GATED_DELTA_RULE.inputs((num_tokens,), (num_heads, num_heads), dtype)
     return {
-        "gated delta rule": lambda: GATED_DELTA_RULE.chunk(
-            *inputs.args(), **inputs.options(), impl="cpp"
+        "gated delta rule": lambda: GATED_DELTA_RULE.op(
+            *inputs.args(), **inputs.options(), impl="chunk_cpp"
         ),
         "projections": projections(num_heads, num_tokens, dtype),
     }
 
 
 KIMI_DELTA_ATTENTION = Rule(
-    recurrent=recurrent_kimi_delta_attention,
-    chunk=chunk_kimi_delta_attention,
+    op=kimi_delta_attention,
     make_inputs=make_inputs,
     heads=((16, 16), (32, 32)),
     num_tokens=(512, 2048),

@@ -16,7 +16,7 @@ import torch
 from benchmarks.recurrence import decode, runner
 from benchmarks.timing import Clock, clock_arguments, clock_of
 from tests.ops.selective_scan.cases import Case, Inputs, make_inputs
-from torch_hybrid.ops.selective_scan import chunk_selective_scan, recurrent_selective_scan
+from torch_hybrid.ops.selective_scan import selective_scan
 
 CHANNELS = {"mamba 1536": 1536, "mamba 2048": 2048}  # of models half as wide
 
@@ -44,7 +44,7 @@ def prefill(dtype: torch.dtype, clock: Clock) -> None:
         for num_tokens in (512, 2048):
             inputs = layer_inputs(channels, (num_tokens,), dtype)
             contestants = {
-                "scan": runner(chunk_selective_scan, inputs),
+                "scan": runner(selective_scan, inputs),
                 "projections": projections(channels, num_tokens, dtype),
             }
             best = clock.fastest(contestants)
@@ -61,7 +61,7 @@ def main() -> None:
     for name, channels in CHANNELS.items():
         for batch in (1, 8, 32):
             inputs = layer_inputs(channels, (1,) * batch, torch.float32)
-            decode(name, recurrent_selective_scan, inputs, clock)
+            decode(name, selective_scan, inputs, clock)
     for dtype in (torch.float32, torch.bfloat16):
         prefill(dtype, clock)
 

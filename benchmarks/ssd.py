@@ -19,7 +19,7 @@ from benchmarks.recurrence import decode, runner
 from benchmarks.timing import Clock, clock_arguments, clock_of
 from tests.ops.ssd.cases import Case, Inputs, make_inputs
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES
-from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
+from torch_hybrid.ops.ssd import ssd
 
 MATRIX = 2048
 MODEL_DIM = 1024
@@ -91,7 +91,7 @@ def prefill(dtype: torch.dtype, clock: Clock) -> None:
         for num_tokens in (512, 2048):
             inputs = layer_inputs(layer, (num_tokens,), dtype)
             contestants: dict[str, Callable[[], object]] = {
-                str(size): runner(chunk_ssd, inputs, chunk_size=size) for size in CHUNK_SIZES
+                str(size): runner(ssd, inputs, chunk_size=size) for size in CHUNK_SIZES
             }
             contestants["matrix"] = lambda: a @ a
             contestants["projections"] = projections(layer, num_tokens, dtype)
@@ -114,7 +114,7 @@ def main() -> None:
     for name, layer in LAYERS.items():
         for batch in (1, 8, 32):
             inputs = layer_inputs(layer, (1,) * batch, torch.float32)
-            decode(name, recurrent_ssd, inputs, clock)
+            decode(name, ssd, inputs, clock)
     for dtype in (torch.float32, torch.bfloat16):
         prefill(dtype, clock)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_hybrid.graphs.capturing.cuda_graph import CapturedSteps
 from torch_hybrid.graphs.capturing.static_inputs import StaticInputs
-from torch_hybrid.ops.delta_rule import recurrent_gated_delta_rule
+from torch_hybrid.ops.delta_rule import gated_delta_rule
 
 HEADS, DIM, SLOTS = 2, 16, 9
 BUCKETS = (2, 4, 8)
@@ -19,7 +19,7 @@ BUCKETS = (2, 4, 8)
 def main() -> None:
     """Decode a few sequences that come and go, and compare with steps that are not captured."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    impl = "triton" if device.type == "cuda" else "torch"
+    impl = "recurrent_triton" if device.type == "cuda" else "recurrent_torch"
     torch.manual_seed(0)
     state = torch.zeros(SLOTS, HEADS, DIM, DIM, device=device)
     check = state.clone()
@@ -30,7 +30,7 @@ def main() -> None:
         decay = torch.full((len(x), HEADS), -0.1, device=device)
         q, k, v = x.unbind(1)
         slots = inputs["slots"]
-        return recurrent_gated_delta_rule(
+        return gated_delta_rule(
             q, k, v, decay, decay.exp(), pool, offsets, slots, slots,
             scale=DIM**-0.5, qk_l2norm=True, impl=impl,
         )  # fmt: skip

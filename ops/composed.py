@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +38,6 @@ class Parts:
     def given(self) -> dict[str, Any]:
         """Options of the first op: what was planned, if anything."""
         return {"planned": self.planned} if self.planned else {}
-
-    def find(self, forms: Mapping[str, Callable[..., Tensor]]) -> tuple[Callable[..., Tensor], str]:
-        """Find the op among ``forms`` that runs, and its implementation."""
-        name, impl = next(pair for pair in self.impls if pair[0] in forms)
-        return forms[name], impl
 
 
 def without_padding(out: Tensor, cu_seqlens: Tensor) -> Tensor:

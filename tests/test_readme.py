@@ -11,6 +11,7 @@ from torch_hybrid.backends.step import _BACKENDS
 from torch_hybrid.models.families import FAMILIES, NOT_SERVED, architecture_of
 from torch_hybrid.models.ring_2_5.config import ARCHITECTURE as RING_2_5
 from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.recurrence import CHUNK, RECURRENT, of_form
 from torch_hybrid.ops.core.registration import REGISTERED
 
 ROOT = Path(__file__).parents[1]
@@ -29,22 +30,14 @@ OPS: dict[str, tuple[str, ...]] = {
     ),
     "indexed_attention, indexed_latent_attention": ("select_blocks", "block_attention"),
     "indexed_latent_attention": ("gated_pooling", "pooled_selection_step"),
-    "gated_delta_rule": (
-        "gated_delta_step",
-        "recurrent_gated_delta_rule",
-        "chunk_gated_delta_rule",
-    ),
-    "kimi_delta_attention": (
-        "kimi_delta_step",
-        "recurrent_kimi_delta_attention",
-        "chunk_kimi_delta_attention",
-    ),
+    "gated_delta_rule": ("gated_delta_step", "gated_delta_rule"),
+    "kimi_delta_attention": ("kimi_delta_step", "kimi_delta_attention"),
     "ngram_embedding": ("ngram_embedding",),
     "previous_hidden": ("previous_rows",),
     "mamba2": ("ssd_step",),
-    "mamba": ("recurrent_selective_scan", "chunk_selective_scan"),
+    "mamba": ("selective_scan",),
     "lightning_attention": ("lightning_step",),
-    "mamba2, lightning_attention, mlstm": ("recurrent_ssd", "chunk_ssd"),
+    "mamba2, lightning_attention, mlstm": ("ssd",),
     "rg_lru": ("rg_lru",),
     "time_mix": ("wkv",),
     "convolution of the mixers, gated or not": ("causal_conv1d",),
@@ -142,13 +135,20 @@ def _row(types: Iterable[str], kinds: Iterable[str], num_axes: int) -> str:
 
 
 def _on(implementations: Mapping[str, Implementation], device: str) -> str:
-    return ", ".join(
-        SHOWN[name]
-        for name, implementation in implementations.items()
-        if device in implementation.capability.devices
-        and not (name.startswith("triton") and device == "cpu")
-        and not implementation.is_traced  # which has no kernel of its own
-    )
+    forms = {"": implementations}
+    if of_form(implementations, CHUNK):
+        forms = {f"{form}: ": of_form(implementations, form) for form in (RECURRENT, CHUNK)}
+    shown = {
+        form: ", ".join(
+            SHOWN[name.removeprefix("recurrent_").removeprefix("chunk_")]
+            for name, implementation in known.items()
+            if device in implementation.capability.devices
+            and not ("triton" in name and device == "cpu")
+            and not implementation.is_traced  # which has no kernel of its own
+        )
+        for form, known in forms.items()
+    }
+    return "; ".join(f"{form}{names}" for form, names in shown.items())
 
 
 def test_no_op_and_no_kind_of_layer_is_forgotten():

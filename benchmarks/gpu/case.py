@@ -77,9 +77,11 @@ Contestant = Callable[[Sequence[Any]], Turns]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What a runner asks when it chooses among ``own``: the op, the sizes of a layer, features."""
+    """What a runner asks when it chooses among ``own``: the op, the execution form of its mode,
+    the sizes of a layer, features."""
 
     op: str
+    form: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
     features: tuple[str, ...] = ()
 
@@ -164,7 +166,7 @@ def own(
     ``call`` takes inputs and a name, and of an implementation that plans what was planned.
     """
     on_gpus = [name for name, i in implementations.items() if "cuda" in i.capability.devices]
-    names = [name for name in on_gpus if name != "torch"] or on_gpus
+    names = [name for name in on_gpus if not name.endswith("torch")] or on_gpus
 
     def turns(name: str, inputs: Sequence[Any]) -> Turns:
         need = Need(device=torch.device("cuda"), dtype=BF16, features=frozenset(features))

@@ -25,7 +25,7 @@ from benchmarks.gpu.case import (
 from tests.ops.step_lengths import step_lengths
 from torch_hybrid.ops import delta_rule
 from torch_hybrid.ops.core.planning import Planned, Planner
-from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
+from torch_hybrid.ops.core.recurrence import of_form
 from torch_hybrid.ops.core.registration import REGISTERED
 
 CHUNK = 64  # of the usual form, whose FLOPs are counted
@@ -265,21 +265,20 @@ def _case(
 ) -> Case:
     prefill, channels = what.endswith("prefill"), what.startswith("KDA")
     rule = "kimi_delta_attention" if channels else "gated_delta_rule"
-    name = f"{'chunk' if prefill else 'recurrent'}_{rule}"
-    ours = partial(call, getattr(delta_rule, name))
-    if prefill:
-        ours = partial(ours, chunk_size=DEFAULT_CHUNK_SIZE)
+    form = "chunk" if prefill else "recurrent"
+    ours = partial(call, getattr(delta_rule, rule))
     return Case(
         op=what,
         model=model,
         shape=f"{num_seqs}x{num_new}",
         make=partial(DeltaRule.make, heads, num_seqs, num_new, channels=channels),
-        reference=partial(ours, impl="torch"),
+        reference=partial(ours, impl=f"{form}_torch"),
         choice=Choice(
-            op=name,
+            op=rule,
+            form=form,
             sizes={"head_k_dim": heads[2], "head_v_dim": heads[3]},
         ),
-        own=own(REGISTERED[name], ours),
+        own=own(of_form(REGISTERED[rule], form), ours),
         others=_others(prefill=prefill, channels=channels, one_token=num_new == 1),
     )
 

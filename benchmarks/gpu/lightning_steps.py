@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu.case import Case, Inputs, Turns, offsets, own, randn
 from torch_hybrid.layers.lightning_attention import alibi_slopes
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
-from torch_hybrid.ops.ssd import lightning_step, recurrent_ssd
+from torch_hybrid.ops.ssd import lightning_step, ssd
 from torch_hybrid.ops.ssd.op_step_lightning import IMPLEMENTATIONS
 
 EPS = 1e-6
@@ -122,8 +122,8 @@ def _parts(inputs: Step, impl: str) -> Tensor:
         q, k = (norm(x, w) for x, w in zip((q, k), inputs.norm_weights, strict=True))
         q, k, v = rotate_halves(q, rotary), rotate_halves(k, rotary), v.float()
     g = -inputs.slopes.expand(q.shape[0], -1)
-    options = {"scale": mixer.dim**-0.5, "impl": impl}
-    o = recurrent_ssd(q, k, v, g, None, None, *inputs.pool(), **options).flatten(1)
+    options = {"scale": mixer.dim**-0.5, "impl": f"recurrent_{impl}"}
+    o = ssd(q, k, v, g, None, None, *inputs.pool(), **options).flatten(1)
     groups = (mixer.norm_groups, -1)
     normed = norm(o.unflatten(1, groups), inputs.norm_weight.unflatten(0, groups)).flatten(1)
     return (normed * gate.float().sigmoid()).to(gate.dtype)

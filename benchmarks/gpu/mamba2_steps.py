@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu.case import Case, Inputs, Turns, offsets, own, randn
 from benchmarks.gpu.state_spaces import MAMBA2
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
-from torch_hybrid.ops.ssd import recurrent_ssd, ssd_step
+from torch_hybrid.ops.ssd import ssd, ssd_step
 from torch_hybrid.ops.ssd.op_step_mamba2 import IMPLEMENTATIONS
 
 WIDTH, EPS = 4, 1e-5
@@ -115,7 +115,7 @@ def _parts(inputs: Step, impl: str) -> Tensor:
     mixed = causal_conv1d(xBC, *weights, conv_state, *index, activation="silu", impl=impl)
     x, B, C = mixed.split([inputs.inner, num_groups * k_dim, num_groups * k_dim], 1)
     step = F.softplus(dt.float() + inputs.dt_bias.float()).clamp(0.0, float("inf"))
-    o = recurrent_ssd(
+    o = ssd(
         C.unflatten(1, (num_groups, k_dim)),
         B.unflatten(1, (num_groups, k_dim)),
         x.unflatten(1, (num_heads, v_dim)),
@@ -125,7 +125,7 @@ def _parts(inputs: Step, impl: str) -> Tensor:
         state,
         *index,
         scale=1.0,
-        impl=impl,
+        impl=f"recurrent_{impl}",
     )
     y = o.flatten(1).float() * F.silu(z.float())
     if inputs.norm_groups:

@@ -23,9 +23,9 @@ from benchmarks.gpu.case import (
 )
 from tests.ops.step_lengths import step_lengths
 from torch_hybrid.ops.core.planning import Planned, Planner
-from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
-from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
-from torch_hybrid.ops.ssd.op import CHUNK_IMPLEMENTATIONS, RECURRENT_IMPLEMENTATIONS
+from torch_hybrid.ops.core.recurrence import of_form
+from torch_hybrid.ops.ssd import ssd
+from torch_hybrid.ops.ssd.op import IMPLEMENTATIONS
 
 CHUNK = 64  # of the usual form, whose FLOPs are counted
 # groups, heads, K, V
@@ -208,10 +208,8 @@ def _case(
     kind: str, model: str, sizes: tuple[int, int, int, int], num_seqs: int, num_new: int
 ) -> Case:
     prefill = num_new > 1
-    implementations = CHUNK_IMPLEMENTATIONS if prefill else RECURRENT_IMPLEMENTATIONS
-    ours = partial(call, recurrent_ssd)
-    if prefill:
-        ours = partial(call, chunk_ssd, chunk_size=DEFAULT_CHUNK_SIZE)
+    form = "chunk" if prefill else "recurrent"
+    ours = partial(call, ssd)
     others: dict[str, Contestant] = {
         "fla": partial(_fla, "chunk_simple_gla" if prefill else "fused_recurrent_simple_gla")
     }
@@ -222,10 +220,11 @@ def _case(
         model=model,
         shape=f"{num_seqs}x{num_new}",
         make=partial(StateSpace.make, kind, sizes, num_seqs, num_new),
-        reference=partial(ours, impl="torch"),
-        own=own(implementations, ours),
+        reference=partial(ours, impl=f"{form}_torch"),
+        own=own(of_form(IMPLEMENTATIONS, form), ours),
         choice=Choice(
-            op=f"{'chunk' if prefill else 'recurrent'}_ssd",
+            op="ssd",
+            form=form,
             sizes={"head_k_dim": sizes[2], "head_v_dim": sizes[3]},
         ),
         others=others,

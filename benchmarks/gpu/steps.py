@@ -55,7 +55,7 @@ ROUNDS = 15
 PARTS = {
     "steps": Backends(),
     "fp8_steps": Backends(),
-    "flashinfer_steps": Backends(full="flashinfer", ops={"chunk_gated_delta_rule": "flashinfer"}),
+    "flashinfer_steps": Backends(full="flashinfer", ops={"extend gated_delta_rule": "flashinfer"}),
     "verify_steps": Backends(),
 }
 

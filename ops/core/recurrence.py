@@ -1,9 +1,14 @@
-"""Checks of tensors with a row for each token, and of the chunks of a recurrence."""
+"""Checks of tensors with a row for each token, and the two execution forms of a recurrence."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
+from torch_hybrid.ops.core.capability import Implementation
+
+RECURRENT, CHUNK = "recurrent", "chunk"  # execution forms: token by token, chunk by chunk
 CHUNK_SIZES = (16, 32, 64, 128)
 DEFAULT_CHUNK_SIZE = 32
 
@@ -12,6 +17,19 @@ def check_chunk_size(chunk_size: int) -> None:
     """Raise ValueError when ``chunk_size`` is not one of CHUNK_SIZES."""
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_size must be one of {list(CHUNK_SIZES)}, got {chunk_size}")
+
+
+def in_forms(
+    *, recurrent: Mapping[str, Implementation], chunk: Mapping[str, Implementation]
+) -> dict[str, Implementation]:
+    """Join the implementations of both execution forms of an op: "recurrent_cpp", "chunk_cpp"."""
+    forms = {RECURRENT: recurrent, CHUNK: chunk}
+    return {f"{form}_{name}": each for form, named in forms.items() for name, each in named.items()}
+
+
+def of_form(implementations: Mapping[str, Implementation], form: str) -> dict[str, Implementation]:
+    """Find the implementations of one execution form; "" finds all."""
+    return {name: each for name, each in implementations.items() if name.startswith(form)}
 
 
 def has_dense_rows(tensor: Tensor, apart: int = 1) -> bool:

@@ -4,20 +4,8 @@ Gated delta rule: one decay a head (Qwen3-Next, Qwen3.5, OLMo-hybrid). Kimi delt
 channel (Kimi-Linear, Ling-3).
 """
 
-from torch_hybrid.ops.delta_rule.op import (
-    chunk_gated_delta_rule,
-    chunk_kimi_delta_attention,
-    recurrent_gated_delta_rule,
-    recurrent_kimi_delta_attention,
-)
+from torch_hybrid.ops.delta_rule.op import gated_delta_rule, kimi_delta_attention
 from torch_hybrid.ops.delta_rule.op_step_gated import gated_delta_step
 from torch_hybrid.ops.delta_rule.op_step_kimi import kimi_delta_step
 
-__all__ = [
-    "chunk_gated_delta_rule",
-    "chunk_kimi_delta_attention",
-    "gated_delta_step",
-    "kimi_delta_step",
-    "recurrent_gated_delta_rule",
-    "recurrent_kimi_delta_attention",
-]
+__all__ = ["gated_delta_rule", "gated_delta_step", "kimi_delta_attention", "kimi_delta_step"]

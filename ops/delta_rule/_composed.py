@@ -4,7 +4,7 @@ rule, with compiled code between and after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,36 +12,22 @@ from torch.nn import functional as F
 
 from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
 from torch_hybrid.ops.composed import Parts, first_parts, without_padding
-from torch_hybrid.ops.delta_rule.op import (
-    chunk_gated_delta_rule,
-    chunk_kimi_delta_attention,
-    recurrent_gated_delta_rule,
-    recurrent_kimi_delta_attention,
-)
+from torch_hybrid.ops.delta_rule.op import gated_delta_rule, kimi_delta_attention
 from torch_hybrid.ops.delta_rule.op_step import DeltaStep
 from torch_hybrid.ops.delta_rule.op_step_gated import GatedDeltaStep
 from torch_hybrid.ops.delta_rule.op_step_kimi import KimiDeltaStep
 from torch_hybrid.ops.verify import verify_by_replay
 
-_GATED = {
-    "recurrent_gated_delta_rule": recurrent_gated_delta_rule,
-    "chunk_gated_delta_rule": chunk_gated_delta_rule,
-}
-_KIMI = {
-    "recurrent_kimi_delta_attention": recurrent_kimi_delta_attention,
-    "chunk_kimi_delta_attention": chunk_kimi_delta_attention,
-}
-
 
 def gated_delta(x: GatedDeltaStep) -> Tensor:
     """Launch ``torch_hybrid::gated_delta_step`` by its parts."""
-    parts = x.parts or first_parts(x.qkv, "recurrent_gated_delta_rule", "causal_conv1d")
+    parts = x.parts or first_parts(x.qkv, "gated_delta_rule", "causal_conv1d")
     if x.records is not None:
         return verify_by_replay(gated_delta, x, parts.replay)
     q, k, v = _convolved(x, parts)
     g = -x.A_log.float().exp() * F.softplus(x.a.float() + x.dt_bias.float())
     beta = x.b.float().sigmoid() * x.beta_scale
-    o = _apply(_GATED, parts, (q, k, v, g, beta), x)
+    o = _apply(gated_delta_rule, (q, k, v, g, beta), x, parts)
     z = x.z.view_as(o)
     out = gated_norm(o, z, x.norm_weight, gate=x.gate, eps=x.norm_eps).flatten(1)
     return out if x.parts else without_padding(out, x.cu_seqlens)
@@ -49,12 +35,12 @@ def gated_delta(x: GatedDeltaStep) -> Tensor:
 
 def kimi_delta(x: KimiDeltaStep) -> Tensor:
     """Launch ``torch_hybrid::kimi_delta_step`` by its parts."""
-    parts = x.parts or first_parts(x.qkv, "recurrent_kimi_delta_attention", "causal_conv1d")
+    parts = x.parts or first_parts(x.qkv, "kimi_delta_attention", "causal_conv1d")
     if x.records is not None:
         return verify_by_replay(kimi_delta, x, parts.replay)
     q, k, v = _convolved(x, parts)
     g = kimi_log_decay(x.a, x.A_log, x.dt_bias, x.gate_lower_bound)
-    o = _apply(_KIMI, parts, (q, k, v, g, x.b.float().sigmoid()), x)
+    o = _apply(kimi_delta_attention, (q, k, v, g, x.b.float().sigmoid()), x, parts)
     z = x.z.unflatten(-1, o.shape[1:])
     out = kimi_gated_norm(o, z, x.norm_weight, eps=x.norm_eps).flatten(1)
     return out if x.parts else without_padding(out, x.cu_seqlens)
@@ -72,15 +58,12 @@ def kimi_log_decay(
 
 
 def _apply(
-    forms: Mapping[str, Callable[..., Tensor]],
-    parts: Parts,
-    inputs: tuple[Tensor, ...],
-    x: DeltaStep,
+    rule: Callable[..., Tensor], inputs: tuple[Tensor, ...], x: DeltaStep, parts: Parts
 ) -> Tensor:
     """Apply the rule to q, k, v, decays and step sizes -> [T, HV, V]."""
-    rule, impl = parts.find(forms)
+    options = {"scale": x.scale, "qk_l2norm": True, "impl": parts.impl(rule.__name__)}
     index = (x.cu_seqlens, x.initial_indices, x.state_indices)
-    return rule(*inputs, x.state, *index, scale=x.scale, qk_l2norm=True, impl=impl, **parts.given)
+    return rule(*inputs, x.state, *index, **options, **parts.given)
 
 
 def _convolved(x: DeltaStep, parts: Parts) -> tuple[Tensor, Tensor, Tensor]:

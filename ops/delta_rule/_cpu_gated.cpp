@@ -87,4 +87,4 @@ struct GatedDeltaRule {
 
 }  // namespace
 
-TH_EXPORT_DELTA_RULE(GatedDeltaRule, recurrent_gated_delta_rule, chunk_gated_delta_rule)
+TH_EXPORT_DELTA_RULE(GatedDeltaRule, gated_delta_rule)

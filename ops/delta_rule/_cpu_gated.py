@@ -1,15 +1,14 @@
-"""Implementation "cpp": both execution forms in C++, see _cpu_gated.cpp and native/delta_rule.h.
+"""Implementations in C++, see _cpu_gated.cpp and native/delta_rule.h.
 
-The recurrent form reads and writes each head's state once a token. The chunk form walks by products
-of small matrices; a few tokens go the recurrent way.
+"recurrent_cpp" reads and writes each head's state once a token. "chunk_cpp" walks by products of
+small matrices; a few tokens go the recurrent way.
 """
 
 from pathlib import Path
 
-from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule, RecurrentGatedDeltaRule
-from torch_hybrid.ops.native.delta_rule import delta_rule_launcher
+from torch_hybrid.ops.delta_rule.op import GatedDeltaRule
+from torch_hybrid.ops.native.delta_rule import delta_rule_launchers
 
-_SOURCE = Path(__file__).with_name("_cpu_gated.cpp")
-
-recurrent_gated_delta_rule = delta_rule_launcher(RecurrentGatedDeltaRule, _SOURCE, is_chunked=False)
-chunk_gated_delta_rule = delta_rule_launcher(ChunkGatedDeltaRule, _SOURCE, is_chunked=True)
+recurrent_gated_delta_rule, chunk_gated_delta_rule = delta_rule_launchers(
+    GatedDeltaRule, Path(__file__).with_name("_cpu_gated.cpp")
+)

@@ -155,4 +155,4 @@ struct KimiDeltaAttention {
 
 }  // namespace
 
-TH_EXPORT_DELTA_RULE(KimiDeltaAttention, recurrent_kimi_delta_attention, chunk_kimi_delta_attention)
+TH_EXPORT_DELTA_RULE(KimiDeltaAttention, kimi_delta_attention)

@@ -1,17 +1,14 @@
-"""Implementation "cpp": both execution forms in C++, see _cpu_kimi.cpp and native/delta_rule.h.
+"""Implementations in C++, see _cpu_kimi.cpp and native/delta_rule.h.
 
-The recurrent form reads and writes each head's state once a token. The chunk form walks by products
-of small matrices; a few tokens go the recurrent way.
+"recurrent_cpp" reads and writes each head's state once a token. "chunk_cpp" walks by products of
+small matrices; a few tokens go the recurrent way.
 """
 
 from pathlib import Path
 
-from torch_hybrid.ops.delta_rule.op import ChunkKimiDeltaAttention, RecurrentKimiDeltaAttention
-from torch_hybrid.ops.native.delta_rule import delta_rule_launcher
+from torch_hybrid.ops.delta_rule.op import KimiDeltaAttention
+from torch_hybrid.ops.native.delta_rule import delta_rule_launchers
 
-_SOURCE = Path(__file__).with_name("_cpu_kimi.cpp")
-
-recurrent_kimi_delta_attention = delta_rule_launcher(
-    RecurrentKimiDeltaAttention, _SOURCE, is_chunked=False
+recurrent_kimi_delta_attention, chunk_kimi_delta_attention = delta_rule_launchers(
+    KimiDeltaAttention, Path(__file__).with_name("_cpu_kimi.cpp")
 )
-chunk_kimi_delta_attention = delta_rule_launcher(ChunkKimiDeltaAttention, _SOURCE, is_chunked=True)

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.core.planning import Lengths, Planned
-from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule
+from torch_hybrid.ops.delta_rule.op import GatedDeltaRule
 from torch_hybrid.ops.flashinfer.states import aligned, packed_states, store_states
 from torch_hybrid.ops.triton.products import inverse_root
 
@@ -37,7 +37,7 @@ _ROWS = 32  # tokens of one head that a program brings into order
 _APART, _BEGUN, _CARRIED_ON = 0, 1, 2
 
 
-def chunk_gated_delta_rule(x: ChunkGatedDeltaRule) -> Tensor:
+def chunk_gated_delta_rule(x: GatedDeltaRule) -> Tensor:
     """Launch FlashInfer's prompts, in chunks of 64 tokens, and what translates for them."""
     from flashinfer.gdn_prefill import chunk_gated_delta_rule as prefill
 
@@ -115,7 +115,7 @@ class _Rows:
         v_rows = v if v.is_contiguous() and v.data_ptr() % 16 == 0 else v.new_empty(v.shape)
         return cls(q=q_rows, k=k_rows, v=v_rows, decay=per_head[0], beta=per_head[1])
 
-    def fill(self, x: ChunkGatedDeltaRule, out: Tensor) -> None:
+    def fill(self, x: GatedDeltaRule, out: Tensor) -> None:
         """Fill the rows of tokens; those of padding are 0, in ``out`` too."""
         num_tokens, num_k_heads, head_dim = x.q.shape
         num_v_heads = x.v.shape[1]

@@ -13,7 +13,7 @@ from torch_hybrid.ops.triton.segments import Launch
 
 if TYPE_CHECKING:
     from torch_hybrid.ops.delta_rule._triton_gated_scan import PreparedKeys
-    from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule
+    from torch_hybrid.ops.delta_rule.op import GatedDeltaRule
 
 CHUNK = 64
 HEAD_DIM_K = 128
@@ -28,7 +28,7 @@ def serves(prepared: PreparedKeys, q: Tensor, rows: Tensor) -> bool:
     return runs_gluon(q.device) and fits and rows_are_aligned(q) and rows_are_aligned(rows)
 
 
-def hopper_prepare(prepared: PreparedKeys, x: ChunkGatedDeltaRule) -> Launch:
+def hopper_prepare(prepared: PreparedKeys, x: GatedDeltaRule) -> Launch:
     """Launch what fills in blocks of ``prepared``: two value heads of a key share what they can."""
     from torch_hybrid.ops.delta_rule._hopper_prepare import hopper_prepare_kernel
 
@@ -63,7 +63,7 @@ def hopper_prepare(prepared: PreparedKeys, x: ChunkGatedDeltaRule) -> Launch:
 
 
 def hopper_walk(
-    x: ChunkGatedDeltaRule,
+    x: GatedDeltaRule,
     prepared: PreparedKeys,
     carry: Tensor,
     out: Tensor,

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_hybrid.ops.delta_rule.op import (
-    ChunkGatedDeltaRule,
-    ChunkKimiDeltaAttention,
-    DeltaRule,
-)
+from torch_hybrid.ops.delta_rule.op import DeltaRule
 from torch_hybrid.ops.ragged_chunks import (
     FULL_DECAY,
     Chunks,
@@ -54,7 +50,7 @@ def recurrent_delta_rule(x: DeltaRule) -> Tensor:
     return out
 
 
-def chunk_delta_rule(x: ChunkGatedDeltaRule | ChunkKimiDeltaAttention) -> Tensor:
+def chunk_delta_rule(x: DeltaRule) -> Tensor:
     """Compute what lies inside chunks for all of them at once, then scan the states over them."""
     seqs, state, v, chunk_size = _live(x), x.state, x.v, x.chunk_size
     S = initial_states(state, seqs)

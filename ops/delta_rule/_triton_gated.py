@@ -12,7 +12,7 @@ from torch_hybrid.ops.delta_rule._hopper import hopper_prepare, serves
 from torch_hybrid.ops.delta_rule._triton_gated_scan import PreparedKeys, scan
 from torch_hybrid.ops.delta_rule._triton_scan import launch_chunks
 from torch_hybrid.ops.delta_rule._triton_system import inverse, rounded_inverse
-from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule
+from torch_hybrid.ops.delta_rule.op import GatedDeltaRule
 from torch_hybrid.ops.triton.decays import (
     cumulate,
     decay_between,
@@ -32,14 +32,12 @@ from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, seq
 from torch_hybrid.ops.triton.segments import Launch
 
 
-def chunk_gated_delta_rule(x: ChunkGatedDeltaRule, *, is_exact: bool = True) -> Tensor:
+def chunk_gated_delta_rule(x: GatedDeltaRule, *, is_exact: bool = True) -> Tensor:
     """Launch the chunk form; without ``is_exact`` what reaches a state is rounded to float16."""
     return launch_chunks(x, _prepare, scan, is_exact=is_exact)
 
 
-def _prepare(
-    x: ChunkGatedDeltaRule, pieces: tuple[int, torch.dtype]
-) -> tuple[PreparedKeys, Launch]:
+def _prepare(x: GatedDeltaRule, pieces: tuple[int, torch.dtype]) -> tuple[PreparedKeys, Launch]:
     """Allocate all that does not depend on a state; the launch fills it."""
     q, k = x.q, x.k
     num_tokens, num_k_heads, head_dim_k = k.shape

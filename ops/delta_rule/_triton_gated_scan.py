@@ -23,7 +23,7 @@ from torch_hybrid.ops.delta_rule._triton_scan import (
     stages_of_factors,
     write_state,
 )
-from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule
+from torch_hybrid.ops.delta_rule.op import GatedDeltaRule
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     ROUNDED,
@@ -52,9 +52,7 @@ class PreparedKeys(Prepared):
     keys: Tensor
 
 
-def scan(
-    x: ChunkGatedDeltaRule, prepared: PreparedKeys, walks: ScanSegments
-) -> tuple[Tensor, Launch]:
+def scan(x: GatedDeltaRule, prepared: PreparedKeys, walks: ScanSegments) -> tuple[Tensor, Launch]:
     """Allocate the outputs; the launch walks a segment of the chunks of all sequences.
 
     It fills in the outputs and advances the states.

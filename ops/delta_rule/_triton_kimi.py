@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_hybrid.ops.delta_rule._triton_kimi_scan import PreparedRows, scan
 from torch_hybrid.ops.delta_rule._triton_scan import launch_chunks
 from torch_hybrid.ops.delta_rule._triton_system import inverse, rounded_inverse
-from torch_hybrid.ops.delta_rule.op import ChunkKimiDeltaAttention
+from torch_hybrid.ops.delta_rule.op import KimiDeltaAttention
 from torch_hybrid.ops.ragged_chunks import FULL_DECAY
 from torch_hybrid.ops.triton.decays import MOST_FIXED, exp, fixed_decay, fixed_exp
 from torch_hybrid.ops.triton.devices import is_hopper
@@ -31,14 +31,12 @@ _FULL_DECAY: tl.constexpr = tl.constexpr(FULL_DECAY)
 _MOST_GROWTH: tl.constexpr = tl.constexpr(96 << 23)
 
 
-def chunk_kimi_delta_attention(x: ChunkKimiDeltaAttention, *, is_exact: bool = True) -> Tensor:
+def chunk_kimi_delta_attention(x: KimiDeltaAttention, *, is_exact: bool = True) -> Tensor:
     """Launch the chunk form; without ``is_exact`` what reaches a state is rounded to float16."""
     return launch_chunks(x, _prepare, scan, is_exact=is_exact)
 
 
-def _prepare(
-    x: ChunkKimiDeltaAttention, pieces: tuple[int, torch.dtype]
-) -> tuple[PreparedRows, Launch]:
+def _prepare(x: KimiDeltaAttention, pieces: tuple[int, torch.dtype]) -> tuple[PreparedRows, Launch]:
     """Allocate all that does not depend on a state; the launch fills it.
 
     Rows of outputs need their dtype's precision alone.

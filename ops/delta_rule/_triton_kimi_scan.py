@@ -22,7 +22,7 @@ from torch_hybrid.ops.delta_rule._triton_scan import (
     stages_of_factors,
     write_state,
 )
-from torch_hybrid.ops.delta_rule.op import ChunkKimiDeltaAttention
+from torch_hybrid.ops.delta_rule.op import KimiDeltaAttention
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     ROUNDED,
@@ -53,7 +53,7 @@ class PreparedRows(Prepared):
 
 
 def scan(
-    x: ChunkKimiDeltaAttention, prepared: PreparedRows, walks: ScanSegments
+    x: KimiDeltaAttention, prepared: PreparedRows, walks: ScanSegments
 ) -> tuple[Tensor, Launch]:
     """Allocate the outputs; the launch walks a segment of the chunks of all sequences.
 

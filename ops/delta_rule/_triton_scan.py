@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.core.planning import Lengths, Planned
-from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule, ChunkKimiDeltaAttention
+from torch_hybrid.ops.delta_rule.op import DeltaRule
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 from torch_hybrid.ops.triton.products import ROUNDED, dot, rows_dot, state_pieces
 from torch_hybrid.ops.triton.segments import Launch, side_by_side
@@ -62,7 +62,7 @@ class ScanSegments:
         num_states = num_heads * num_seqs
         return cls(num_segments=_num_segments(num_tokens, num_states, head_dim, v.dtype, v.device))
 
-    def carry(self, x: ChunkRule) -> Tensor:
+    def carry(self, x: DeltaRule) -> Tensor:
         """Allocate what a segment leaves to the next; where there is one alone, nothing."""
         num_seqs = x.state_indices.shape[0]
         return (
@@ -87,8 +87,7 @@ class Prepared:
     factors: Tensor
 
 
-ChunkRule = ChunkGatedDeltaRule | ChunkKimiDeltaAttention
-R = TypeVar("R", bound=ChunkRule)
+R = TypeVar("R", bound=DeltaRule)
 P = TypeVar("P", bound=Prepared)
 
 

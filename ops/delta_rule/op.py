@@ -1,8 +1,8 @@
 """Delta rules over ragged sequences, their states updated in place by slot.
 
-Each has two execution forms of one operation: ``recurrent_*`` walks token by token and is meant for
-decode; ``chunk_*`` turns each chunk into matrix products. In the gated delta rule a head has one
-decay, in Kimi delta attention one for each channel of its keys.
+Implementations ``recurrent_*`` walk token by token and are meant for decode; ``chunk_*`` turn each
+chunk into matrix products. In the gated delta rule a head has one decay, in Kimi delta attention
+one for each channel of its keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_hybrid.ops.core.declare import (
     define,
     like,
 )
-from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size
+from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size, in_forms
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
@@ -36,7 +36,7 @@ _CPP_CAPABILITY = Capability(
     dtypes=frozenset({torch.float32, torch.bfloat16}),
     available=compiler_missing,
 )
-_TRITON_RECURRENT = Implementation(
+_TRITON_BY_TOKEN = Implementation(
     capability=Capability(
         devices=triton_devices(),
         limits={"head_k_dim": 512},
@@ -47,10 +47,10 @@ _TRITON_RECURRENT = Implementation(
     launcher=f"{_FOLDER}._triton:recurrent_delta_rule",
 )
 _TORCH_CAPABILITY = Capability(devices=frozenset({"cpu", "cuda"}))
-_TORCH_RECURRENT = Implementation(
+_TORCH_BY_TOKEN = Implementation(
     capability=_TORCH_CAPABILITY, launcher=f"{_FOLDER}._torch:recurrent_delta_rule"
 )
-_TORCH_CHUNK = Implementation(
+_TORCH_BY_CHUNK = Implementation(
     capability=_TORCH_CAPABILITY, launcher=f"{_FOLDER}._torch:chunk_delta_rule"
 )
 
@@ -85,62 +85,66 @@ def _triton_chunk(launcher: str, *, limit: int) -> dict[str, Implementation]:
     return {"triton_rounded": rounded, "triton": exact}
 
 
-GATED_RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-        launcher=f"{_FOLDER}._cpu_gated:recurrent_gated_delta_rule",
-        checks_indices=True,
-    ),
-    "triton": _TRITON_RECURRENT,
-    "torch": _TORCH_RECURRENT,
-}
-GATED_CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = with_flashinfer(
-    "chunk_gated_delta_rule",
-    {
+GATED_IMPLEMENTATIONS = in_forms(
+    recurrent={
         "cpp": Implementation(
-            capability=_CPP_CAPABILITY,
-            launcher=f"{_FOLDER}._cpu_gated:chunk_gated_delta_rule",
+            capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
+            launcher=f"{_FOLDER}._cpu_gated:recurrent_gated_delta_rule",
             checks_indices=True,
         ),
-        **_triton_chunk(f"{_FOLDER}._triton_gated:chunk_gated_delta_rule", limit=256),
-        "torch": _TORCH_CHUNK,
+        "triton": _TRITON_BY_TOKEN,
+        "torch": _TORCH_BY_TOKEN,
     },
-    Implementation(
-        capability=Capability(
-            devices=frozenset({"cuda"}),
-            dtypes=frozenset({torch.bfloat16, torch.float16}),
-            one_of={"head_k_dim": (128,), "head_v_dim": (128,)},
-            cuda_graph=True,
-            available=flashinfer_missing(capabilities=HOPPER, cutlass_dsl=True),
+    chunk=with_flashinfer(
+        "gated_delta_rule",
+        {
+            "cpp": Implementation(
+                capability=_CPP_CAPABILITY,
+                launcher=f"{_FOLDER}._cpu_gated:chunk_gated_delta_rule",
+                checks_indices=True,
+            ),
+            **_triton_chunk(f"{_FOLDER}._triton_gated:chunk_gated_delta_rule", limit=256),
+            "torch": _TORCH_BY_CHUNK,
+        },
+        Implementation(
+            capability=Capability(
+                devices=frozenset({"cuda"}),
+                dtypes=frozenset({torch.bfloat16, torch.float16}),
+                one_of={"head_k_dim": (128,), "head_v_dim": (128,)},
+                cuda_graph=True,
+                available=flashinfer_missing(capabilities=HOPPER, cutlass_dsl=True),
+            ),
+            launcher=f"{_FOLDER}._flashinfer:chunk_gated_delta_rule",
+            planner=f"{_FOLDER}._flashinfer:plan",
+            by_name="its states are good to 16 bits, those of the others to float32",
         ),
-        launcher=f"{_FOLDER}._flashinfer:chunk_gated_delta_rule",
-        planner=f"{_FOLDER}._flashinfer:plan",
-        by_name="its states are good to 16 bits, those of the others to float32",
     ),
 )
-KIMI_RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=_CPP_CAPABILITY,
-        launcher=f"{_FOLDER}._cpu_kimi:recurrent_kimi_delta_attention",
-        checks_indices=True,
-    ),
-    "triton": _TRITON_RECURRENT,
-    "torch": _TORCH_RECURRENT,
-}
-KIMI_CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=_CPP_CAPABILITY,
-        launcher=f"{_FOLDER}._cpu_kimi:chunk_kimi_delta_attention",
-        checks_indices=True,
-    ),
-    **_triton_chunk(f"{_FOLDER}._triton_kimi:chunk_kimi_delta_attention", limit=128),
-    "torch": _TORCH_CHUNK,
-}
+KIMI_IMPLEMENTATIONS = in_forms(
+    recurrent={
+        "cpp": Implementation(
+            capability=_CPP_CAPABILITY,
+            launcher=f"{_FOLDER}._cpu_kimi:recurrent_kimi_delta_attention",
+            checks_indices=True,
+        ),
+        "triton": _TRITON_BY_TOKEN,
+        "torch": _TORCH_BY_TOKEN,
+    },
+    chunk={
+        "cpp": Implementation(
+            capability=_CPP_CAPABILITY,
+            launcher=f"{_FOLDER}._cpu_kimi:chunk_kimi_delta_attention",
+            checks_indices=True,
+        ),
+        **_triton_chunk(f"{_FOLDER}._triton_kimi:chunk_kimi_delta_attention", limit=128),
+        "torch": _TORCH_BY_CHUNK,
+    },
+)
 
 
 @dataclass(slots=True, repr=False, eq=False)
 class DeltaRule(StatefulOp):
-    """Arguments that both rules have in both execution forms."""
+    """Arguments that both rules have."""
 
     q: Annotated[Tensor, Rows("H", "K")]
     k: Annotated[Tensor, Rows("H", "K", counts=False)]
@@ -153,44 +157,28 @@ class DeltaRule(StatefulOp):
     state_indices: Annotated[Tensor, Index("N", counts=True)]
     scale: float = field(kw_only=True)
     qk_l2norm: bool = field(kw_only=True)
+    chunk_size: Annotated[int, NO_DEFAULT] = field(default=DEFAULT_CHUNK_SIZE, kw_only=True)
+    planned: Sequence[Tensor] | None = field(default=(), kw_only=True)
 
     @property
     def by_channel(self) -> bool:
         """True where each channel of a key has a decay of its own."""
         return self.g.ndim == 3
 
+    def check(self) -> None:
+        """Raise ValueError unless chunks are of a known size."""
+        check_chunk_size(self.chunk_size)
+
 
 @dataclass(slots=True, repr=False, eq=False)
 class GatedDeltaRule(DeltaRule):
-    """Arguments of both execution forms of the gated delta rule."""
-
-    g: Annotated[Tensor, Rows("HV", dtype=torch.float32)]
-
-    def check(self) -> None:
-        """Raise ValueError unless key heads divide the value heads."""
-        num_k_heads, num_v_heads = self.k.shape[1], self.v.shape[1]
-        if num_v_heads % num_k_heads:
-            raise ValueError(
-                f"v must have a multiple of the {num_k_heads} heads of k, got {num_v_heads}"
-            )
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class KimiDeltaAttention(DeltaRule):
-    """Arguments of both execution forms of Kimi delta attention."""
-
-    v: Annotated[Tensor, Rows("H", "V")]
-    g: Annotated[Tensor, Rows("H", "K", dtype=torch.float32)]
-    beta: Annotated[Tensor, Rows("H", dtype=torch.float32)]
-    state: Annotated[Tensor, Pool("H", "V", "K", dtype=torch.float32)]
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class RecurrentGatedDeltaRule(GatedDeltaRule):
-    """Gated delta rule that walks token by token and advances the state of every sequence.
+    """Gated delta rule, which advances the state of every sequence.
 
     Per value head: ``S = e^g S; u = beta (v - S k); S = S + u k^T; o = scale S q``. Value head
     ``j`` reads key head ``j // (HV // H)``. All arithmetic is float32.
+
+    Chunks are counted from the first token of each sequence in this call, so the result for a
+    sequence does not depend on its neighbours.
 
     Args:
         q: [T, H, K] queries, the sequences packed one after the other. Float dtype; rows may lie
@@ -209,7 +197,11 @@ class RecurrentGatedDeltaRule(GatedDeltaRule):
             for 0: that state is not stored.
         scale: factor on q, usually ``K ** -0.5``.
         qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
-        impl: a name in GATED_RECURRENT_IMPLEMENTATIONS.
+        impl: a name in GATED_IMPLEMENTATIONS: "recurrent_..." walks by token, "chunk_..." by chunk.
+        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. Walks
+            by token ignore it; "chunk_triton" and "chunk_flashinfer" take chunks of their own.
+        planned: for an implementation that plans, what its planner made for these lengths: its
+            tensors, and its values as a tensor on the host.
 
     Returns:
         [T, HV, V] outputs in v's dtype; rows of padding tokens are exactly 0.
@@ -221,39 +213,28 @@ class RecurrentGatedDeltaRule(GatedDeltaRule):
     From "Gated Delta Networks" (arXiv 2412.06464), as used by Qwen3-Next.
     """
 
-
-@dataclass(slots=True, repr=False, eq=False)
-class ChunkGatedDeltaRule(GatedDeltaRule):
-    """Gated delta rule that walks chunk by chunk: the same function, as matrix products.
-
-    Chunks are counted from the first token of each sequence in this call, so the result for a
-    sequence does not depend on its neighbours. Arguments, mutation and result are those of
-    :func:`recurrent_gated_delta_rule`, and:
-
-    Args:
-        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. "triton"
-            and "flashinfer" take chunks of their own.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
-        impl: a name in GATED_CHUNK_IMPLEMENTATIONS.
-    """
-
-    chunk_size: Annotated[int, NO_DEFAULT] = field(default=DEFAULT_CHUNK_SIZE, kw_only=True)
-    planned: Sequence[Tensor] | None = field(default=(), kw_only=True)
+    g: Annotated[Tensor, Rows("HV", dtype=torch.float32)]
 
     def check(self) -> None:
         """Raise ValueError unless heads divide, and chunks are of a known size."""
         check_chunk_size(self.chunk_size)
-        GatedDeltaRule.check(self)
+        num_k_heads, num_v_heads = self.k.shape[1], self.v.shape[1]
+        if num_v_heads % num_k_heads:
+            raise ValueError(
+                f"v must have a multiple of the {num_k_heads} heads of k, got {num_v_heads}"
+            )
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class RecurrentKimiDeltaAttention(KimiDeltaAttention):
-    """Kimi delta attention that walks token by token and advances the state of every sequence.
+class KimiDeltaAttention(DeltaRule):
+    """Kimi delta attention, which advances the state of every sequence.
 
     Per head: ``S = S diag(e^g); u = beta (v - S k); S = S + u k^T; o = scale S q``. All
     arithmetic is float32. How g comes about (softplus, or bounded from below) is the layer's
     matter: any g up to 0 is exact, -inf (forget the channel) included.
+
+    Chunks are counted from the first token of each sequence in this call, so the result for a
+    sequence does not depend on its neighbours.
 
     Args:
         q: [T, H, K] queries, the sequences packed one after the other. Float dtype; rows may lie
@@ -272,7 +253,11 @@ class RecurrentKimiDeltaAttention(KimiDeltaAttention):
             for 0: that state is not stored.
         scale: factor on q, usually ``K ** -0.5``.
         qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
-        impl: a name in KIMI_RECURRENT_IMPLEMENTATIONS.
+        impl: a name in KIMI_IMPLEMENTATIONS: "recurrent_..." walks by token, "chunk_..." by chunk.
+        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. Walks
+            by token ignore it; "chunk_triton" takes chunks of its own.
+        planned: for an implementation that plans, what its planner made for these lengths: its
+            tensors, and its values as a tensor on the host.
 
     Returns:
         [T, H, V] outputs in v's dtype; rows of padding tokens are exactly 0.
@@ -284,48 +269,18 @@ class RecurrentKimiDeltaAttention(KimiDeltaAttention):
     From "Kimi Linear" (arXiv 2510.26692); also the linear layers of Ling-3.
     """
 
-
-@dataclass(slots=True, repr=False, eq=False)
-class ChunkKimiDeltaAttention(KimiDeltaAttention):
-    """Kimi delta attention that walks chunk by chunk: the same function, as matrix products.
-
-    Chunks are counted from the first token of each sequence in this call, so the result for a
-    sequence does not depend on its neighbours. Arguments, mutation and result are those of
-    :func:`recurrent_kimi_delta_attention`, and:
-
-    Args:
-        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. "triton"
-            takes chunks of its own.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
-        impl: a name in KIMI_CHUNK_IMPLEMENTATIONS.
-    """
-
-    chunk_size: Annotated[int, NO_DEFAULT] = field(default=DEFAULT_CHUNK_SIZE, kw_only=True)
-    planned: Sequence[Tensor] | None = field(default=(), kw_only=True)
-
-    def check(self) -> None:
-        """Raise ValueError unless chunks are of a known size."""
-        check_chunk_size(self.chunk_size)
+    v: Annotated[Tensor, Rows("H", "V")]
+    g: Annotated[Tensor, Rows("H", "K", dtype=torch.float32)]
+    beta: Annotated[Tensor, Rows("H", dtype=torch.float32)]
+    state: Annotated[Tensor, Pool("H", "V", "K", dtype=torch.float32)]
 
 
-_LIMITED_GATED = {"head_k_dim": "K", "head_v_dim": "V"}
-_LIMITED_KIMI = {"head_k_dim": "K"}
-recurrent_gated_delta_rule = define(
-    RecurrentGatedDeltaRule,
-    GATED_RECURRENT_IMPLEMENTATIONS,
+gated_delta_rule = define(
+    GatedDeltaRule,
+    GATED_IMPLEMENTATIONS,
     returns=like("v"),
-    limited=_LIMITED_GATED,
+    limited={"head_k_dim": "K", "head_v_dim": "V"},
 )
-chunk_gated_delta_rule = define(
-    ChunkGatedDeltaRule, GATED_CHUNK_IMPLEMENTATIONS, returns=like("v"), limited=_LIMITED_GATED
-)
-recurrent_kimi_delta_attention = define(
-    RecurrentKimiDeltaAttention,
-    KIMI_RECURRENT_IMPLEMENTATIONS,
-    returns=like("v"),
-    limited=_LIMITED_KIMI,
-)
-chunk_kimi_delta_attention = define(
-    ChunkKimiDeltaAttention, KIMI_CHUNK_IMPLEMENTATIONS, returns=like("v"), limited=_LIMITED_KIMI
+kimi_delta_attention = define(
+    KimiDeltaAttention, KIMI_IMPLEMENTATIONS, returns=like("v"), limited={"head_k_dim": "K"}
 )

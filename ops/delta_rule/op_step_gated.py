@@ -35,7 +35,7 @@ class GatedDeltaStep(DeltaStep):
         o = scale S q, rounded to the dtype
         out = norm_weight (o / rms(o)) gate(z)                       of each value head
 
-    It is what ``causal_conv1d``, the gates, ``recurrent_gated_delta_rule`` and the norm of a layer
+    It is what ``causal_conv1d``, the gates, ``gated_delta_rule`` and the norm of a layer
     compute one after the other, with the same roundings between them; value head ``j`` reads key
     head ``j // (HV // H)``, and all arithmetic is float32.
 

@@ -36,7 +36,7 @@ class KimiDeltaStep(DeltaStep):
         o = scale S q, rounded to the dtype
         out = norm_weight (o / rms(o)) sigmoid(z)                    of each head
 
-    It is what ``causal_conv1d``, the gates, ``recurrent_kimi_delta_attention`` and the norm of a
+    It is what ``causal_conv1d``, the gates, ``kimi_delta_attention`` and the norm of a
     layer compute one after the other, with the same roundings between them; all arithmetic is
     float32.
 

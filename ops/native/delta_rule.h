@@ -7,7 +7,7 @@
 //   prepare_keys(seq, chunk, s)      what the value heads of a key head share, from s.keys
 //   prepare_head(seq, j, chunk, s)   reads, writes, carry, system and attend for value head j
 //
-// and TH_EXPORT_DELTA_RULE(Rule, recurrent, chunk) exports its two forms under these names.
+// and TH_EXPORT_DELTA_RULE(Rule, name) exports it: token by token where chunk_size is 0.
 #pragma once
 
 #include <omp.h>
@@ -86,18 +86,16 @@ void chunk(const Call& call) {
   }
 }
 
+template <typename Rule, typename T>
+void run(const Call& call) {
+  call.chunk_size ? chunk<Rule, T>(call) : recurrent<Rule, T>(call);
+}
+
 }  // namespace th::delta
 
-#define TH_EXPORT_DELTA_RULE(Rule, recurrent_name, chunk_name)                                  \
-  TH_EXPORT_CALL(recurrent_name, th::delta::Call) {                                             \
+#define TH_EXPORT_DELTA_RULE(Rule, name)                                                        \
+  TH_EXPORT_CALL(name, th::delta::Call) {                                                       \
     if (!th::indices_are_valid(*call)) return false;                                            \
-    call->is_bf16 ? th::delta::recurrent<Rule, th::bf16>(*call)                                 \
-                  : th::delta::recurrent<Rule, float>(*call);                                   \
-    return true;                                                                                \
-  }                                                                                             \
-  TH_EXPORT_CALL(chunk_name, th::delta::Call) {                                                 \
-    if (!th::indices_are_valid(*call)) return false;                                            \
-    call->is_bf16 ? th::delta::chunk<Rule, th::bf16>(*call)                                     \
-                  : th::delta::chunk<Rule, float>(*call);                                       \
+    call->is_bf16 ? th::delta::run<Rule, th::bf16>(*call) : th::delta::run<Rule, float>(*call); \
     return true;                                                                                \
   }

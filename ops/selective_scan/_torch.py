@@ -13,14 +13,10 @@ from torch_hybrid.ops.ragged_chunks import (
     live_sequences,
     store_states,
 )
-from torch_hybrid.ops.selective_scan.op import (
-    ChunkSelectiveScan,
-    RecurrentSelectiveScan,
-    SelectiveScan,
-)
+from torch_hybrid.ops.selective_scan.op import SelectiveScan
 
 
-def recurrent_selective_scan(given: RecurrentSelectiveScan) -> Tensor:
+def recurrent_selective_scan(given: SelectiveScan) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
     x, z, B, C, D = given.x, given.z, given.B, given.C, given.D.float()
     seqs = _live(given)
@@ -37,7 +33,7 @@ def recurrent_selective_scan(given: RecurrentSelectiveScan) -> Tensor:
     return out
 
 
-def chunk_selective_scan(given: ChunkSelectiveScan) -> Tensor:
+def chunk_selective_scan(given: SelectiveScan) -> Tensor:
     """Walk all chunks side by side from zero states; then the states from chunk to chunk; then all
     chunks again for what those have in their outputs."""
     x, z, B, C, D = given.x, given.z, given.B, given.C, given.D.float()

@@ -1,9 +1,9 @@
 """Mamba's selective scan over ragged sequences, its state updated in place by slot.
 
-Two execution forms of one operation: ``recurrent_selective_scan`` walks token by token and is meant
-for decode; ``chunk_selective_scan`` may walk parts of a sequence side by side. Both take the step
-sizes before their bias and softplus, and gate what they read: between the projections that make its
-inputs and the one that takes its outputs, the op is all that a mixer does.
+Implementations ``recurrent_*`` walk token by token and are meant for decode; ``chunk_*`` may walk
+parts of a sequence side by side. The op takes the step sizes before their bias and softplus, and
+gates what it reads: between the projections that make its inputs and the one that takes its
+outputs, it is all that a mixer does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch_hybrid.ops.core.declare import (
     define,
     like,
 )
-from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size
+from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size, in_forms
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -45,66 +45,40 @@ _TRITON_CAPABILITY = Capability(
 )
 _TORCH_CAPABILITY = Capability(devices=frozenset({"cpu", "cuda"}))
 
-RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-        launcher=f"{_CPU}:selective_scan",
-        checks_indices=True,
-    ),
-    "triton": Implementation(
-        capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-        launcher=f"{_TRITON}:selective_scan",
-    ),
-    "torch": Implementation(
-        capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:recurrent_selective_scan"
-    ),
-}
-CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=_CPP_CAPABILITY, launcher=f"{_CPU}:selective_scan", checks_indices=True
-    ),
-    "triton": Implementation(
-        capability=_TRITON_CAPABILITY,
-        launcher=f"{_TRITON}:selective_scan",
-        options={"is_chunked": True},
-    ),
-    "torch": Implementation(
-        capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:chunk_selective_scan"
-    ),
-}
+IMPLEMENTATIONS = in_forms(
+    recurrent={
+        "cpp": Implementation(
+            capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
+            launcher=f"{_CPU}:selective_scan",
+            checks_indices=True,
+        ),
+        "triton": Implementation(
+            capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
+            launcher=f"{_TRITON}:selective_scan",
+        ),
+        "torch": Implementation(
+            capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:recurrent_selective_scan"
+        ),
+    },
+    chunk={
+        "cpp": Implementation(
+            capability=_CPP_CAPABILITY, launcher=f"{_CPU}:selective_scan", checks_indices=True
+        ),
+        "triton": Implementation(
+            capability=_TRITON_CAPABILITY,
+            launcher=f"{_TRITON}:selective_scan",
+            options={"is_chunked": True},
+        ),
+        "torch": Implementation(
+            capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:chunk_selective_scan"
+        ),
+    },
+)
 
 
 @dataclass(slots=True, repr=False, eq=False)
 class SelectiveScan(StatefulOp):
-    """Arguments of both execution forms."""
-
-    x: Annotated[Tensor, Rows("E")]
-    dt: Annotated[Tensor, Rows("E")]
-    B: Annotated[Tensor, Rows("G", "M", counts="G")]
-    C: Annotated[Tensor, Rows("G", "M", counts=False)]
-    z: Annotated[Tensor | None, Rows("E")]
-    A_log: Annotated[Tensor, Dense("E", "M", or_float32=True)]
-    D: Annotated[Tensor, Dense("E", or_float32=True)]
-    state: Annotated[Tensor, Pool("E", "M", dtype=torch.float32)]
-    cu_seqlens: Annotated[Tensor, Index("N + 1")]
-    initial_indices: Annotated[Tensor, Index("N")]
-    state_indices: Annotated[Tensor, Index("N", counts=True)]
-    dt_bias: Annotated[Tensor | None, Dense("E", or_float32=True)] = field(
-        default=None, kw_only=True
-    )
-
-    def check(self) -> None:
-        """Raise ValueError unless groups divide the channels."""
-        channels, num_groups = self.x.shape[1], self.B.shape[1]
-        if num_groups < 1 or channels % num_groups:
-            raise ValueError(
-                f"x must have a multiple of the {num_groups} groups of B, got {channels}"
-            )
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class RecurrentSelectiveScan(SelectiveScan):
-    """Selective scan that walks token by token and advances the state of every sequence.
+    """Selective scan, which advances the state of every sequence.
 
     Per channel and state, with a step size of each channel:
 
@@ -136,7 +110,11 @@ class RecurrentSelectiveScan(SelectiveScan):
             for 0: that state is not stored.
         dt_bias: [channels] what is added to each channel's step sizes, in x's dtype or in float32;
             None: nothing.
-        impl: a name in RECURRENT_IMPLEMENTATIONS.
+        impl: a name in IMPLEMENTATIONS: "recurrent_..." walks by token, "chunk_..." walks parts of
+            a sequence side by side where that pays.
+        chunk_size: tokens that "chunk_torch" takes as a part, 16, 32, 64 or 128; changes speed and
+            rounding only. "chunk_cpp" has channels enough to walk all parts one after the other,
+            "chunk_triton" takes parts of its own.
 
     Returns:
         [T, channels] in x's dtype; rows of padding tokens are exactly 0.
@@ -148,35 +126,32 @@ class RecurrentSelectiveScan(SelectiveScan):
     From "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (arXiv 2312.00752).
     """
 
-
-@dataclass(slots=True, repr=False, eq=False)
-class ChunkSelectiveScan(SelectiveScan):
-    """Selective scan that walks parts of a sequence side by side where that pays.
-
-    It is the same function: arguments, mutation and result are those of
-    :func:`recurrent_selective_scan`, and:
-
-    Args:
-        chunk_size: tokens that "torch" takes as a part, 16, 32, 64 or 128; changes speed and
-            rounding only. "cpp" has channels enough to walk all parts one after the other, "triton"
-            takes parts of its own.
-        impl: a name in CHUNK_IMPLEMENTATIONS.
-    """
-
+    x: Annotated[Tensor, Rows("E")]
+    dt: Annotated[Tensor, Rows("E")]
+    B: Annotated[Tensor, Rows("G", "M", counts="G")]
+    C: Annotated[Tensor, Rows("G", "M", counts=False)]
+    z: Annotated[Tensor | None, Rows("E")]
+    A_log: Annotated[Tensor, Dense("E", "M", or_float32=True)]
+    D: Annotated[Tensor, Dense("E", or_float32=True)]
+    state: Annotated[Tensor, Pool("E", "M", dtype=torch.float32)]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+    dt_bias: Annotated[Tensor | None, Dense("E", or_float32=True)] = field(
+        default=None, kw_only=True
+    )
     chunk_size: Annotated[int, NO_DEFAULT] = field(default=DEFAULT_CHUNK_SIZE, kw_only=True)
 
     def check(self) -> None:
         """Raise ValueError unless groups divide the channels, and chunks are of a known size."""
         check_chunk_size(self.chunk_size)
-        SelectiveScan.check(self)
+        channels, num_groups = self.x.shape[1], self.B.shape[1]
+        if num_groups < 1 or channels % num_groups:
+            raise ValueError(
+                f"x must have a multiple of the {num_groups} groups of B, got {channels}"
+            )
 
 
-recurrent_selective_scan = define(
-    RecurrentSelectiveScan,
-    RECURRENT_IMPLEMENTATIONS,
-    returns=like("x"),
-    limited={"state_dim": "M"},
-)
-chunk_selective_scan = define(
-    ChunkSelectiveScan, CHUNK_IMPLEMENTATIONS, returns=like("x"), limited={"state_dim": "M"}
+selective_scan = define(
+    SelectiveScan, IMPLEMENTATIONS, returns=like("x"), limited={"state_dim": "M"}
 )

@@ -14,18 +14,16 @@ from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
 from torch_hybrid.ops.composed import first_parts, without_padding
 from torch_hybrid.ops.replay import Segments
 from torch_hybrid.ops.ssd.gated_norm import gate_with_norm, norm, norm_and_gate
-from torch_hybrid.ops.ssd.op import chunk_ssd, recurrent_ssd
+from torch_hybrid.ops.ssd.op import ssd
 from torch_hybrid.ops.ssd.op_step_lightning import LightningStep
 from torch_hybrid.ops.ssd.op_step_mamba2 import SsdStep
 from torch_hybrid.ops.verify import replayed, verify_by_replay
-
-_FORMS = {"recurrent_ssd": recurrent_ssd, "chunk_ssd": chunk_ssd}
 
 
 def mamba2(x: SsdStep) -> Tensor:
     """Launch ``torch_hybrid::ssd_step`` by its parts."""
     num_heads, v_dim, k_dim = x.state.shape[1:]
-    parts = x.parts or first_parts(x.xBC, "recurrent_ssd", "causal_conv1d")
+    parts = x.parts or first_parts(x.xBC, "ssd", "causal_conv1d")
     if x.records is not None:
         return verify_by_replay(mamba2, x, parts.replay)
     mixed = causal_conv1d(
@@ -42,8 +40,7 @@ def mamba2(x: SsdStep) -> Tensor:
     num_tokens, group_width = x.xBC.shape[0], (x.xBC.shape[1] - x.inner) // 2
     v, k, q = mixed.split([x.inner, group_width, group_width], dim=-1)
     dt = F.softplus(x.dt.float() + x.dt_bias.float()).clamp(x.dt_min, x.dt_max)
-    rule, impl = parts.find(_FORMS)
-    o = rule(
+    o = ssd(
         q.view(num_tokens, group_width // k_dim, k_dim),
         k.view(num_tokens, group_width // k_dim, k_dim),
         v.view(num_tokens, num_heads, v_dim),
@@ -55,7 +52,7 @@ def mamba2(x: SsdStep) -> Tensor:
         x.initial_indices,
         x.state_indices,
         scale=1.0,
-        impl=impl,
+        impl=parts.impl("ssd"),
     ).flatten(1)
     if x.z is None:
         return o
@@ -73,8 +70,8 @@ def mamba2(x: SsdStep) -> Tensor:
 def lightning(x: LightningStep) -> Tensor:
     """Launch ``torch_hybrid::lightning_step`` by its parts; records are k and v of the rule."""
     num_heads = x.state.shape[1]
-    parts = x.parts or first_parts(x.qkv, "recurrent_ssd")
-    rule, impl = parts.find(_FORMS)
+    parts = x.parts or first_parts(x.qkv, "ssd")
+    impl = parts.impl("ssd")
 
     def attend(
         advancing: Sequence[Tensor], reading: Sequence[Tensor], at: LightningStep | Segments
@@ -82,7 +79,7 @@ def lightning(x: LightningStep) -> Tensor:
         (k, v), (q,) = advancing, reading
         g = -x.slopes.expand(q.shape[0], num_heads)
         index = (at.cu_seqlens, at.initial_indices, at.state_indices)
-        return rule(q, k, v, g, None, None, x.state, *index, scale=x.scale, impl=impl)
+        return ssd(q, k, v, g, None, None, x.state, *index, scale=x.scale, impl=impl)
 
     q, k, v = _prepared(x)
     if x.records is None:

@@ -9,7 +9,7 @@
 #include "recurrent.h"
 #include "sequence.h"
 
-namespace ssd {
+namespace th::ssd {
 
 template <typename T>
 void recurrent(const Call& call) {
@@ -64,16 +64,16 @@ void chunk(const Call& call) {
   }
 }
 
-}  // namespace ssd
-
-TH_EXPORT_CALL(recurrent_ssd, ssd::Call) {
-  if (!th::indices_are_valid(*call)) return false;
-  call->is_bf16 ? ssd::recurrent<th::bf16>(*call) : ssd::recurrent<float>(*call);
-  return true;
+// Token by token where chunk_size is 0.
+template <typename T>
+void run(const Call& call) {
+  call.chunk_size ? chunk<T>(call) : recurrent<T>(call);
 }
 
-TH_EXPORT_CALL(chunk_ssd, ssd::Call) {
+}  // namespace th::ssd
+
+TH_EXPORT_CALL(ssd, th::ssd::Call) {
   if (!th::indices_are_valid(*call)) return false;
-  call->is_bf16 ? ssd::chunk<th::bf16>(*call) : ssd::chunk<float>(*call);
+  call->is_bf16 ? th::ssd::run<th::bf16>(*call) : th::ssd::run<float>(*call);
   return true;
 }

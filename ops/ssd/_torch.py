@@ -16,10 +16,10 @@ from torch_hybrid.ops.ragged_chunks import (
     live_sequences,
     store_states,
 )
-from torch_hybrid.ops.ssd.op import ChunkSsd, RecurrentSsd, Ssd
+from torch_hybrid.ops.ssd.op import Ssd
 
 
-def recurrent_ssd(x: RecurrentSsd) -> Tensor:
+def recurrent_ssd(x: Ssd) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
     q, k, v, dt, D = x.q, x.k, x.v, x.dt, x.D
     seqs = _live(x)
@@ -40,7 +40,7 @@ def recurrent_ssd(x: RecurrentSsd) -> Tensor:
     return out
 
 
-def chunk_ssd(x: ChunkSsd) -> Tensor:
+def chunk_ssd(x: Ssd) -> Tensor:
     """Compute what lies inside chunks for all of them at once, then scan the states over them."""
     seqs, chunk_size = _live(x), x.chunk_size
     S = initial_states(x.state, seqs)

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.ssd.op import RecurrentSsd
+from torch_hybrid.ops.ssd.op import Ssd
 from torch_hybrid.ops.triton.state import Tile, zero_rows
 
 
-def recurrent_ssd(x: RecurrentSsd) -> Tensor:
+def recurrent_ssd(x: Ssd) -> Tensor:
     """Launch a program for some rows of each head's state."""
     q, k, v, g, dt = x.q, x.k, x.v, x.g, x.dt
     num_tokens, num_groups, head_dim_k = q.shape

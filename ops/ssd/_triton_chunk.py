@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.ssd.op import ChunkSsd
+from torch_hybrid.ops.ssd.op import Ssd
 from torch_hybrid.ops.triton.decays import LOG2_E, cumulate
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 from torch_hybrid.ops.triton.products import (
@@ -58,7 +58,7 @@ class ChunkTile:
         return cls(chunk=chunk, block_k=block_k, block_v=block_v, num_warps=num_warps)
 
 
-def chunk_ssd(x: ChunkSsd) -> Tensor:
+def chunk_ssd(x: Ssd) -> Tensor:
     """Launch a walk of each sequence, or of its segments; chunks are those of ``ChunkTile``."""
     v, state = x.v, x.state
     num_tokens, num_groups, head_dim_k = x.q.shape
@@ -144,7 +144,7 @@ def _segment(num_tokens: int, programs: int, chunk: int) -> int:
     return triton.cdiv(num_tokens, wanted * chunk) * chunk if wanted >= _FEWEST_SEGMENTS else 0
 
 
-def _decays(x: ChunkSsd, chunk: int) -> Tensor:
+def _decays(x: Ssd, chunk: int) -> Tensor:
     """Compute what the decays of X chunks of C tokens make of rows, ``[X, H, 6, C]`` float32.
 
     By what a row of q reads the state before the chunk; by what a row of v goes into the outputs

@@ -13,7 +13,7 @@
 #include "sequence.h"
 #include "state_panels.h"
 
-namespace ssd {
+namespace th::ssd {
 
 using th::PANEL;
 using th::i32x16;
@@ -195,4 +195,4 @@ void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratc
   for (int64_t h = begin; h < end; ++h) th::store_panels(panels(h), V, K, seq.final_state(h));
 }
 
-}  // namespace ssd
+}  // namespace th::ssd

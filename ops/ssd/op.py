@@ -1,8 +1,8 @@
 """Linear attention with a scalar decay over ragged sequences, its state updated in place by slot.
 
-Two execution forms of one operation: ``recurrent_ssd`` walks token by token and is meant for
-decode; ``chunk_ssd`` turns each chunk into matrix products. Both serve Mamba2, lightning attention
-and mLSTM, which differ in their arguments alone; see README.md.
+Implementations ``recurrent_*`` walk token by token and are meant for decode; ``chunk_*`` turn each
+chunk into matrix products. Both serve Mamba2, lightning attention and mLSTM, which differ in their
+arguments alone; see README.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_hybrid.ops.core.declare import (
     define,
     like,
 )
-from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size
+from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size, in_forms
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -43,64 +43,44 @@ _TRITON_CAPABILITY = Capability(
 )
 _TORCH_CAPABILITY = Capability(devices=frozenset({"cpu", "cuda"}))
 
-RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-        launcher=f"{_CPU}:recurrent_ssd",
-        checks_indices=True,
-    ),
-    "triton": Implementation(
-        capability=replace(
-            _TRITON_CAPABILITY,
-            limits={"head_k_dim": 512},
-            features=frozenset({BATCH_INVARIANT}),
+IMPLEMENTATIONS = in_forms(
+    recurrent={
+        "cpp": Implementation(
+            capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
+            launcher=f"{_CPU}:recurrent_ssd",
+            checks_indices=True,
         ),
-        launcher="torch_hybrid.ops.ssd._triton:recurrent_ssd",
-    ),
-    "torch": Implementation(capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:recurrent_ssd"),
-}
-CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_ssd", checks_indices=True
-    ),
-    "triton": Implementation(
-        capability=_TRITON_CAPABILITY, launcher="torch_hybrid.ops.ssd._triton_chunk:chunk_ssd"
-    ),
-    "torch": Implementation(capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:chunk_ssd"),
-}
+        "triton": Implementation(
+            capability=replace(
+                _TRITON_CAPABILITY,
+                limits={"head_k_dim": 512},
+                features=frozenset({BATCH_INVARIANT}),
+            ),
+            launcher="torch_hybrid.ops.ssd._triton:recurrent_ssd",
+        ),
+        "torch": Implementation(capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:recurrent_ssd"),
+    },
+    chunk={
+        "cpp": Implementation(
+            capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_ssd", checks_indices=True
+        ),
+        "triton": Implementation(
+            capability=_TRITON_CAPABILITY, launcher="torch_hybrid.ops.ssd._triton_chunk:chunk_ssd"
+        ),
+        "torch": Implementation(capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:chunk_ssd"),
+    },
+)
 
 
 @dataclass(slots=True, repr=False, eq=False)
 class Ssd(StatefulOp):
-    """Arguments of both execution forms."""
-
-    q: Annotated[Tensor, Rows("G", "K")]
-    k: Annotated[Tensor, Rows("G", "K")]
-    v: Annotated[Tensor, Rows("H", "V")]
-    g: Annotated[Tensor, Rows("H", dtype=torch.float32)]
-    dt: Annotated[Tensor | None, Rows("H", dtype=torch.float32)]
-    D: Annotated[Tensor | None, Dense("H", dtype=torch.float32)]
-    state: Annotated[Tensor, Pool("H", "V", "K", dtype=torch.float32)]
-    cu_seqlens: Annotated[Tensor, Index("N + 1")]
-    initial_indices: Annotated[Tensor, Index("N")]
-    state_indices: Annotated[Tensor, Index("N", counts=True)]
-    scale: float = field(kw_only=True)
-
-    def check(self) -> None:
-        """Raise ValueError unless groups divide the heads."""
-        num_groups, num_heads = self.k.shape[1], self.v.shape[1]
-        if num_heads % num_groups:
-            raise ValueError(
-                f"v must have a multiple of the {num_groups} heads of k, got {num_heads}"
-            )
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class RecurrentSsd(Ssd):
-    """Linear attention that walks token by token and advances the state of every sequence.
+    """Linear attention with a scalar decay, which advances the state of every sequence.
 
     Per head: ``S = e^g S + (dt v) k^T; o = scale S q + D v``, so that a token reads itself,
     undecayed. Head ``h`` reads group ``h // (H // G)`` of q and k. All arithmetic is float32.
+
+    Chunks are counted from the first token of each sequence in this call, so the result for a
+    sequence does not depend on its neighbours.
 
     Args:
         q: [T, G, K] queries (Mamba2's C), the sequences packed one after the other. Float dtype;
@@ -122,7 +102,9 @@ class RecurrentSsd(Ssd):
         state_indices: [N] int32 slot that receives the state of each sequence, distinct except
             for 0: that state is not stored.
         scale: factor on q: 1 in Mamba2 and MiniMax-01, ``K ** -0.5`` in Ring-2.5 and mLSTM.
-        impl: a name in RECURRENT_IMPLEMENTATIONS.
+        impl: a name in IMPLEMENTATIONS: "recurrent_..." walks by token, "chunk_..." by chunk.
+        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. Walks
+            by token ignore it; "chunk_triton" takes chunks of its own.
 
     Returns:
         [T, H, V] outputs in v's dtype; rows of padding tokens are exactly 0.
@@ -135,30 +117,27 @@ class RecurrentSsd(Ssd):
     (arXiv 2401.04658) and "xLSTM" (mLSTM, arXiv 2405.04517).
     """
 
-
-@dataclass(slots=True, repr=False, eq=False)
-class ChunkSsd(Ssd):
-    """Linear attention that walks chunk by chunk: the same function, as matrix products.
-
-    Chunks are counted from the first token of each sequence in this call, so the result for a
-    sequence does not depend on its neighbours. Arguments, mutation and result are those of
-    :func:`recurrent_ssd`, and:
-
-    Args:
-        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. "triton"
-            takes chunks of its own.
-        impl: a name in CHUNK_IMPLEMENTATIONS.
-    """
-
+    q: Annotated[Tensor, Rows("G", "K")]
+    k: Annotated[Tensor, Rows("G", "K")]
+    v: Annotated[Tensor, Rows("H", "V")]
+    g: Annotated[Tensor, Rows("H", dtype=torch.float32)]
+    dt: Annotated[Tensor | None, Rows("H", dtype=torch.float32)]
+    D: Annotated[Tensor | None, Dense("H", dtype=torch.float32)]
+    state: Annotated[Tensor, Pool("H", "V", "K", dtype=torch.float32)]
+    cu_seqlens: Annotated[Tensor, Index("N + 1")]
+    initial_indices: Annotated[Tensor, Index("N")]
+    state_indices: Annotated[Tensor, Index("N", counts=True)]
+    scale: float = field(kw_only=True)
     chunk_size: Annotated[int, NO_DEFAULT] = field(default=DEFAULT_CHUNK_SIZE, kw_only=True)
 
     def check(self) -> None:
         """Raise ValueError unless groups divide the heads, and chunks are of a known size."""
         check_chunk_size(self.chunk_size)
-        Ssd.check(self)
+        num_groups, num_heads = self.k.shape[1], self.v.shape[1]
+        if num_heads % num_groups:
+            raise ValueError(
+                f"v must have a multiple of the {num_groups} heads of k, got {num_heads}"
+            )
 
 
-recurrent_ssd = define(
-    RecurrentSsd, RECURRENT_IMPLEMENTATIONS, returns=like("v"), limited={"head_k_dim": "K"}
-)
-chunk_ssd = define(ChunkSsd, CHUNK_IMPLEMENTATIONS, returns=like("v"), limited={"head_k_dim": "K"})
+ssd = define(Ssd, IMPLEMENTATIONS, returns=like("v"), limited={"head_k_dim": "K"})

@@ -40,7 +40,7 @@ class LightningStep(StepOp):
         o = scale S q                  rounded to the dtype where q and k are not normed
         out = norm_weight o / rms(o) sigmoid(gate)         rms of each group of channels
 
-    It is what a layer computes before ``recurrent_ssd``, that op, and what comes after it, with the
+    It is what a layer computes before ``ssd``, that op, and what comes after it, with the
     same roundings between them; all arithmetic is float32.
 
     With ``records`` each sequence has one certain token and up to M drafts after it. Its accepted

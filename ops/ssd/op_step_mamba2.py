@@ -40,7 +40,7 @@ class SsdStep(StepOp):
         y = o silu(z);  out = norm_weight y / rms(y)                 or, norm before gate:
         y = o;          out = norm_weight y / rms(y) silu(z)
 
-    It is ``causal_conv1d``, the step sizes, ``recurrent_ssd`` and the gated norm of a layer one
+    It is ``causal_conv1d``, the step sizes, ``ssd`` and the gated norm of a layer one
     after the other, with the same roundings between them. Head ``h`` reads group
     ``h // (H // G)`` of B and C, and all arithmetic is float32.
 

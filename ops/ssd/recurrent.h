@@ -7,7 +7,7 @@
 #include "scalar_decay.h"
 #include "sequence.h"
 
-namespace ssd {
+namespace th::ssd {
 
 // All tokens of one sequence on head h, for a few rows of its state, which they advance, after the
 // other.
@@ -24,4 +24,4 @@ void run_recurrent(const Sequence<T>& seq, int64_t h, float* state) {
     }
 }
 
-}  // namespace ssd
+}  // namespace th::ssd

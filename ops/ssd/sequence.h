@@ -7,7 +7,7 @@
 #include "recurrent_call.h"
 #include "simd.h"
 
-namespace ssd {
+namespace th::ssd {
 
 using th::LANES;
 using th::f32x16;
@@ -40,4 +40,4 @@ struct Sequence : th::RecurrentSequence<T, Call> {
   float D(int64_t h) const { return this->call.D ? this->call.D[h] : 0.0f; }
 };
 
-}  // namespace ssd
+}  // namespace th::ssd

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.core.planning import Lengths, Planned
 from torch_hybrid.ops.delta_rule import _torch as _delta
-from torch_hybrid.ops.delta_rule.op import ChunkGatedDeltaRule, ChunkKimiDeltaAttention
+from torch_hybrid.ops.delta_rule.op import DeltaRule
 from torch_hybrid.ops.paged_attention import _torch
 from torch_hybrid.ops.paged_attention.op import FEATURES, PagedAttention
 from torch_hybrid.ops.ragged_attention import _torch as _ragged
@@ -66,12 +66,11 @@ def ragged_attention_with_lse(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor
     return _ragged.ragged_attention_with_lse(x)
 
 
-_CHUNK_RULE = Implementation(
+CHUNK_RULE = Implementation(
     capability=Capability(devices=frozenset({"cpu"}), cuda_graph=True),
     launcher=f"{__name__}:chunk_delta_rule",
     planner=f"{__name__}:plan_rule",
 )
-RULES = dict.fromkeys(("chunk_gated_delta_rule", "chunk_kimi_delta_attention"), _CHUNK_RULE)
 
 
 def plan_rule(
@@ -83,7 +82,7 @@ def plan_rule(
     return Planned(tensors=(), values=(longest, num_v_heads, head_v_dim))
 
 
-def chunk_delta_rule(x: ChunkGatedDeltaRule | ChunkKimiDeltaAttention) -> Tensor:
+def chunk_delta_rule(x: DeltaRule) -> Tensor:
     """As implementation "torch", where all that was planned is of this step and layer."""
     assert x.planned is not None
     (values,) = x.planned

@@ -34,6 +34,7 @@ IMPLEMENTATIONS = {
 }
 ROW = {
     "op": "op",
+    "form": "",
     "dtype": "bfloat16",
     "sizes": {"head_dim": 128},
     "features": [],
@@ -113,6 +114,14 @@ def test_what_was_not_measured_goes_by_order(other: dict[str, object]) -> None:
         assert (choice.impl, choice.measured) == ("first", "")
         assert choice.refused["second"] == ("first comes first",)
     assert select("another", IMPLEMENTATIONS, need()).impl == "first"
+
+
+def test_a_row_is_of_one_execution_form() -> None:
+    known = {f"chunk_{name}": each for name, each in IMPLEMENTATIONS.items()}
+    us = {f"chunk_{name}": 1.0 for name in IMPLEMENTATIONS} | {"chunk_second": 0.5}
+    for form, impl in (("chunk", "chunk_second"), ("recurrent", "chunk_first")):
+        write(ROW | {"form": form, "us": us})
+        assert select("op", known, need()).impl == impl
 
 
 def test_a_cpu_has_no_table() -> None:

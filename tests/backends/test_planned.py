@@ -22,9 +22,8 @@ PLANNING = th.Backends(full="planning")
 def among_the_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(op.IMPLEMENTATIONS, "planning", planning.PLANNING)
     monkeypatch.setitem(ragged_op.IMPLEMENTATIONS, "planning", planning.EXPANDED)
-    gated, kimi = planning.RULES.values()
-    monkeypatch.setitem(delta_op.GATED_CHUNK_IMPLEMENTATIONS, "planning", gated)
-    monkeypatch.setitem(delta_op.KIMI_CHUNK_IMPLEMENTATIONS, "planning", kimi)
+    for rules in (delta_op.GATED_IMPLEMENTATIONS, delta_op.KIMI_IMPLEMENTATIONS):
+        monkeypatch.setitem(rules, "chunk_planning", planning.CHUNK_RULE)
     planning.LAUNCHED.clear()
 
 
@@ -90,13 +89,13 @@ def test_expanded_latents_are_planned_with_the_keys_of_the_causal_call(
 
 @pytest.mark.parametrize(
     ("family", "rule"),
-    [("qwen3_next", "chunk_gated_delta_rule"), ("kimi_linear", "chunk_kimi_delta_attention")],
+    [("qwen3_next", "gated_delta_rule"), ("kimi_linear", "kimi_delta_attention")],
 )
 def test_rules_are_planned_with_what_is_known_of_their_layers(family: str, rule: str):
     model = adapt(make_model(family, seed=1))
     options = {**SIZES, "compile": False, "cuda_graphs": "on"}
     expected = steps(th.Runner(model, backends=th.Backends(linear="torch"), **options))
-    backends = th.Backends(linear="torch", ops={rule: "planning"})
+    backends = th.Backends(linear="torch", ops={f"extend {rule}": "planning"})
     assert torch.equal(steps(th.Runner(model, backends=backends, **options)), expected)
     assert {values[0] for values in planning.LAUNCHED} == {20, 30}
 

@@ -23,10 +23,10 @@ from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.core.capability import NO_FEATURES
 from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
-from torch_hybrid.ops.delta_rule import chunk_gated_delta_rule, chunk_kimi_delta_attention
+from torch_hybrid.ops.delta_rule import gated_delta_rule, kimi_delta_attention
 from torch_hybrid.ops.paged_attention import op as paged_op
-from torch_hybrid.ops.selective_scan import chunk_selective_scan
-from torch_hybrid.ops.ssd import chunk_ssd
+from torch_hybrid.ops.selective_scan import selective_scan
+from torch_hybrid.ops.ssd import ssd
 from torch_hybrid.specs import (
     AttentionSpec,
     BranchConvolutionSpec,
@@ -223,7 +223,7 @@ def test_every_kind_of_layer_has_a_backend():
 def test_a_step_is_cut_where_no_chunk_is():
     made = make_backends(LayerTable.from_specs(SPECS), make_cache().sizes)
     assert chunk_grid(made) == DEFAULT_CHUNK_SIZE
-    for op in (chunk_gated_delta_rule, chunk_kimi_delta_attention, chunk_ssd, chunk_selective_scan):
+    for op in (gated_delta_rule, kimi_delta_attention, ssd, selective_scan):
         assert inspect.signature(op).parameters["chunk_size"].default == DEFAULT_CHUNK_SIZE
     sizes = {kind: backend.chunk_size for kind, backend in made.items()}
     rules = {"gated_delta_rule", "kimi_delta_attention"}
@@ -246,7 +246,7 @@ def test_names_are_for_their_own_kind(field: str):
         if choice.op.endswith(ops[field])
     ]
     assert len(choices) == len(MODES)
-    assert {choice.impl for choice in choices} == {"torch"}
+    assert {choice.impl.split("_")[-1] for choice in choices} == {"torch"}
     with pytest.raises(ValueError, match="has no implementation 'nonesuch'"):
         make_backends(TABLE, make_cache().sizes, Backends(**{field: "nonesuch"}))
 
@@ -262,7 +262,7 @@ def test_a_size_that_a_named_implementation_cannot_serve():
 
 
 def test_an_op_is_asked_for_by_its_own_name_before_that_of_its_kind():
-    ops = {"chunk_gated_delta_rule": "torch", "extend paged_attention": "torch"}
+    ops = {"extend gated_delta_rule": "torch", "extend paged_attention": "torch"}
     made = make_backends(TABLE, make_cache().sizes, Backends(full="cpp", linear="cpp", ops=ops))
     chosen = {
         (mode.name, choice.op): choice.impl
@@ -270,10 +270,12 @@ def test_an_op_is_asked_for_by_its_own_name_before_that_of_its_kind():
         for mode in MODES
         for choice in backend.choices[mode]
     }
-    assert chosen["extend", "chunk_gated_delta_rule"] == "torch"
-    assert chosen["decode", "recurrent_gated_delta_rule"] == "cpp"
+    assert chosen["extend", "gated_delta_rule"] == "chunk_torch"
+    assert chosen["decode", "gated_delta_rule"] == "recurrent_cpp"
     assert chosen["extend", "paged_attention"] == "torch"
     assert chosen["decode", "paged_attention"] == "cpp"
+    with pytest.raises(ValueError, match="has no implementation 'chunk_torch'"):
+        make_backends(TABLE, make_cache().sizes, Backends(ops={"gated_delta_rule": "chunk_torch"}))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ def test_an_op_is_asked_for_by_its_own_name_before_that_of_its_kind():
     ("named", "expected"),
     [
         ({}, "cpp"),
-        ({"full": "torch", "ops": {"chunk_{kind}": "torch"}}, "cpp"),
+        ({"full": "torch", "ops": {"extend {kind}": "torch"}}, "cpp"),
         ({"ops": {"{step}": "torch"}}, "torch"),
         ({"ops": {"{step}": "composed"}}, "composed"),
         ({"linear": "torch"}, "composed"),
@@ -309,7 +311,7 @@ def test_a_mixer_is_composed_where_an_op_of_it_is_asked_for(
     choices = backends[spec.kind].choices
     decode = {choice.op: choice for choice in choices[Mode.DECODE]}
     assert decode[step].impl == expected
-    parts = {f"recurrent_{spec.kind}", "causal_conv1d"}
+    parts = {spec.kind, "causal_conv1d"}
     assert set(decode) - {step} == (parts if expected == "composed" else set())
     assert step not in {choice.op for choice in choices[Mode.EXTEND]}
 
@@ -332,7 +334,7 @@ def test_one_call_verifies_drafts_or_a_composed_mixer_replays_them(
     backend = make_backends(table, cache.sizes, Backends(ops=ops), (mode,))[LINEAR.kind]
     chosen = {choice.op: choice.impl for choice in backend.choices[mode]}
     assert chosen.pop("gated_delta_step", None) == expected
-    assert set(chosen) == (set() if expected else {"recurrent_gated_delta_rule", "causal_conv1d"})
+    assert set(chosen) == (set() if expected else {"gated_delta_rule", "causal_conv1d"})
     counts = torch.zeros(2, dtype=torch.int32)
     batch = dataclasses.replace(make_batch(cache, [3, 1]), accepted=counts, num_drafts=counts)
     plan = backend.plan(batch, mode, backend.form_of([batch], mode))
@@ -353,7 +355,7 @@ def test_a_composed_mixer_replays_drafts_where_no_other_verifies():
     )
     sizes, mode = make_cache(LayerTable.from_specs([LINEAR])).sizes, Mode.verify(2)
     chosen = rule.choose({LINEAR}, sizes, Backends(), mode)
-    assert [op.name for op, _ in chosen] == ["recurrent_gated_delta_rule", "causal_conv1d"]
+    assert [op.name for op, _ in chosen] == ["gated_delta_rule", "causal_conv1d"]
     with pytest.raises(UnsupportedError, match="cpp: it has no verify"):
         rule.choose({LINEAR}, sizes, Backends(ops={"gated_delta_step": "cpp"}), mode)
 
@@ -365,10 +367,10 @@ def test_mamba2_is_composed_where_that_is_asked_for(impl: str):
     named = Backends(ops={"ssd_step": "composed"} if impl == "composed" else {})
     made = make_backends(table, make_cache(table).sizes, named)["mamba2"]
     decode = {choice.op: choice.impl for choice in made.choices[Mode.DECODE]}
-    parts = {"recurrent_ssd", "causal_conv1d"} if impl == "composed" else set()
+    parts = {"ssd", "causal_conv1d"} if impl == "composed" else set()
     assert decode.pop("ssd_step") == impl
     assert set(decode) == parts
-    assert {c.op for c in made.choices[Mode.EXTEND]} == {"chunk_ssd", "causal_conv1d"}
+    assert {c.op for c in made.choices[Mode.EXTEND]} == {"ssd", "causal_conv1d"}
 
 
 @pytest.mark.parametrize("impl", ["cpp", "torch", "composed"])
@@ -378,8 +380,8 @@ def test_lightning_is_composed_where_that_is_asked_for(impl: str):
     made = make_backends(table, make_cache(table).sizes, named)["lightning_attention"]
     decode = {choice.op: choice.impl for choice in made.choices[Mode.DECODE]}
     assert decode.pop("lightning_step") == impl
-    assert set(decode) == ({"recurrent_ssd"} if impl == "composed" else set())
-    assert {c.op for c in made.choices[Mode.EXTEND]} == {"chunk_ssd"}
+    assert set(decode) == ({"ssd"} if impl == "composed" else set())
+    assert {c.op for c in made.choices[Mode.EXTEND]} == {"ssd"}
 
 
 @pytest.mark.parametrize(
@@ -408,10 +410,8 @@ def test_an_indexer_is_composed_on_a_cpu_and_where_a_part_is_asked_for(
 
 
 def test_an_op_that_is_none_is_named():
-    with pytest.raises(
-        ValueError, match=r"ops must be among .*'recurrent_ssd'.*got \['extend ssd'\]"
-    ):
-        Backends(ops={"extend ssd": "torch", "recurrent_ssd": "torch"})
+    with pytest.raises(ValueError, match=r"ops must be among .*'ssd'.*got \['extend chunk_ssd'\]"):
+        Backends(ops={"extend chunk_ssd": "torch", "decode ssd": "torch"})
 
 
 def test_layers_of_other_windows_are_planned_apart(monkeypatch: pytest.MonkeyPatch):

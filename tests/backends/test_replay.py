@@ -17,7 +17,7 @@ from torch_hybrid.ops.causal_conv1d import causal_conv1d
 from torch_hybrid.ops.gated_pooling import gated_pooling
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.rg_lru import rg_lru
-from torch_hybrid.ops.selective_scan import recurrent_selective_scan
+from torch_hybrid.ops.selective_scan import selective_scan
 from torch_hybrid.ops.wkv import wkv
 
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason="needs a C++ compiler")
@@ -87,7 +87,7 @@ def scan(state: Tensor) -> Run:
     def run(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: Any) -> Tensor:
         (x, dt, B), (C, z) = advancing, reading
         rest = C[:, None], z, A_log, D, state
-        return recurrent_selective_scan(x, dt, B[:, None], *rest, *where(at), impl="cpp")
+        return selective_scan(x, dt, B[:, None], *rest, *where(at), impl="recurrent_cpp")
 
     return run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -63,7 +63,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def line(op: str, shape: str = "1x1", **us: float | None) -> dict[str, object]:
     cells = {name: {"us": figure, "why_not": ""} for name, figure in us.items()}
-    choice = {"op": op, "sizes": {"head_dim": 128}, "features": []}
+    choice = {"op": op, "form": "", "sizes": {"head_dim": 128}, "features": []}
     return {"op": op, "model": "any", "shape": shape, "choice": choice, "own": cells}
 
 
@@ -158,16 +158,20 @@ def test_from_a_run_to_what_a_runner_takes(tables: Path, monkeypatch: pytest.Mon
         [choice] = of_other_heads["paged_attention"].choices[mode]
         assert choice.measured == ""  # nothing was measured there
     rule = made["gated_delta_rule"].choices[Mode.EXTEND][0]
-    assert rule.refused["flashinfer"][0].startswith("it is taken by name alone: its states are")
+    assert rule.refused["chunk_flashinfer"][0].startswith(
+        "it is taken by name alone: its states are"
+    )
 
 
 def test_what_a_case_measures_is_what_a_runner_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that no runner asks for would change nothing, in silence."""
     asked: dict[str, list[Need]] = defaultdict(list)
 
-    def note(op: str, known: object, needs: object, preferred: str = "auto") -> Choice:
+    def note(
+        op: str, known: Mapping[str, object], needs: object, preferred: str = "auto"
+    ) -> Choice:
         asked[op] += [needs] if isinstance(needs, Need) else list(needs)
-        return Choice(op=op, impl="torch")
+        return Choice(op=op, impl=next(iter(known)))
 
     for module in (latent_attention, paged_attention, recurrent):
         monkeypatch.setattr(module, "select", note)

@@ -277,7 +277,7 @@ def test_explain_shows_layers_implementations_and_pools(run, checkpoint, tmp_pat
     events = json.loads(trace.read_text())["traceEvents"]
     names = {event.get("name") for event in events}
     assert {"decode: 4 sequences", "mixed: 4 decodes and a prompt"} <= names
-    assert any("recurrent_gated_delta_rule" in str(name) for name in names)
+    assert any("torch_hybrid::gated_delta_rule" in str(name) for name in names)
 
 
 def test_explain_of_passes_and_schedule(run, checkpoint):

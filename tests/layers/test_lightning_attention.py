@@ -77,7 +77,7 @@ def test_a_decode_step_in_one_op_is_that_of_its_parts(
     x = torch.randn(9, DIM, dtype=dtype)
     whole, parts = (
         run(layer, x, [5, 1, 1, 1, 1], th.Backends(ops={op: "torch"}))
-        for op in ("lightning_step", "recurrent_ssd")
+        for op in ("lightning_step", "decode ssd")
     )
     torch.testing.assert_close(whole, parts)
 

@@ -149,8 +149,8 @@ def test_no_size_of_a_plan_is_below_two(lengths: tuple[int, ...]):
     [
         ((1, 1), [th.Mode.DECODE, th.Mode.EXTEND], "gated_delta_step"),
         ((0, 1), [th.Mode.DECODE, th.Mode.EXTEND], "gated_delta_step"),
-        ((1, 2), [th.Mode.DECODE, th.Mode.EXTEND], "chunk_gated_delta_rule"),
-        ((1, 1), [th.Mode.EXTEND], "chunk_gated_delta_rule"),
+        ((1, 2), [th.Mode.DECODE, th.Mode.EXTEND], "gated_delta_rule"),
+        ((1, 1), [th.Mode.EXTEND], "gated_delta_rule"),
     ],
 )
 def test_one_token_each_is_decoded(lengths: tuple[int, ...], modes: list[th.Mode], op: str):

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.declare import Declaration, Op, Pool, Rows
 
+_OF_IMPL = {"impl", "chunk_size", "planned"}
+
 
 class DeclaredInputs(Op):
     """Mixin of an op's class whose instances are inputs of a test."""
@@ -50,8 +52,8 @@ class RecurrentInputs(DeclaredInputs):
         return tuple(getattr(self, each.name) for each in fields(self) if not each.kw_only)
 
     def options(self) -> dict[str, Any]:
-        """Return what is given by name, tensors too, but the implementation's."""
-        named = (each.name for each in fields(self) if each.kw_only and each.name != "impl")
+        """Return what is given by name, tensors too, but what is an implementation's matter."""
+        named = (each.name for each in fields(self) if each.kw_only and each.name not in _OF_IMPL)
         return {name: value for name in named if (value := getattr(self, name)) is not None}
 
     def tokens(self, index: Any) -> dict[str, Tensor]:

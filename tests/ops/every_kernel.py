@@ -33,7 +33,6 @@ from tests.ops.delta_rule import kimi as kda
 from tests.ops.delta_rule import step_gated_cases as gdn_step
 from tests.ops.delta_rule import step_kimi_cases as kda_step
 from tests.ops.delta_rule.cases import Case as DeltaCase
-from tests.ops.delta_rule.cases import chunked
 from tests.ops.delta_rule.kernels import on_device
 from tests.ops.fused_experts import cases as experts
 from tests.ops.gated_pooling import cases as pooling
@@ -73,6 +72,7 @@ from torch_hybrid.ops import (
     wkv,
 )
 from torch_hybrid.ops import ssd as ssd_ops
+from torch_hybrid.ops.core.recurrence import CHUNK, RECURRENT
 from torch_hybrid.ops.delta_rule import op as delta_op
 from torch_hybrid.ops.triton.devices import runs_gluon
 from torch_hybrid.ops.triton.padding import set_padding
@@ -113,16 +113,17 @@ def with_records(inputs: Any, width: int, dtype: torch.dtype) -> tuple[Any, dict
 def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     """Both forms of each rule, and the segments of long sequences."""
     delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, **ODD)
-    for name, module, inputs in (
-        ("gated_delta_rule", delta_rule, gdn.make_inputs(delta, dtype)),
-        ("kimi_delta_attention", delta_rule,
-         kda.make_inputs(kda.case(5, 0, 1, 19, num_padding_tokens=3, **ODD), dtype)),
-        ("selective_scan", selective_scan, scans.make_inputs(scans.Case(**LENGTHS), dtype)),
-        ("ssd", ssd_ops, ssd.make_inputs(ssd.Case(num_groups=1, num_heads=2, **LENGTHS), dtype)),
-    ):  # fmt: skip
-        for form, options in (("recurrent", {}), ("chunk", {"chunk_size": 16})):
-            op = getattr(module, f"{form}_{name}")
-            yield op.__name__, partial(run, op, inputs.args(), inputs.options() | options)
+    kimi = kda.case(5, 0, 1, 19, num_padding_tokens=3, **ODD)
+    scalar = ssd.Case(num_groups=1, num_heads=2, **LENGTHS)
+    for op, inputs in (
+        (delta_rule.gated_delta_rule, gdn.make_inputs(delta, dtype)),
+        (delta_rule.kimi_delta_attention, kda.make_inputs(kimi, dtype)),
+        (selective_scan.selective_scan, scans.make_inputs(scans.Case(**LENGTHS), dtype)),
+        (ssd_ops.ssd, ssd.make_inputs(scalar, dtype)),
+    ):
+        for form in (RECURRENT, CHUNK):
+            options = inputs.options() | {"chunk_size": 16, "impl": f"{form}_triton"}
+            yield f"{op.__name__}, {form}", partial(run, op, inputs.args(), options)
     odd = {"num_padding_tokens": 3, "has_bias": True, **ODD}
     gdn_one = gdn_step.case(lengths=(1, 0, 1), **odd)
     for op, make_inputs, step in (
@@ -166,11 +167,12 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     mean = wkv_cases.make_inputs(wkv_cases.Case(**lengths), dtype)
     yield "wkv in segments", partial(run, wkv.wkv, mean.args(), {})
     inputs = ssd.make_inputs(ssd.Case(num_groups=1, num_heads=1, **lengths), dtype)
-    options = inputs.options() | {"chunk_size": 16}
-    yield "chunk_ssd in segments", partial(run, ssd_ops.chunk_ssd, inputs.args(), options)
+    options = inputs.options() | {"chunk_size": 16, "impl": "chunk_triton"}
+    yield "ssd in segments", partial(run, ssd_ops.ssd, inputs.args(), options)
     inputs = scans.make_inputs(scans.Case(bias="own", **lengths), dtype)
-    op = selective_scan.chunk_selective_scan
-    yield f"{op.__name__} in segments", partial(run, op, inputs.args(), inputs.options())
+    options = inputs.options() | {"impl": "chunk_triton"}
+    op = selective_scan.selective_scan
+    yield f"{op.__name__} in segments", partial(run, op, inputs.args(), options)
 
 
 def attentions(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -268,12 +270,9 @@ def on_hopper() -> Iterator[tuple[str, Call]]:
     options = {"scale": 0.2, "block_size": 4}
     yield f"{op.__name__}, tiles of queries", partial(run, op, args, options)
     heads = {"num_k_heads": 1, "num_v_heads": 2, "k_dim": 128, "v_dim": 128}
-    rounded = delta_op.GATED_CHUNK_IMPLEMENTATIONS["triton_rounded"].load()
+    rounded = delta_op.GATED_IMPLEMENTATIONS["chunk_triton_rounded"].load()
     rule = gdn.make_inputs(DeltaCase(**heads, **LENGTHS), torch.bfloat16)
-    yield (
-        "chunk_gated_delta_rule, rounded",
-        lambda device: rounded(chunked(on_device(rule, device))),
-    )
+    yield "gated_delta_rule, rounded", lambda device: rounded(on_device(rule, device))
 
 
 def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -359,8 +358,8 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
             return launch()
 
     def chunk_rule(device: str) -> Tensor:
-        launcher = delta_op.GATED_CHUNK_IMPLEMENTATIONS["flashinfer"].load()
-        x = chunked(on_device(inputs, device), planned=[torch.tensor([0, 0])])
+        launcher = delta_op.GATED_IMPLEMENTATIONS["chunk_flashinfer"].load()
+        x = replace(on_device(inputs, device), planned=[torch.tensor([0, 0])])
         return beside(
             prefill, "flashinfer.gdn_prefill:chunk_gated_delta_rule", partial(launcher, x)
         )
@@ -370,7 +369,7 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
         set_padding(out, lse, torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
         return out
 
-    yield "chunk_gated_delta_rule around FlashInfer", chunk_rule
+    yield "gated_delta_rule around FlashInfer", chunk_rule
     yield "rows of padding", padding
 
 

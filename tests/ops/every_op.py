@@ -134,21 +134,21 @@ def _recurrent(inputs: Any, **options: Any) -> _Made:
     return inputs.args(), {**inputs.options(), **options}, _slots(inputs.state)
 
 
-def _gated_delta(**options: Any) -> _Made:
-    return _recurrent(gated_delta.make_inputs(DeltaCase(**_LENGTHS)), **options)
+def _gated_delta() -> _Made:
+    return _recurrent(gated_delta.make_inputs(DeltaCase(**_LENGTHS)), chunk_size=16)
 
 
-def _kimi_delta(**options: Any) -> _Made:
+def _kimi_delta() -> _Made:
     case = kimi_delta.case(*_LENGTHS["lengths"], num_padding_tokens=3)
-    return _recurrent(kimi_delta.make_inputs(case), **options)
+    return _recurrent(kimi_delta.make_inputs(case), chunk_size=16)
 
 
-def _ssd(**options: Any) -> _Made:
-    return _recurrent(ssd.make_inputs(ssd.Case(**_LENGTHS)), **options)
+def _ssd() -> _Made:
+    return _recurrent(ssd.make_inputs(ssd.Case(**_LENGTHS)), chunk_size=16)
 
 
-def _scan(**options: Any) -> _Made:
-    return _recurrent(scans.make_inputs(scans.Case(bias="float32", **_LENGTHS)), **options)
+def _scan() -> _Made:
+    return _recurrent(scans.make_inputs(scans.Case(bias="float32", **_LENGTHS)), chunk_size=16)
 
 
 def _verify(inputs: step_family.Inputs, width: int) -> _Made:
@@ -282,10 +282,6 @@ def _without_indices(*args: Any, **options: Any) -> _Made:
 CALLS: dict[str, Callable[[], _Made]] = {
     "block_attention": _block_attention,
     "causal_conv1d": _convolution,
-    "chunk_gated_delta_rule": lambda: _gated_delta(chunk_size=16),
-    "chunk_kimi_delta_attention": lambda: _kimi_delta(chunk_size=16),
-    "chunk_selective_scan": lambda: _scan(chunk_size=16),
-    "chunk_ssd": lambda: _ssd(chunk_size=16),
     "draw_tokens": lambda: _without_indices(
         torch.randn(3, 37),
         torch.tensor([[1, 0, 0.5], [0.3, 0, 0.9], [5, 0, 0], [0.9, 1, 0.8], [0, 0, 0]]).double(),
@@ -294,6 +290,7 @@ CALLS: dict[str, Callable[[], _Made]] = {
         has_wide_top_p=True,
     ),
     "fused_experts": _fused_experts,
+    "gated_delta_rule": _gated_delta,
     "gated_delta_step": lambda: _recurrent(
         gated_delta_step.make_inputs(gated_delta_step.case(**_ONE_EACH, has_bias=True))
     ),
@@ -301,6 +298,7 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "gated_pooling": _gated_pooling,
     "gather_latents": _gather_latents,
     "head_linear": lambda: _without_indices(torch.randn(5, 3, 32), torch.randn(3, 16, 32)),
+    "kimi_delta_attention": _kimi_delta,
     "kimi_delta_step": lambda: _recurrent(
         kimi_delta_step.make_inputs(
             kimi_delta_step.case(1, 1, 0, 1, num_padding_tokens=3, has_bias=True)
@@ -325,13 +323,11 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "power_sum": lambda: _without_indices(torch.randn(5, 37), 2),
     "previous_rows": _previous_rows,
     "ragged_attention_with_lse": _ragged_attention,
-    "recurrent_gated_delta_rule": _gated_delta,
-    "recurrent_kimi_delta_attention": _kimi_delta,
-    "recurrent_selective_scan": _scan,
-    "recurrent_ssd": _ssd,
     "rg_lru": lambda: _recurrent(rg_lru.make_inputs(rg_lru.Case(**_LENGTHS))),
     "route": lambda: _without_indices(torch.randn(5, 16), None, 3, score="softmax"),
     "select_blocks": _select_blocks,
+    "selective_scan": _scan,
+    "ssd": _ssd,
     "ssd_step": lambda: _recurrent(ssd_step.make_inputs(ssd_step.Case(**_ONE_EACH))),
     "ssd_step, drafts": _ssd_verify,
     "state_copy": _state_copy,

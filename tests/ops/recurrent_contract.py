@@ -21,7 +21,7 @@ from tests.ops.contract import (
 from tests.ops.pages import offsets
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Implementation
 from torch_hybrid.ops.core.declare import Op
-from torch_hybrid.ops.core.recurrence import CHUNK_SIZES
+from torch_hybrid.ops.core.recurrence import CHUNK, CHUNK_SIZES
 
 DEVICE = "cpu"
 
@@ -65,18 +65,15 @@ class Inputs(AnyInputs, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """One execution form by one implementation, with its chunk size where it has one."""
+    """One implementation, with its chunk size where it has one."""
 
     op: Callable[..., Tensor]
     impl: str
     chunk_size: int | None = None
 
-    def options(self) -> dict[str, object]:
-        chunk = {} if self.chunk_size is None else {"chunk_size": self.chunk_size}
-        return {**chunk, "impl": self.impl}
-
     def __call__(self, inputs: Inputs) -> Tensor:
-        return self.op(*inputs.args(), **inputs.options(), **self.options())
+        chunk = {} if self.chunk_size is None else {"chunk_size": self.chunk_size}
+        return self.op(*inputs.args(), **inputs.options(), **chunk, impl=self.impl)
 
 
 def run_reference(reference: Callable[..., Tensor], inputs: AnyInputs) -> Tensor:
@@ -127,12 +124,10 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """A recurrence: its ops, its oracle and its inputs. ``cases`` has one named "mixed"."""
+    """A recurrence: its op, its oracle and its inputs. ``cases`` has one named "mixed"."""
 
-    recurrent: Callable[..., Tensor]
-    recurrent_implementations: Mapping[str, Implementation]
-    chunk: Callable[..., Tensor]
-    chunk_implementations: Mapping[str, Implementation]
+    op: Callable[..., Tensor]
+    implementations: Mapping[str, Implementation]
     reference: Callable[..., Tensor]
     cases: Mapping[str, Case]
     make_inputs: Callable[..., Inputs]
@@ -140,7 +135,7 @@ class Family:
     @property
     def chunk_size(self) -> int:
         """The one that layers run: what the chunk form takes where it is not told."""
-        default: int = inspect.signature(self.chunk).parameters["chunk_size"].default
+        default: int = inspect.signature(self.op).parameters["chunk_size"].default
         return default
 
     def forms(
@@ -150,28 +145,17 @@ class Family:
         recurrent: bool = True,
     ) -> list[object]:
         """Implementations of both forms, as pytest parameters."""
-        each = {
-            f"recurrent-{name}": (Form(op=self.recurrent, impl=name), implementation)
-            for name, implementation in self.recurrent_implementations.items()
-            if recurrent
-        }
-        chunk = {
-            f"chunk{size}-{name}": (
-                Form(op=self.chunk, impl=name, chunk_size=size),
-                implementation,
-            )
-            for name, implementation in self.chunk_implementations.items()
-            for size in chunk_sizes
-        }
         return [
             pytest.param(
-                form,
-                id=name,
+                Form(op=self.op, impl=impl, chunk_size=size),
+                id=f"{form}{size or ''}-{name}",
                 marks=pytest.mark.skipif(reason is not None, reason=reason or "it runs here"),
             )
-            for name, (form, implementation) in {**each, **chunk}.items()
+            for impl, implementation in self.implementations.items()
             if DEVICE in implementation.capability.devices
             for reason in [skip_reason(implementation, DEVICE)]
+            for form, _, name in [impl.partition("_")]
+            for size in (chunk_sizes if form == CHUNK else (None,) * recurrent)
         ]
 
     def mixed(self, **changes: object) -> Inputs:
@@ -245,8 +229,7 @@ class RecurrentContract:
             )
             outs.append(form(piece))
         whole.check(torch.cat(outs), segmented.state)
-        features = self.family.recurrent_implementations[form.impl].capability.features
-        if form.chunk_size is None and BATCH_INVARIANT in features:
+        if BATCH_INVARIANT in self.family.implementations[form.impl].capability.features:
             uncut = whole.inputs.copy()
             assert torch.equal(torch.cat(outs), form(uncut))
             slots = written_slots(uncut)

@@ -229,14 +229,15 @@ def test_tensors_without_data_meet_the_fake():
     ids = torch.empty(2, dtype=torch.int32, device="meta")
     g = torch.empty(1, 2, device="meta")
     state = torch.empty(2, 2, 16, 16, device="meta")
-    op = torch.ops.torch_hybrid.recurrent_gated_delta_rule.default
+    op = torch.ops.torch_hybrid.gated_delta_rule.default
     arguments = [q, q, q, g, g, state, ids, ids[:1], ids[:1]]
-    assert str(op._schema).startswith("torch_hybrid::recurrent_gated_delta_rule")
-    out = op(*arguments, scale=1.0, qk_l2norm=True, impl="torch")
+    options = {"scale": 1.0, "qk_l2norm": True, "chunk_size": 32, "impl": "chunk_torch"}
+    assert str(op._schema).startswith("torch_hybrid::gated_delta_rule")
+    out = op(*arguments, **options)
     assert out.device.type == "meta"
     assert out.requires_grad
     with torch.no_grad():
-        assert not op(*arguments, scale=1.0, qk_l2norm=True, impl="torch").requires_grad
+        assert not op(*arguments, **options).requires_grad
 
 
 def test_the_message():

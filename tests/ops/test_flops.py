@@ -26,7 +26,7 @@ CONV = 2 * T * DELTA.conv_channels * DELTA.conv_width
 WIDTH_OF_PAGES = 2 * 16  # two pages hold 20 tokens
 COUNTS = {
     "gated_delta_rule, extend": {
-        "chunk_gated_delta_rule": 6 * T * 4 * 16 * 16,
+        "gated_delta_rule": 6 * T * 4 * 16 * 16,
         "causal_conv1d": CONV,
     },
     "gated_delta_rule, decode": {
@@ -38,10 +38,10 @@ COUNTS = {
     "ssd, decode": {
         "ssd_step": 2 * MAMBA2.conv_channels * MAMBA2.conv_width + 4 * 6 * 8 * 12,
     },
-    "selective_scan, extend": {"chunk_selective_scan": 4 * T * 40 * 16},
-    "selective_scan, decode": {"recurrent_selective_scan": 4 * 40 * 16},
-    "lightning, extend": {"chunk_ssd": 4 * T * 6 * 12 * 12},
-    "mlstm, decode": {"recurrent_ssd": 4 * 3 * 32 * 8},
+    "selective_scan, extend": {"selective_scan": 4 * T * 40 * 16},
+    "selective_scan, decode": {"selective_scan": 4 * 40 * 16},
+    "lightning, extend": {"ssd": 4 * T * 6 * 12 * 12},
+    "mlstm, decode": {"ssd": 4 * 3 * 32 * 8},
     "paged_attention": {"paged_attention": 4 * T * 2 * 16 * WIDTH_OF_PAGES},
     "latent_attention, absorbed": {"latent_attention": 2 * T * 2 * WIDTH_OF_PAGES * (48 + 32)},
     "latent_attention, one shot": {"ragged_attention_with_lse": 2 * T * 2 * (32 + 16) * 64},

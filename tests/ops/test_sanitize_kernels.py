@@ -12,7 +12,7 @@ from tests.ops.sanitize_kernels import FOUND, NO_RESULT, Part
 
 CLEAN = """\
 ========= COMPUTE-SANITIZER
-recurrent_ssd float32
+ssd, recurrent float32
 launched: ssd recurrent
 launched: triton attend
 2 kernels launched

@@ -22,8 +22,7 @@ STEP = "gated_delta_step"
 GATED_DELTA_RULE = chunked_rule(
     "gated_delta_rule",
     CONVOLUTION,
-    recurrent=op.GATED_RECURRENT_IMPLEMENTATIONS,
-    chunk=op.GATED_CHUNK_IMPLEMENTATIONS,
+    implementations=op.GATED_IMPLEMENTATIONS,
     sizes=sizes_of,
     mixer=OpChoice(name=STEP, implementations=step.IMPLEMENTATIONS, sizes=sizes_of),
     timed={"head_k_dim": (128,), "head_v_dim": (128,)},

@@ -22,8 +22,7 @@ STEP = "kimi_delta_step"
 KIMI_DELTA_ATTENTION = chunked_rule(
     "kimi_delta_attention",
     CONVOLUTION,
-    recurrent=op.KIMI_RECURRENT_IMPLEMENTATIONS,
-    chunk=op.KIMI_CHUNK_IMPLEMENTATIONS,
+    implementations=op.KIMI_IMPLEMENTATIONS,
     sizes=sizes_of,
     mixer=OpChoice(name=STEP, implementations=step.IMPLEMENTATIONS, sizes=sizes_of),
     timed={"head_k_dim": (128,), "head_v_dim": (128,)},

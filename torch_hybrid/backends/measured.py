@@ -28,6 +28,7 @@ class Row:
 
     Attributes:
         op: name of the op.
+        form: execution form of the implementations, where the op has several.
         dtype: name of a need's dtype, such as "bfloat16".
         sizes: sizes that a need must equal; sizes that are not named may be any.
         features: features of a need, exactly these.
@@ -35,6 +36,7 @@ class Row:
     """
 
     op: str
+    form: str
     dtype: str
     sizes: Mapping[str, int]
     features: frozenset[str]
@@ -90,7 +92,7 @@ def fastest(op: str, needs: Sequence[Need], able: Sequence[str]) -> Fastest | No
     Of those within ``AS_FAST`` of the fastest, the first one wins. None unless every need has a
     row, and some implementation has a time in all of these rows.
     """
-    found = [_row(op, need) for need in needs]
+    found = [_row(op, need, able) for need in needs]
     rows = [row for row in found if row is not None]
     total = {name: sum(row.us[name] for row in rows) for name in able
              if all(name in row.us for row in rows)}  # fmt: skip
@@ -102,9 +104,9 @@ def fastest(op: str, needs: Sequence[Need], able: Sequence[str]) -> Fastest | No
     return Fastest(impl=chosen, device=device, rows=tuple(rows), us=total)
 
 
-def _row(op: str, need: Need) -> Row | None:
-    """Find the row about ``op`` for a need, if there is one."""
-    rows = table(device_name(need.device))
+def _row(op: str, need: Need, able: Sequence[str]) -> Row | None:
+    """Find the row about ``op`` and the form of ``able`` for a need, if there is one."""
+    rows = (row for row in table(device_name(need.device)) if able[0].startswith(row.form))
     return next((row for row in rows if row.is_of(op, need)), None)
 
 
@@ -129,6 +131,7 @@ def table(device: str) -> tuple[Row, ...]:
     return tuple(
         Row(
             op=row["op"],
+            form=row["form"],
             dtype=row["dtype"],
             sizes=row["sizes"],
             features=frozenset(row["features"]),

@@ -20,7 +20,7 @@ from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.causal_conv1d import op as conv
 from torch_hybrid.ops.composed import COMPOSED, Parts
 from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation, Need
-from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
+from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE, RECURRENT, of_form
 from torch_hybrid.ops.replay import Replay, Segments
 from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, VERIFY
 from torch_hybrid.ops.verify import StepOp, verify_by_replay
@@ -52,7 +52,8 @@ class OpChoice:
 
     ``sizes`` maps a layer's spec to the sizes that implementations may limit and planners are told.
     An implementation must have all ``features``. ``preferred`` finds the name that the user gave
-    for ops of this kind.
+    for ops of this kind. ``form`` is the execution form, where the op has several: "triton" then
+    stands for "chunk_triton" or "recurrent_triton".
     """
 
     name: str
@@ -60,11 +61,13 @@ class OpChoice:
     sizes: Callable[[Any], dict[str, int]]
     features: frozenset[str] = NO_FEATURES
     preferred: Callable[[Backends], str] = lambda backends: backends.linear
+    form: str = ""
 
     def choose(self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode) -> Choice:
         """Choose an implementation that serves all ``specs`` in steps of a mode."""
         needs = self.needs(specs, sizes, backends)
-        return select(self.name, self.implementations, needs, self.asked_for(backends, mode))
+        known = of_form(self.implementations, self.form)
+        return select(self.name, known, needs, self.asked_for(backends, mode))
 
     def needs(self, specs: set[Any], sizes: PoolSizes, backends: Backends) -> list[Need]:
         """List what an implementation must serve."""
@@ -89,7 +92,9 @@ class OpChoice:
 
     def asked_for(self, backends: Backends, mode: Mode) -> str:
         """Return the name that the user gave, or "auto"."""
-        return backends.named(self.name, self.preferred(backends), mode)
+        name = backends.named(self.name, self.preferred(backends), mode)
+        in_form = f"{self.form}_{name}"
+        return in_form if in_form in self.implementations else name
 
 
 CONVOLUTION = OpChoice(
@@ -206,19 +211,18 @@ SHORT_CONVOLUTION = Recurrence(decode=(CONVOLUTION,), extend=(CONVOLUTION,))
 def chunked_rule(
     name: str,
     *also: OpChoice,
-    recurrent: Mapping[str, Implementation],
-    chunk: Mapping[str, Implementation],
+    implementations: Mapping[str, Implementation],
     sizes: Callable[[Any], dict[str, int]],
     mixer: OpChoice | None = None,
     timed: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Recurrence:
-    """Define a rule with two forms: ``recurrent_<name>`` in decode, ``chunk_<name>`` in extend.
+    """Define a rule with two execution forms: by token in decode, by chunk in extend.
 
     ``also`` lists the other ops that its layers call. ``mixer`` is the op of all that they do; see
     ``Recurrence``.
     """
-    decode = OpChoice(name=f"recurrent_{name}", implementations=recurrent, sizes=sizes)
-    extend = OpChoice(name=f"chunk_{name}", implementations=chunk, sizes=sizes)
+    op = OpChoice(name=name, implementations=implementations, sizes=sizes)
+    decode, extend = (replace(op, form=form) for form in (RECURRENT, CHUNK))
     return Recurrence(
         decode=(decode, *also),
         extend=(extend, *also),
@@ -277,14 +281,6 @@ class RecurrentBackend:
             accepted=batch.accepted,
             replay=plan_replay(batch, mode) if mode in self._replayed else None,
         )
-
-
-def rule_of(
-    plan: RecurrentPlan, forms: Mapping[str, Callable[..., Tensor]]
-) -> tuple[Callable[..., Tensor], str]:
-    """Find the op among ``forms`` that the plan runs, and its implementation."""
-    name, impl = next(pair for pair in plan.statics.impls if pair[0] in forms)
-    return forms[name], impl
 
 
 def with_mixer(

@@ -25,7 +25,8 @@ class Backends:
 
     Args:
         full: name for full attention.
-        linear: name for linear attention.
+        linear: name for linear attention. "triton" is "recurrent_triton" in decode, "chunk_triton"
+            in extend.
         conv: name for the convolutions of linear attention.
         experts: name for the experts of a mixture.
         products: name for the linear layers of compiled steps. "cpp" and "triton" merge the layers
@@ -36,7 +37,7 @@ class Backends:
         batch_invariant: take implementations alone whose rows do not depend on one another;
             ``Runner`` sets it.
         exact: refuse implementations that round recurrent states to half precision within a call,
-            as ``triton_rounded`` does. Its error is a tenth of that of other engines' kernels.
+            as ``chunk_triton_rounded`` does. Its error is a tenth of other engines' kernels.
     """
 
     full: str = "auto"

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from torch_hybrid.backends.recurrent import (
-    CONVOLUTION,
-    At,
-    RecurrentPlan,
-    chunked_rule,
-    rule_of,
-)
+from torch_hybrid.backends.recurrent import CONVOLUTION, At, RecurrentPlan, chunked_rule
 from torch_hybrid.backends.replay import walk
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.ops.selective_scan import op
@@ -21,14 +15,9 @@ from torch_hybrid.specs import STATE_RECORDS
 MAMBA = chunked_rule(
     "selective_scan",
     CONVOLUTION,
-    recurrent=op.RECURRENT_IMPLEMENTATIONS,
-    chunk=op.CHUNK_IMPLEMENTATIONS,
+    implementations=op.IMPLEMENTATIONS,
     sizes=lambda spec: {"state_dim": spec.state_dim},
 )
-_FORMS: Mapping[str, Callable[..., Tensor]] = {
-    "recurrent_selective_scan": op.recurrent_selective_scan,
-    "chunk_selective_scan": op.chunk_selective_scan,
-}
 
 
 def apply_selective_scan(
@@ -48,11 +37,10 @@ def apply_selective_scan(
     B and C [T, G, N] belong to G equal parts of the channels. Records of drafts hold dt before its
     bias.
     """
-    rule, impl = rule_of(plan, _FORMS)
 
     def run(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
         (x, dt, B), (C, z) = advancing, reading
-        return rule(
+        return op.selective_scan(
             x,
             dt,
             B,
@@ -64,7 +52,7 @@ def apply_selective_scan(
             at.cu_seqlens,
             at.initial_indices,
             at.state_indices,
-            impl=impl,
+            impl=plan.statics.impl("selective_scan"),
             dt_bias=dt_bias,
         )
 

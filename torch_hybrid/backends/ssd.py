@@ -3,7 +3,6 @@ calls of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor
@@ -14,7 +13,6 @@ from torch_hybrid.backends.recurrent import (
     OpChoice,
     RecurrentPlan,
     chunked_rule,
-    rule_of,
 )
 from torch_hybrid.ops.ssd import op
 from torch_hybrid.ops.ssd import op_step_lightning as lightning_step
@@ -38,11 +36,7 @@ def _mlstm_sizes(spec: MlstmSpec) -> dict[str, int]:
 
 STEP, LIGHTNING_STEP = "ssd_step", "lightning_step"
 
-_RULE = partial(
-    chunked_rule,
-    recurrent=op.RECURRENT_IMPLEMENTATIONS,
-    chunk=op.CHUNK_IMPLEMENTATIONS,
-)
+_RULE = partial(chunked_rule, implementations=op.IMPLEMENTATIONS)
 MAMBA2 = _RULE(
     "ssd",
     CONVOLUTION,
@@ -61,10 +55,6 @@ LIGHTNING_ATTENTION = _RULE(
     timed={"head_k_dim": (128,)},
 )
 MLSTM = _RULE("ssd", sizes=_mlstm_sizes)
-_FORMS: Mapping[str, Callable[..., Tensor]] = {
-    "recurrent_ssd": op.recurrent_ssd,
-    "chunk_ssd": op.chunk_ssd,
-}
 
 
 def apply_ssd(
@@ -83,6 +73,6 @@ def apply_ssd(
 
     Mutates the pool ``state`` at the slots that ``at`` names: the plan, or one of its two calls.
     """
-    rule, impl = rule_of(plan, _FORMS)
     index = (at.cu_seqlens, at.initial_indices, at.state_indices)
-    return rule(q, k, v, g, dt, None, state, *index, scale=scale, impl=impl)
+    impl = plan.statics.impl("ssd")
+    return op.ssd(q, k, v, g, dt, None, state, *index, scale=scale, impl=impl)

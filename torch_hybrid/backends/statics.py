@@ -9,10 +9,7 @@ from torch_hybrid.pytrees import register_constant
 
 @dataclass(frozen=True, slots=True)
 class Statics:
-    """Implementations of the ops that a layer calls, and the step's form if there are several.
-
-    An op whose name says its execution form (``chunk_...``) is found by that name alone.
-    """
+    """Implementations of the ops that a layer calls, and the step's form if there are several."""
 
     impls: tuple[tuple[str, str], ...]  # op and implementation
     form: str = ""

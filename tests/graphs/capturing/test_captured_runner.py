@@ -113,8 +113,8 @@ def test_tables_grow_in_wide_strides():
 
 
 def test_what_reads_lengths_on_the_host_cannot_be_captured():
-    calls = ["linear[torch]", "chunk_gated_delta_rule[torch]", "paged_attention[triton]"]
-    assert why_not_capturable(calls) == ("chunk_gated_delta_rule: torch reads lengths on the host",)
+    calls = ["linear[torch]", "gated_delta_rule[chunk_torch]", "paged_attention[triton]"]
+    assert why_not_capturable(calls) == ("gated_delta_rule: chunk_torch reads lengths on the host",)
 
 
 def test_names_of_the_option():

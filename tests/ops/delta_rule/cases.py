@@ -5,20 +5,13 @@ Legend: N sequences, T tokens, H key heads, HV value heads, K and V head dims, S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from tests.ops.declared import RecurrentInputs
 from tests.ops.pages import offsets
-from torch_hybrid.ops.delta_rule.op import (
-    ChunkGatedDeltaRule,
-    ChunkKimiDeltaAttention,
-    GatedDeltaRule,
-    KimiDeltaAttention,
-)
+from torch_hybrid.ops.delta_rule.op import GatedDeltaRule, KimiDeltaAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +43,6 @@ class KimiInputs(RecurrentInputs, KimiDeltaAttention):
 
 
 Inputs = GatedInputs | KimiInputs
-
-
-def chunked(
-    inputs: Inputs, *, chunk_size: int = 32, planned: Sequence[Tensor] = ()
-) -> ChunkGatedDeltaRule | ChunkKimiDeltaAttention:
-    """Return what a launcher of the chunk form takes, on the same tensors."""
-    options = {**inputs.options(), "chunk_size": chunk_size, "planned": planned, "impl": ""}
-    if isinstance(inputs, KimiInputs):
-        return ChunkKimiDeltaAttention(*inputs.args(), **options)
-    return ChunkGatedDeltaRule(*inputs.args(), **options)
 
 
 def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, channels: bool) -> Inputs:

@@ -36,7 +36,7 @@ def check(
 ) -> None:
     """The kernel on ``device`` is as exact as the reference and touches no other slot."""
     moved = on_device(inputs, device)
-    out = op(*moved.args(), **moved.options(), impl="triton")
+    out = op(*moved.args(), **moved.options(), impl="recurrent_triton")
     assert_as_exact(reference, inputs, out.cpu(), moved.state.cpu())
 
 
@@ -45,10 +45,12 @@ def check_captured(
 ) -> None:
     """A graph captured with some inputs computes others of the same shapes when they are copied."""
     captured = on_device(captured, "cuda")
-    op(*captured.args(), **captured.options(), impl="triton")  # compiles: not while capturing
+    op(
+        *captured.args(), **captured.options(), impl="recurrent_triton"
+    )  # compiles: not while capturing
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = op(*captured.args(), **captured.options(), impl="triton")
+        out = op(*captured.args(), **captured.options(), impl="recurrent_triton")
     for field in tensor_fields(captured):
         getattr(captured, field).copy_(getattr(other, field))
     graph.replay()
@@ -61,7 +63,7 @@ def check_walks(op: Callable[..., Tensor], inputs: Inputs) -> None:
     def walk(num_segments: int, is_even: int) -> tuple[Tensor, Tensor]:
         moved = on_device(inputs, "cuda")
         planned = [torch.tensor([num_segments, is_even])]
-        out = op(*moved.args(), **moved.options(), planned=planned, impl="triton")
+        out = op(*moved.args(), **moved.options(), planned=planned, impl="chunk_triton")
         return out, moved.state[moved.state_indices.long()]  # other slots are NaN
 
     out, state = walk(1, 0)
@@ -89,14 +91,12 @@ def assert_as_exact(
     )
 
 
-def check_many_chunks(
-    op: Callable[..., Tensor], recurrent: Callable[..., Tensor], inputs: Inputs
-) -> None:
+def check_many_chunks(op: Callable[..., Tensor], inputs: Inputs) -> None:
     """As the recurrent kernel, on enough programs for a race between threads to show."""
     inputs = on_device(inputs, "cuda")
     stepped = inputs.copy()
-    expected = recurrent(*stepped.args(), **stepped.options(), impl="triton")
-    out = op(*inputs.args(), **inputs.options(), impl="triton")
+    expected = op(*stepped.args(), **stepped.options(), impl="recurrent_triton")
+    out = op(*inputs.args(), **inputs.options(), impl="chunk_triton")
     written = inputs.state_indices[inputs.cu_seqlens.diff() > 0].long()
     for name, actual, exact, most in (
         ("outputs", out, expected, 2**-6),

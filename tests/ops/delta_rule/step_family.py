@@ -45,6 +45,6 @@ class Family(step_family.Family):
             *index,
             scale=inputs.scale,
             qk_l2norm=True,
-            impl=impl,
+            impl=f"recurrent_{impl}",
         )
         return self.gated_norm(inputs, o).flatten(1)

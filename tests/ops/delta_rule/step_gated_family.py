@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.ops.delta_rule.step_cases import Inputs
 from tests.ops.delta_rule.step_family import Family
 from tests.ops.delta_rule.step_gated_cases import CASES, make_inputs
-from torch_hybrid.ops.delta_rule import gated_delta_step, recurrent_gated_delta_rule
+from torch_hybrid.ops.delta_rule import gated_delta_rule, gated_delta_step
 from torch_hybrid.ops.delta_rule.op_step_gated import IMPLEMENTATIONS, GatedDeltaStep
 from torch_hybrid.ops.delta_rule.reference_step_gated import gated_delta_step_reference
 
@@ -32,7 +32,7 @@ FAMILY = Family(
     cases=CASES,
     make_inputs=make_inputs,
     value=GatedDeltaStep,
-    recurrence=recurrent_gated_delta_rule,
+    recurrence=gated_delta_rule,
     gates=gates,
     gated_norm=gated_norm,
 )

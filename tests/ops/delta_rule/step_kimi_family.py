@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.ops.delta_rule.step_cases import Inputs
 from tests.ops.delta_rule.step_family import Family
 from tests.ops.delta_rule.step_kimi_cases import CASES, make_inputs
-from torch_hybrid.ops.delta_rule import kimi_delta_step, recurrent_kimi_delta_attention
+from torch_hybrid.ops.delta_rule import kimi_delta_attention, kimi_delta_step
 from torch_hybrid.ops.delta_rule.op_step_kimi import IMPLEMENTATIONS, KimiDeltaStep
 from torch_hybrid.ops.delta_rule.reference_step_kimi import kimi_delta_step_reference
 
@@ -33,7 +33,7 @@ FAMILY = Family(
     cases=CASES,
     make_inputs=make_inputs,
     value=KimiDeltaStep,
-    recurrence=recurrent_kimi_delta_attention,
+    recurrence=kimi_delta_attention,
     gates=gates,
     gated_norm=gated_norm,
 )

@@ -15,29 +15,20 @@ from tests.ops.delta_rule import gated, kimi
 from tests.ops.delta_rule.cases import Case, Inputs
 from tests.ops.delta_rule.contract import DeltaRuleContract
 from tests.ops.recurrent_contract import Family
-from torch_hybrid.ops.delta_rule import (
-    chunk_gated_delta_rule,
-    chunk_kimi_delta_attention,
-    recurrent_gated_delta_rule,
-    recurrent_kimi_delta_attention,
-)
+from torch_hybrid.ops.delta_rule import gated_delta_rule, kimi_delta_attention
 from torch_hybrid.ops.delta_rule import op as rules
 from torch_hybrid.ops.delta_rule.reference import delta_rule_reference
 
 GATED = Family(
-    recurrent=recurrent_gated_delta_rule,
-    recurrent_implementations=rules.GATED_RECURRENT_IMPLEMENTATIONS,
-    chunk=chunk_gated_delta_rule,
-    chunk_implementations=rules.GATED_CHUNK_IMPLEMENTATIONS,
+    op=gated_delta_rule,
+    implementations=rules.GATED_IMPLEMENTATIONS,
     reference=delta_rule_reference,
     cases=gated.CASES,
     make_inputs=gated.make_inputs,
 )
 KIMI = Family(
-    recurrent=recurrent_kimi_delta_attention,
-    recurrent_implementations=rules.KIMI_RECURRENT_IMPLEMENTATIONS,
-    chunk=chunk_kimi_delta_attention,
-    chunk_implementations=rules.KIMI_CHUNK_IMPLEMENTATIONS,
+    op=kimi_delta_attention,
+    implementations=rules.KIMI_IMPLEMENTATIONS,
     reference=delta_rule_reference,
     cases=kimi.CASES,
     make_inputs=kimi.make_inputs,
@@ -55,14 +46,14 @@ class TestKimi(DeltaRuleContract):
 def test_heads_must_divide():
     inputs = gated.make_inputs(Case(lengths=(2,), num_k_heads=2, num_v_heads=3))
     with pytest.raises(ValueError, match="v must have a multiple of the 2 heads of k, got 3"):
-        recurrent_gated_delta_rule(*inputs.args(), **inputs.options(), impl="torch")
+        gated_delta_rule(*inputs.args(), **inputs.options(), impl="chunk_torch")
 
 
 @pytest.mark.parametrize("family", [GATED, KIMI], ids=["gated", "kimi"])
 def test_options_are_checked(family: Family):
     inputs = family.mixed()
     with pytest.raises(ValueError, match=r"chunk_size must be one of \[16, 32, 64, 128\], got 20"):
-        family.chunk(*inputs.args(), **inputs.options(), chunk_size=20, impl="torch")
+        family.op(*inputs.args(), **inputs.options(), chunk_size=20, impl="chunk_torch")
 
 
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])

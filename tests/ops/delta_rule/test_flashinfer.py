@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.contract import written_slots
-from tests.ops.delta_rule.cases import Case, Inputs, chunked
+from tests.ops.delta_rule.cases import Case, Inputs
 from tests.ops.delta_rule.gated import make_inputs
 from tests.ops.delta_rule.kernels import on_device, tensor_fields
 from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
@@ -24,10 +24,9 @@ from tests.ops.triton_interpreter import needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.core.planning import Planned
-from torch_hybrid.ops.delta_rule import chunk_gated_delta_rule
+from torch_hybrid.ops.delta_rule import gated_delta_rule
 from torch_hybrid.ops.delta_rule.op import (
-    GATED_CHUNK_IMPLEMENTATIONS,
-    ChunkGatedDeltaRule,
+    GATED_IMPLEMENTATIONS,
     GatedDeltaRule,
 )
 from torch_hybrid.ops.delta_rule.reference import delta_rule_reference
@@ -103,9 +102,9 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launch(inputs: Inputs) -> Tensor:
     """The launcher itself: the op takes CUDA tensors alone."""
-    launcher = GATED_CHUNK_IMPLEMENTATIONS["flashinfer"].load()
+    launcher = GATED_IMPLEMENTATIONS["chunk_flashinfer"].load()
     planned = [torch.tensor(plan_for(inputs).values)]
-    return launcher(chunked(inputs, planned=planned))
+    return launcher(replace(inputs, planned=planned))
 
 
 def as_given(inputs: Inputs) -> Inputs:
@@ -170,7 +169,7 @@ def test_dense_values_as_they_lie_by_documentation():
 
 
 def plan_for(inputs: Inputs) -> Planned:
-    planner = GATED_CHUNK_IMPLEMENTATIONS["flashinfer"].load_planner()
+    planner = GATED_IMPLEMENTATIONS["chunk_flashinfer"].load_planner()
     assert planner is not None
     slots = {"initial_indices": inputs.initial_indices, "state_indices": inputs.state_indices}
     lengths = step_lengths(inputs.cu_seqlens, len(inputs.q), **slots)
@@ -238,7 +237,7 @@ def test_its_function_takes_what_the_documentation_says():
     ],
 )
 def test_other_shapes_are_refused(dtype: torch.dtype, k_dim: int, v_dim: int, message: str):
-    capability = GATED_CHUNK_IMPLEMENTATIONS["flashinfer"].capability
+    capability = GATED_IMPLEMENTATIONS["chunk_flashinfer"].capability
     sizes = {"head_k_dim": k_dim, "head_v_dim": v_dim}
     reasons = capability.why_not(Need(device=torch.device("cuda"), dtype=dtype, sizes=sizes))
     assert any(message in reason for reason in reasons), reasons
@@ -253,8 +252,8 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 def call(inputs: Inputs) -> Tensor:
     planned = [torch.tensor(plan_for(inputs).values)]
-    return chunk_gated_delta_rule(
-        *inputs.args(), **inputs.options(), planned=planned, impl="flashinfer"
+    return gated_delta_rule(
+        *inputs.args(), **inputs.options(), planned=planned, impl="chunk_flashinfer"
     )
 
 
@@ -280,15 +279,15 @@ def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
         g, beta = torch.empty(2, 8192, 32)
         state = torch.empty(65, 32, 128, 128)
         cu_seqlens, slots = torch.empty(9, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
-        x = ChunkGatedDeltaRule(
+        x = GatedDeltaRule(
             *(q, k, v, g, beta, state, cu_seqlens, slots, slots),
             scale=1.0,
             qk_l2norm=True,
             chunk_size=64,
             planned=[torch.zeros(2, dtype=torch.int64, device="cpu")],
-            impl="flashinfer",
+            impl="chunk_flashinfer",
         )
-        GATED_CHUNK_IMPLEMENTATIONS["flashinfer"].load()(x)
+        GATED_IMPLEMENTATIONS["chunk_flashinfer"].load()(x)
     rows = [resources_of(launch, "sm_90", "Qwen3-Next") for launch in launches.values()]
     assert_all_fit(rows, Path(__file__).with_name("resources_flashinfer.txt"))
 
@@ -329,8 +328,8 @@ def test_a_captured_graph_serves_other_lengths(num_v_heads: int, place: int):
     planned = [torch.tensor(plan_for(captured).values)]  # no length is read while it is captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = chunk_gated_delta_rule(
-            *captured.args(), **captured.options(), planned=planned, impl="flashinfer"
+        out = gated_delta_rule(
+            *captured.args(), **captured.options(), planned=planned, impl="chunk_flashinfer"
         )
     for seed, lengths in enumerate([(548, 3, 49), (64, 65, 463)], 1):
         case = Case(lengths=lengths, num_padding_tokens=600 - sum(lengths), **shape)

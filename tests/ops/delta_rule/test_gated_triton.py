@@ -18,10 +18,10 @@ from tests.ops.triton_compile import (
 )
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.delta_rule import recurrent_gated_delta_rule
+from torch_hybrid.ops.delta_rule import gated_delta_rule
 from torch_hybrid.ops.delta_rule.reference import delta_rule_reference
 
-GATED = (recurrent_gated_delta_rule, delta_rule_reference)
+GATED = (gated_delta_rule, delta_rule_reference)
 
 # What of the contract the interpreter can do in seconds; it takes milliseconds a token and head.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/delta_rule -k triton

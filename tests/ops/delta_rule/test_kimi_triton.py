@@ -19,10 +19,10 @@ from tests.ops.triton_compile import (
 )
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.delta_rule import recurrent_kimi_delta_attention
+from torch_hybrid.ops.delta_rule import kimi_delta_attention
 from torch_hybrid.ops.delta_rule.reference import delta_rule_reference
 
-KIMI = (recurrent_kimi_delta_attention, delta_rule_reference)
+KIMI = (kimi_delta_attention, delta_rule_reference)
 
 # What of the contract the interpreter can do in seconds; it takes milliseconds a token and head.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/delta_rule -k triton

@@ -14,20 +14,17 @@ from transformers.models.mamba import modeling_mamba as mamba
 from tests.ops.contract import assert_same_bits
 from tests.ops.recurrent_contract import Expected, Family, Form, RecurrentContract
 from tests.ops.selective_scan.cases import CASES, Case, Inputs, make_inputs
-from torch_hybrid.ops.selective_scan import chunk_selective_scan, recurrent_selective_scan
+from torch_hybrid.ops.selective_scan import selective_scan
 from torch_hybrid.ops.selective_scan.op import (
-    CHUNK_IMPLEMENTATIONS,
-    RECURRENT_IMPLEMENTATIONS,
+    IMPLEMENTATIONS,
 )
 from torch_hybrid.ops.selective_scan.reference import selective_scan_reference
 
 
 class TestContract(RecurrentContract):
     family = Family(
-        recurrent=recurrent_selective_scan,
-        recurrent_implementations=RECURRENT_IMPLEMENTATIONS,
-        chunk=chunk_selective_scan,
-        chunk_implementations=CHUNK_IMPLEMENTATIONS,
+        op=selective_scan,
+        implementations=IMPLEMENTATIONS,
         reference=selective_scan_reference,
         cases=CASES,
         make_inputs=make_inputs,
@@ -114,17 +111,16 @@ def _expect_small_steps_for_long() -> Expected:
 )
 def test_errors_name_the_argument(changes: dict[str, Tensor], message: str):
     inputs = replace(make_inputs(Case(lengths=(5, 3))), **changes)
-    for op in (recurrent_selective_scan, chunk_selective_scan):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            op(*inputs.args(), **inputs.options(), impl="torch")
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        selective_scan(*inputs.args(), **inputs.options(), impl="chunk_torch")
 
 
 def test_options_are_checked():
     inputs = make_inputs(Case(lengths=(2,)))
     with pytest.raises(ValueError, match="impl must be one of"):
-        recurrent_selective_scan(*inputs.args(), impl="none")
+        selective_scan(*inputs.args(), impl="none")
     with pytest.raises(ValueError, match=r"chunk_size must be one of \[16, 32, 64, 128\], got 20"):
-        chunk_selective_scan(*inputs.args(), chunk_size=20, impl="torch")
+        selective_scan(*inputs.args(), chunk_size=20, impl="chunk_torch")
 
 
 @pytest.mark.parametrize("bias", ["none", "float32"])

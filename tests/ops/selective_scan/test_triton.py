@@ -22,7 +22,7 @@ from tests.ops.triton_compile import (
 )
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.selective_scan import chunk_selective_scan, recurrent_selective_scan
+from torch_hybrid.ops.selective_scan import selective_scan
 from torch_hybrid.ops.selective_scan.reference import selective_scan_reference
 
 # What of the contract the interpreter can do in seconds.
@@ -36,8 +36,7 @@ CONTRACT = """
 SEGMENTS = Case(
     lengths=(21, 8, 0, 9, 1), channels=38, num_groups=2, bias="float32", num_padding_tokens=3
 )
-FORMS = {"recurrent": recurrent_selective_scan, "chunk": chunk_selective_scan}
-Op = Callable[..., Tensor]
+IMPLS = ("recurrent_triton", "chunk_triton")
 
 
 @needs_triton
@@ -48,22 +47,22 @@ def test_in_the_interpreter(
 
 
 @needs_cuda
-@pytest.mark.parametrize("op", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_on_a_gpu(case: Case, dtype: torch.dtype, op: Op):
-    check("cuda", op, make_inputs(case, dtype))
+def test_on_a_gpu(case: Case, dtype: torch.dtype, impl: str):
+    check("cuda", impl, make_inputs(case, dtype))
 
 
 @needs_cuda
-@pytest.mark.parametrize("op", FORMS.values(), ids=FORMS)
-def test_a_captured_graph_serves_other_lengths(op: Op):
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_captured_graph_serves_other_lengths(impl: str):
     """Three sequences of a bucket of 1100 tokens, replayed with other lengths and slots."""
     captured = on_device(make_inputs(Case(lengths=(1, 900, 1), num_padding_tokens=198)), "cuda")
-    call(op, captured)  # compiles the kernels, which cannot be done while capturing
+    call(impl, captured)  # compiles the kernels, which cannot be done while capturing
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = call(op, captured)
+        out = call(impl, captured)
     for seed, lengths in enumerate([(600, 0, 450), (64, 65, 63)], 1):
         case = Case(lengths=lengths, num_padding_tokens=1100 - sum(lengths))
         other = make_inputs(case, seed=seed)
@@ -91,21 +90,21 @@ def check_segments(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dt
 
     monkeypatch.setattr(_triton, "_SEGMENT", 16)  # 8 of so few channels
     inputs = make_inputs(SEGMENTS, dtype)
-    check(device, chunk_selective_scan, inputs)
+    check(device, "chunk_triton", inputs)
     starts = inputs.initial_indices.clone()
     starts[:] = len(inputs.state) - 1  # which nobody writes
-    check(device, chunk_selective_scan, replace(inputs, initial_indices=starts))
+    check(device, "chunk_triton", replace(inputs, initial_indices=starts))
 
 
-def check(device: str, op: Op, inputs: Inputs) -> None:
+def check(device: str, impl: str, inputs: Inputs) -> None:
     """The kernel on ``device`` is as exact as the reference and touches no other slot."""
     moved = on_device(inputs, device)
-    out = call(op, moved)
+    out = call(impl, moved)
     assert_as_exact(inputs, out.cpu(), moved.state.cpu())
 
 
-def call(op: Op, inputs: Inputs) -> Tensor:
-    return op(*inputs.args(), **inputs.options(), impl="triton")
+def call(impl: str, inputs: Inputs) -> Tensor:
+    return selective_scan(*inputs.args(), **inputs.options(), impl=impl)
 
 
 def assert_as_exact(inputs: Inputs, out: Tensor, state: Tensor) -> None:

@@ -14,20 +14,17 @@ from transformers.models.minimax import modeling_minimax as minimax
 from tests.ops.pages import offsets
 from tests.ops.recurrent_contract import Expected, Family, Form, RecurrentContract
 from tests.ops.ssd.cases import CASES, Case, Inputs, make_inputs
-from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
+from torch_hybrid.ops.ssd import ssd
 from torch_hybrid.ops.ssd.op import (
-    CHUNK_IMPLEMENTATIONS,
-    RECURRENT_IMPLEMENTATIONS,
+    IMPLEMENTATIONS,
 )
 from torch_hybrid.ops.ssd.reference import ssd_reference
 
 
 class TestContract(RecurrentContract):
     family = Family(
-        recurrent=recurrent_ssd,
-        recurrent_implementations=RECURRENT_IMPLEMENTATIONS,
-        chunk=chunk_ssd,
-        chunk_implementations=CHUNK_IMPLEMENTATIONS,
+        op=ssd,
+        implementations=IMPLEMENTATIONS,
         reference=ssd_reference,
         cases=CASES,
         make_inputs=make_inputs,
@@ -51,13 +48,13 @@ def _expect_slow_decay_over_a_thousand_tokens() -> Expected:
 def test_heads_must_divide():
     inputs = make_inputs(Case(lengths=(2,), num_groups=2, num_heads=3))
     with pytest.raises(ValueError, match="v must have a multiple of the 2 heads of k, got 3"):
-        recurrent_ssd(*inputs.args(), **inputs.options(), impl="torch")
+        ssd(*inputs.args(), **inputs.options(), impl="chunk_torch")
 
 
 def test_options_are_checked():
     inputs = make_inputs(Case(lengths=(2,)))
     with pytest.raises(ValueError, match=r"chunk_size must be one of \[16, 32, 64, 128\], got 20"):
-        chunk_ssd(*inputs.args(), **inputs.options(), chunk_size=20, impl="torch")
+        ssd(*inputs.args(), **inputs.options(), chunk_size=20, impl="chunk_torch")
 
 
 def test_reference_agrees_with_the_scan_of_bamba():

@@ -9,10 +9,10 @@ import torch
 
 from tests.ops.contract import skip_reason
 from tests.ops.ssd.cases import Case, make_inputs
-from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
-from torch_hybrid.ops.ssd.op import RECURRENT_IMPLEMENTATIONS
+from torch_hybrid.ops.ssd import ssd
+from torch_hybrid.ops.ssd.op import IMPLEMENTATIONS
 
-_WHY_NOT = skip_reason(RECURRENT_IMPLEMENTATIONS["cpp"], "cpu")
+_WHY_NOT = skip_reason(IMPLEMENTATIONS["recurrent_cpp"], "cpu")
 pytestmark = pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "it runs here")
 
 
@@ -23,17 +23,17 @@ def _restore_num_threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.mark.parametrize("op", [recurrent_ssd, chunk_ssd])
-def test_the_number_of_threads_changes_no_bit(op):
+@pytest.mark.parametrize("impl", ["recurrent_cpp", "chunk_cpp"])
+def test_the_number_of_threads_changes_no_bit(impl: str):
     """Seven heads of a group are dealt out whole, as 4 and 3, in twos and one, and one by one."""
     inputs = make_inputs(Case(lengths=(20, 33, 1, 0, 17), num_groups=1, num_heads=7))
     expected = inputs.copy()
     torch.set_num_threads(1)
-    out = op(*expected.args(), scale=1.0, impl="cpp")
+    out = ssd(*expected.args(), scale=1.0, impl=impl)
     for num_threads in (2, 4, 16):
         torch.set_num_threads(num_threads)
         actual = inputs.copy()
-        assert torch.equal(op(*actual.args(), scale=1.0, impl="cpp"), out)
+        assert torch.equal(ssd(*actual.args(), scale=1.0, impl=impl), out)
         torch.testing.assert_close(actual.state, expected.state, rtol=0, atol=0, equal_nan=True)
 
 
@@ -42,6 +42,6 @@ def test_denormals_are_zeros_within_the_chunk_form_alone():
     inputs = make_inputs(Case(lengths=(40,)))
     inputs.g.fill_(-90.0)
     actual, expected = inputs.copy(), inputs.copy()
-    out = chunk_ssd(*actual.args(), scale=1.0, impl="cpp")
-    torch.testing.assert_close(out, chunk_ssd(*expected.args(), scale=1.0, impl="torch"))
+    out = ssd(*actual.args(), scale=1.0, impl="chunk_cpp")
+    torch.testing.assert_close(out, ssd(*expected.args(), scale=1.0, impl="chunk_torch"))
     assert torch.tensor([1e-30]) * 1e-10 != 0

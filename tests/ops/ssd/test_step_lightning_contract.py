@@ -14,7 +14,7 @@ from tests.ops.ssd.step_lightning_cases import CASES, Case, make_inputs
 from tests.ops.ssd.step_lightning_family import FAMILY
 from tests.ops.step_contract import StepContract
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
-from torch_hybrid.ops.ssd import recurrent_ssd
+from torch_hybrid.ops.ssd import ssd
 
 
 class TestContract(StepContract):
@@ -38,8 +38,8 @@ def test_the_reference_is_its_parts(name: str):
         q, k = (rotate_halves(x, Rotary(parts.cos, parts.sin)) for x in (q, k))
     g = -parts.slopes.expand(len(q), -1)
     index = (parts.cu_seqlens, parts.initial_indices, parts.state_indices)
-    options = {"scale": parts.scale, "impl": "torch"}
-    o = recurrent_ssd(q, k, v, g, None, None, parts.state, *index, **options).flatten(1)
+    options = {"scale": parts.scale, "impl": "recurrent_torch"}
+    o = ssd(q, k, v, g, None, None, parts.state, *index, **options).flatten(1)
     if parts.gate is not None:
         groups = (parts.norm_groups, -1)
         o = norm(o.unflatten(1, groups), parts.norm_weight.unflatten(0, groups)).flatten(1)

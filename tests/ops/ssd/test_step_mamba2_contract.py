@@ -14,7 +14,7 @@ from tests.ops.ssd.step_mamba2_cases import CASES, GATES, Case, make_inputs
 from tests.ops.ssd.step_mamba2_family import FAMILY
 from tests.ops.step_contract import StepContract
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
-from torch_hybrid.ops.ssd import recurrent_ssd
+from torch_hybrid.ops.ssd import ssd
 
 
 class TestContract(StepContract):
@@ -35,7 +35,7 @@ def test_the_reference_is_its_parts(gate: str):
     mixed = causal_conv1d(parts.xBC, *weights, *index, activation="silu", impl="torch")
     x, B, C = mixed.split([num_heads * v_dim, 2 * k_dim, 2 * k_dim], 1)
     dt = F.softplus(parts.dt + parts.dt_bias).clamp(0.1, 2.0)
-    o = recurrent_ssd(
+    o = ssd(
         C.view(num_tokens, -1, k_dim),
         B.view(num_tokens, -1, k_dim),
         x.view(num_tokens, -1, v_dim),
@@ -45,7 +45,7 @@ def test_the_reference_is_its_parts(gate: str):
         parts.state,
         *index,
         scale=1.0,
-        impl="torch",
+        impl="recurrent_torch",
     ).flatten(1)
 
     def norm(y: Tensor) -> Tensor:

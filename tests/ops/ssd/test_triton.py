@@ -21,8 +21,8 @@ from tests.ops.triton_compile import (
 )
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.ssd import recurrent_ssd
-from torch_hybrid.ops.ssd.op import RecurrentSsd
+from torch_hybrid.ops.ssd import ssd
+from torch_hybrid.ops.ssd.op import Ssd
 from torch_hybrid.ops.ssd.reference import ssd_reference
 
 # What of the contract the interpreter can do in seconds; it takes milliseconds a token and head.
@@ -87,7 +87,7 @@ def check(device: str, case: Case, dtype: torch.dtype) -> None:
 
 
 def call(inputs: Inputs) -> Tensor:
-    return recurrent_ssd(*inputs.args(), **inputs.options(), impl="triton")
+    return ssd(*inputs.args(), **inputs.options(), impl="recurrent_triton")
 
 
 def assert_as_exact(inputs: Inputs, out: Tensor, state: Tensor) -> None:
@@ -165,7 +165,7 @@ def record_launches(
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
     with launches_on(target) as launches:
         _triton.recurrent_ssd(
-            RecurrentSsd(
+            Ssd(
                 q=q.unflatten(1, (num_groups, k_dim)),
                 k=k.unflatten(1, (num_groups, k_dim)),
                 v=v.unflatten(1, (num_heads, v_dim)),
@@ -177,7 +177,7 @@ def record_launches(
                 initial_indices=indices[1:],
                 state_indices=indices[1:],
                 scale=1.0,
-                impl="triton",
+                impl="recurrent_triton",
             )
         )
     return launches

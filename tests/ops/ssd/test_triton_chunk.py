@@ -20,8 +20,8 @@ from tests.ops.triton_compile import (
 )
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.ssd import chunk_ssd
-from torch_hybrid.ops.ssd.op import ChunkSsd
+from torch_hybrid.ops.ssd import ssd
+from torch_hybrid.ops.ssd.op import Ssd
 
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/ssd -k triton
@@ -114,7 +114,7 @@ def check_segments(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dt
 
 
 def call(inputs: Inputs, chunk_size: int) -> Tensor:
-    return chunk_ssd(*inputs.args(), **inputs.options(), chunk_size=chunk_size, impl="triton")
+    return ssd(*inputs.args(), **inputs.options(), chunk_size=chunk_size, impl="chunk_triton")
 
 
 # (chunk size, groups, heads, K, V, args, dtype), 8192 tokens in 16 sequences
@@ -166,7 +166,7 @@ def record_launches(
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
     with launches_on(target) as launches:
         _triton_chunk.chunk_ssd(
-            ChunkSsd(
+            Ssd(
                 q=q.unflatten(1, (num_groups, k_dim)),
                 k=k.unflatten(1, (num_groups, k_dim)),
                 v=v.unflatten(1, (num_heads, v_dim)),
@@ -179,7 +179,7 @@ def record_launches(
                 state_indices=indices[1:],
                 scale=1.0,
                 chunk_size=chunk_size,
-                impl="triton",
+                impl="chunk_triton",
             )
         )
     return launches
