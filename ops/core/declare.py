@@ -20,9 +20,10 @@ reads ``x.factor``.
 Letters are sizes. A field of rows, weights or a pool binds the letters that it is the first to
 name; ``counts=True`` lets an index tensor bind its own. Other dimensions are expressions of them.
 ``chunk_size: Annotated[int, NO_DEFAULT] = field(default=32, kw_only=True)`` is an option whose
-default the public function alone has, and the schema has not. Letters that an optional field binds
-are of its own dimensions alone. ``pools: Annotated[Sequence[Tensor], MUTATED]`` are tensors of any
-number, whose forms the op's ``check`` knows; without ``MUTATED`` the op only reads them. What an
+default the public function alone has, and the schema has not. ``OneOf(16, 32)`` beside the type
+lists allowed values. Letters that an optional field binds are of its own dimensions alone.
+``pools: Annotated[Sequence[Tensor], MUTATED]`` are tensors of any number, whose forms the op's
+``check`` knows; without ``MUTATED`` the op only reads them. What an
 implementation's planner made comes as
 ``planned: Sequence[Tensor] | None = field(default=(), kw_only=True)``, which is empty or None where
 nothing was planned. A field with ``TRACED`` is for implementations that ``is_traced`` alone: the
@@ -208,6 +209,13 @@ class Pool(_Kind):
     ) -> None:
         self.leading = (size,)
         super().__init__(*dims, dtype=dtype, counts=counts)
+
+
+class OneOf:
+    """Option of allowed values: ``Annotated[int, OneOf(16, 32)]``."""
+
+    def __init__(self, *values: int) -> None:
+        self.values = values
 
 
 class Index(_Kind):
@@ -446,6 +454,11 @@ class Declaration:
             fail = f"fail_floats('{self.floating}', {self.floating})"
             yield f"    if {self.floating}.dtype not in floats: {fail}"
         yield from self._checks()
+        for each in self._fields:
+            for option in _metadata(self._hints[each.name]):
+                if isinstance(option, OneOf):
+                    fail = f"fail_option('{each.name}', {each.name}, {option.values})"
+                    yield f"    if {each.name} not in {option.values}: {fail}"
         if "check" in own:
             yield "    _given.check()"
         sizes = ", ".join(f"'{size}': {letter}" for size, letter in limited.items())
@@ -664,6 +677,10 @@ def _fail_dtype(name: str, x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
     raise ValueError(f"{name} must have dtype {allowed}, got {x.dtype}")
 
 
+def _fail_option(name: str, option: int, values: Sequence[int]) -> None:
+    raise ValueError(f"{name} must be one of {list(values)}, got {option}")
+
+
 def _fail_rows(name: str, x: Tensor) -> None:
     raise ValueError(f"{name} must have contiguous rows, got strides {list(x.stride())}")
 
@@ -686,6 +703,7 @@ _SCOPE: dict[str, Any] = {
     "has_dense_rows": has_dense_rows,
     "fail_floats": _fail_floats,
     "fail_dtype": _fail_dtype,
+    "fail_option": _fail_option,
     "fail_rows": _fail_rows,
     "fail_last_dim": _fail_last_dim,
 }

@@ -13,12 +13,6 @@ CHUNK_SIZES = (16, 32, 64, 128)
 DEFAULT_CHUNK_SIZE = 32
 
 
-def check_chunk_size(chunk_size: int) -> None:
-    """Raise ValueError when ``chunk_size`` is not one of CHUNK_SIZES."""
-    if chunk_size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_size must be one of {list(CHUNK_SIZES)}, got {chunk_size}")
-
-
 def in_forms(
     *, recurrent: Mapping[str, Implementation], chunk: Mapping[str, Implementation]
 ) -> dict[str, Implementation]:

@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
-from torch_hybrid.ops.core.declare import (
-    NO_DEFAULT,
-    Index,
-    Pool,
-    Rows,
-    StatefulOp,
-    define,
-    like,
-)
-from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size, in_forms
+from torch_hybrid.ops.core.declare import Index, OneOf, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
@@ -157,17 +149,15 @@ class DeltaRule(StatefulOp):
     state_indices: Annotated[Tensor, Index("N", counts=True)]
     scale: float = field(kw_only=True)
     qk_l2norm: bool = field(kw_only=True)
-    chunk_size: Annotated[int, NO_DEFAULT] = field(default=DEFAULT_CHUNK_SIZE, kw_only=True)
+    chunk_size: Annotated[int, OneOf(*CHUNK_SIZES)] = field(
+        default=DEFAULT_CHUNK_SIZE, kw_only=True
+    )
     planned: Sequence[Tensor] | None = field(default=(), kw_only=True)
 
     @property
     def by_channel(self) -> bool:
         """True where each channel of a key has a decay of its own."""
         return self.g.ndim == 3
-
-    def check(self) -> None:
-        """Raise ValueError unless chunks are of a known size."""
-        check_chunk_size(self.chunk_size)
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -216,8 +206,7 @@ class GatedDeltaRule(DeltaRule):
     g: Annotated[Tensor, Rows("HV", dtype=torch.float32)]
 
     def check(self) -> None:
-        """Raise ValueError unless heads divide, and chunks are of a known size."""
-        check_chunk_size(self.chunk_size)
+        """Raise ValueError unless key heads divide the value heads."""
         num_k_heads, num_v_heads = self.k.shape[1], self.v.shape[1]
         if num_v_heads % num_k_heads:
             raise ValueError(

@@ -14,17 +14,8 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
-from torch_hybrid.ops.core.declare import (
-    NO_DEFAULT,
-    Dense,
-    Index,
-    Pool,
-    Rows,
-    StatefulOp,
-    define,
-    like,
-)
-from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size, in_forms
+from torch_hybrid.ops.core.declare import Dense, Index, OneOf, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -128,11 +119,12 @@ class Ssd(StatefulOp):
     initial_indices: Annotated[Tensor, Index("N")]
     state_indices: Annotated[Tensor, Index("N", counts=True)]
     scale: float = field(kw_only=True)
-    chunk_size: Annotated[int, NO_DEFAULT] = field(default=DEFAULT_CHUNK_SIZE, kw_only=True)
+    chunk_size: Annotated[int, OneOf(*CHUNK_SIZES)] = field(
+        default=DEFAULT_CHUNK_SIZE, kw_only=True
+    )
 
     def check(self) -> None:
-        """Raise ValueError unless groups divide the heads, and chunks are of a known size."""
-        check_chunk_size(self.chunk_size)
+        """Raise ValueError unless groups divide the heads."""
         num_groups, num_heads = self.k.shape[1], self.v.shape[1]
         if num_heads % num_groups:
             raise ValueError(
