@@ -236,7 +236,6 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "gated_pooling": nothing,
     "previous_rows": nothing,
     "latent_attention": latent_attention,
-    "latent_attention_with_lse": latent_attention,
     "store_latents": nothing,
     "gather_latents": nothing,
     "ragged_attention_with_lse": ragged_attention,

@@ -3,8 +3,7 @@
 from torch_hybrid.ops.latent_attention.op import (
     gather_latents,
     latent_attention,
-    latent_attention_with_lse,
     store_latents,
 )
 
-__all__ = ["gather_latents", "latent_attention", "latent_attention_with_lse", "store_latents"]
+__all__ = ["gather_latents", "latent_attention", "store_latents"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.formats.fp8_kv import rounded, worth
-from torch_hybrid.ops.latent_attention.op import GatherLatents, Latents, StoreLatents
+from torch_hybrid.ops.latent_attention.op import GatherLatents, LatentAttention, StoreLatents
 from torch_hybrid.ops.native.call import kernel
 
 _SOURCE = Path(__file__).with_name("_cpu.cpp")
@@ -37,8 +37,8 @@ _GATHER = kernel(
 )
 
 
-def latent_attention_with_lse(x: Latents, *, is_invariant: bool = False) -> tuple[Tensor, Tensor]:
-    """Launch ``torch_hybrid::latent_attention_with_lse``, and the op without.
+def latent_attention(x: LatentAttention, *, is_invariant: bool = False) -> Tensor:
+    """Launch ``torch_hybrid::latent_attention``.
 
     Args:
         x: arguments of the op.
@@ -84,7 +84,7 @@ def latent_attention_with_lse(x: Latents, *, is_invariant: bool = False) -> tupl
     )
     if not in_range:
         x.check_indices()
-    return out, lse
+    return out
 
 
 def store_latents(x: StoreLatents) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.planning import Lengths, Planned
 from torch_hybrid.ops.flashinfer.scratch import Scratch, first_pages
 from torch_hybrid.ops.latent_attention._triton_store import store_rows
-from torch_hybrid.ops.latent_attention.op import Latents
+from torch_hybrid.ops.latent_attention.op import LatentAttention
 from torch_hybrid.ops.triton.padding import set_padding
 
 _NOT_CAUSAL = 0  # of one query a sequence, which sees all keys
@@ -99,8 +99,8 @@ def packed(pinned: Tensor, offsets: Sequence[int], num_seqs: int, num_heads: int
     return Planned(tensors=(torch.cat(parts),), values=tuple(values))
 
 
-def latent_attention_with_lse(x: Latents) -> tuple[Tensor, Tensor]:
-    """Launch ``torch_hybrid::latent_attention_with_lse``, and the op without."""
+def latent_attention(x: LatentAttention) -> Tensor:
+    """Launch ``torch_hybrid::latent_attention``."""
     (schedule, values), q_latent, pool = x.planned or (), x.q_latent, x.pool
     _, num_heads, rank = q_latent.shape
     offsets = values.tolist()
@@ -130,7 +130,7 @@ def latent_attention_with_lse(x: Latents) -> tuple[Tensor, Tensor]:
         1.0,  # and so are keys
         None,
     )
-    return out, lse
+    return out
 
 
 @cache

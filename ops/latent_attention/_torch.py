@@ -9,20 +9,19 @@ from torch import Tensor
 
 from torch_hybrid.ops.formats.fp8_kv import worth
 from torch_hybrid.ops.latent_attention._rows import store_latents
-from torch_hybrid.ops.latent_attention.op import Latents
+from torch_hybrid.ops.latent_attention.op import LatentAttention
 
 # Queries per product: bounds the logits to [H * _BLOCK, seq_len].
 _BLOCK = 64
 
 
-def latent_attention_with_lse(x: Latents) -> tuple[Tensor, Tensor]:
-    """Launch ``torch_hybrid::latent_attention_with_lse``, and the op without."""
+def latent_attention(x: LatentAttention) -> Tensor:
+    """Launch ``torch_hybrid::latent_attention``."""
     store_latents(x.stored())
     q_latent, pool, pool_scale, page_size = x.q_latent, x.pool, x.pool_scale, x.pool.shape[1]
     q = torch.cat([q_latent, x.q_rope], 2)
     offsets, lengths = x.cu_seqlens.tolist(), x.seq_lens.tolist()
     out = torch.zeros(q_latent.shape, dtype=q.dtype, device=q.device)
-    lse = torch.full(q_latent.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
     for n, length in enumerate(lengths):
         if offsets[n] == offsets[n + 1]:
             continue
@@ -33,13 +32,11 @@ def latent_attention_with_lse(x: Latents) -> tuple[Tensor, Tensor]:
         for begin in range(offsets[n], offsets[n + 1], _BLOCK):
             end = min(begin + _BLOCK, offsets[n + 1])
             visible = rows[: length - offsets[n + 1] + end]
-            out[begin:end], lse[begin:end] = _attend(
-                q[begin:end], visible, q_latent.shape[2], x.scale
-            )
-    return out, lse
+            out[begin:end] = _attend(q[begin:end], visible, q_latent.shape[2], x.scale)
+    return out
 
 
-def _attend(q: Tensor, rows: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, rows: Tensor, rank: int, scale: float) -> Tensor:
     """Attend from the last queries to all rows, causal among the last rows."""
     num_tokens, num_heads, _ = q.shape
     logits = scale * (q.to(rows.dtype).flatten(0, 1) @ rows.T).view(num_tokens, num_heads, -1)
@@ -49,4 +46,4 @@ def _attend(q: Tensor, rows: Tensor, rank: int, scale: float) -> tuple[Tensor, T
     lse = torch.logsumexp(logits, -1)
     weights = torch.exp(logits - lse[..., None])
     out = (weights.flatten(0, 1) @ rows[:, :rank]).view(num_tokens, num_heads, rank)
-    return out.to(q.dtype), lse.float()
+    return out.to(q.dtype)

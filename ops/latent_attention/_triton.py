@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -14,15 +12,15 @@ from torch_hybrid.ops.latent_attention._triton_hopper import BLOCK_M, attend_on_
 from torch_hybrid.ops.latent_attention._triton_pairs import attend_to_pairs
 from torch_hybrid.ops.latent_attention._triton_store import store_rows
 from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
-from torch_hybrid.ops.latent_attention.op import Latents
+from torch_hybrid.ops.latent_attention.op import LatentAttention
 from torch_hybrid.ops.triton.devices import interpreted
 from torch_hybrid.ops.triton.fp8 import readable
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
 
-def latent_attention_with_lse(x: Latents, *, is_invariant: bool = False) -> tuple[Tensor, Tensor]:
-    """Launch ``torch_hybrid::latent_attention_with_lse``, and the op without.
+def latent_attention(x: LatentAttention, *, is_invariant: bool = False) -> Tensor:
+    """Launch ``torch_hybrid::latent_attention``.
 
     Args:
         x: arguments of the op.
@@ -32,7 +30,7 @@ def latent_attention_with_lse(x: Latents, *, is_invariant: bool = False) -> tupl
     out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     lse = q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
     if x.page_table.shape[0] == 0:
-        return out.zero_(), lse.fill_(-math.inf)
+        return out.zero_()
     store_rows(x, x.pool if x.pool_scale is None else readable(x.pool))
     for_hopper = serves(x)
     tiles = Tiles.of(x, for_hopper=for_hopper, is_invariant=is_invariant)
@@ -43,15 +41,15 @@ def latent_attention_with_lse(x: Latents, *, is_invariant: bool = False) -> tupl
         attend = attend_on_hopper
     if tiles.num_splits == 1:
         attend(x, out, lse, tiles)
-        return out, lse
+        return out
     partial_out = out.new_empty(tiles.num_splits, *out.shape, dtype=torch.float32)
     partial_lse = lse.new_empty(tiles.num_splits, *lse.shape)
     attend(x, partial_out, partial_lse, tiles)
     merge_splits(partial_out, partial_lse, x.cu_seqlens, out, lse)
-    return out, lse
+    return out
 
 
-def _attend(x: Latents, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
+def _attend(x: LatentAttention, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row."""
     q_latent, q_rope, page_table = x.q_latent, x.q_rope, x.page_table
     num_tokens, num_heads, rank = q_latent.shape

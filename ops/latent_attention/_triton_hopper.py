@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
-from torch_hybrid.ops.latent_attention.op import Latents
+from torch_hybrid.ops.latent_attention.op import LatentAttention
 from torch_hybrid.ops.triton.devices import rows_are_aligned, runs_gluon
 from torch_hybrid.ops.triton.padding import set_padding
 from torch_hybrid.ops.triton.ragged import num_blocks
@@ -20,14 +20,14 @@ BLOCK_KV, STAGES = 64, 2
 REGISTERS, COPY_REGISTERS = 184, 80
 
 
-def serves(x: Latents) -> bool:
+def serves(x: LatentAttention) -> bool:
     """Tell whether the form takes these queries and latents."""
     sizes = (x.q_latent.shape[2], x.q_rope.shape[2])
     aligned = all(map(rows_are_aligned, (x.q_latent, x.q_rope, x.pool)))
     return runs_gluon(x.pool.device) and x.pool.itemsize == 2 and sizes == (RANK, ROPE) and aligned
 
 
-def attend_on_hopper(x: Latents, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
+def attend_on_hopper(x: LatentAttention, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row.
 
     Padding is filled where there is one split, and else left to the merge.

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
-from torch_hybrid.ops.latent_attention.op import Latents
+from torch_hybrid.ops.latent_attention.op import LatentAttention
 from torch_hybrid.ops.triton.devices import converts_fp8
 from torch_hybrid.ops.triton.fp8_kv import float16_factors, widen_pairs
 from torch_hybrid.ops.triton.padding import set_padding
@@ -21,7 +21,7 @@ from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, seq
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale
 
 
-def attend_to_pairs(x: Latents, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
+def attend_to_pairs(x: LatentAttention, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row.
 
     Padding is filled where there is one split, and else left to the merge.

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.latent_attention.op import Latents
+from torch_hybrid.ops.latent_attention.op import LatentAttention
 from torch_hybrid.ops.triton.fp8_kv import narrow
 
 
-def store_rows(x: Latents, pool: Tensor) -> None:
+def store_rows(x: LatentAttention, pool: Tensor) -> None:
     """Put the new rows into their pages.
 
     A launch of its own: the kernel that attends reads rows which other programs write here.

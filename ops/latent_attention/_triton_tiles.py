@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import triton
 
-from torch_hybrid.ops.latent_attention.op import Latents
+from torch_hybrid.ops.latent_attention.op import LatentAttention
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 
 _MAX_SPLITS = 64
@@ -34,7 +34,7 @@ class Tiles:
         return self.block_q * self.block_h
 
     @classmethod
-    def of(cls, x: Latents, *, for_hopper: bool, is_invariant: bool) -> Tiles:
+    def of(cls, x: LatentAttention, *, for_hopper: bool, is_invariant: bool) -> Tiles:
         """Choose tiles for sequences of at most as many keys as a row of ``page_table`` has.
 
         Args:

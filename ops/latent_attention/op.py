@@ -26,7 +26,6 @@ from torch_hybrid.ops.core.declare import (
     define,
     like,
     made,
-    pair_made,
 )
 from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.core.registration import check_dtypes, check_scale
@@ -110,14 +109,52 @@ def _rows(function: str) -> dict[str, Implementation]:
     }
 
 
-IMPLEMENTATIONS = _attention("latent_attention_with_lse")
+IMPLEMENTATIONS = _attention("latent_attention")
 STORE_IMPLEMENTATIONS = _rows("store_latents")
 GATHER_IMPLEMENTATIONS = _rows("gather_latents")
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class Latents(Op):
-    """Base of both ops, whose arguments these are."""
+class LatentAttention(Op):
+    """Causal attention to pages, absorbed, after the new latents are written into them.
+
+    Multi-head latent attention (DeepSeek-V2) with the key projection absorbed into the query and
+    the value projection left to the caller: all heads share one row ``[latent | k_rope]`` per
+    token, of which ``latent`` is the value too. One call serves any mix of lengths: N sequences,
+    their T new tokens packed, H heads. Query i of a sequence with n new tokens sees the rows up
+    to position ``seq_len - n + i``. Page 0 is null: it is neither read nor written. Tokens from
+    ``cu_seqlens[N]`` on are padding.
+
+    Args:
+        q_latent: [T, H, R], ``q_nope W_UK``; float32, bfloat16 or float16; any strides that keep
+            R contiguous.
+        q_rope: [T, H, P], as q_latent; rotated, or not in a model without positions.
+        latent: [T, R], the normalised latent of the new tokens, which may be a slice.
+        k_rope: [T, P], the part of the key that the heads share, which may be a slice.
+        pool: [pages, page_size, R + P], dtype of q_latent or float8_e4m3fn, contiguous. Mutated:
+            the rows that ``slot_mapping`` names, rounded to FP8 as ``ops.fp8_kv`` says; the new
+            tokens attend to what was rounded.
+        cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
+        seq_lens: [N] int32, total length of each sequence, new tokens included.
+        page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
+            page_size)``. Entries that no query sees are never read.
+        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
+        scale: factor of the logits: that of the expanded head, ``(nope + P) ** -0.5``, and never
+            ``(R + P) ** -0.5``.
+        pool_scale: [1] float32, positive: what a number of float8_e4m3fn is worth. For a pool of 8
+            bits alone.
+        planned: for an implementation that plans, what its planner made for these lengths: its
+            tensors, and its values as a tensor on the host.
+        impl: name in IMPLEMENTATIONS.
+
+    Returns:
+        [T, H, R] in the dtype of q_latent: latents averaged by the softmax, to be multiplied by
+        ``W_UV``. Rows of padding tokens are 0.
+
+    Raises:
+        ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
+            an index is outside its pool.
+    """
 
     q_latent: Annotated[Tensor, Rows("H", "rank", last_dim=True)]
     q_rope: Annotated[Tensor, Rows("H", "rope_dim", last_dim=True)]
@@ -160,59 +197,6 @@ class Latents(Op):
             num_pages=self.pool.shape[0],
             page_size=self.pool.shape[1],
         )
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class LatentAttention(Latents):
-    """Causal attention to pages, absorbed, after the new latents are written into them.
-
-    Multi-head latent attention (DeepSeek-V2) with the key projection absorbed into the query and
-    the value projection left to the caller: all heads share one row ``[latent | k_rope]`` per
-    token, of which ``latent`` is the value too. One call serves any mix of lengths: N sequences,
-    their T new tokens packed, H heads. Query i of a sequence with n new tokens sees the rows up
-    to position ``seq_len - n + i``. Page 0 is null: it is neither read nor written. Tokens from
-    ``cu_seqlens[N]`` on are padding.
-
-    Args:
-        q_latent: [T, H, R], ``q_nope W_UK``; float32, bfloat16 or float16; any strides that keep
-            R contiguous.
-        q_rope: [T, H, P], as q_latent; rotated, or not in a model without positions.
-        latent: [T, R], the normalised latent of the new tokens, which may be a slice.
-        k_rope: [T, P], the part of the key that the heads share, which may be a slice.
-        pool: [pages, page_size, R + P], dtype of q_latent or float8_e4m3fn, contiguous. Mutated:
-            the rows that ``slot_mapping`` names, rounded to FP8 as ``ops.fp8_kv`` says; the new
-            tokens attend to what was rounded.
-        cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
-        seq_lens: [N] int32, total length of each sequence, new tokens included.
-        page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
-            page_size)``. Entries that no query sees are never read.
-        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
-        scale: factor of the logits: that of the expanded head, ``(nope + P) ** -0.5``, and never
-            ``(R + P) ** -0.5``.
-        pool_scale: [1] float32, positive: what a number of float8_e4m3fn is worth. For a pool of 8
-            bits alone.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
-        impl: name in IMPLEMENTATIONS.
-
-    Returns:
-        [T, H, R] in the dtype of q_latent: latents averaged by the softmax, to be multiplied by
-        ``W_UV``. Rows of padding tokens are 0.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
-            an index is outside its pool.
-    """
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class LatentAttentionWithLse(Latents):
-    """:func:`latent_attention` that also returns the log-sum-exp of each row's logits.
-
-    Returns:
-        The output, [T, H, R] in the dtype of q_latent, and the natural-log LSE, [T, H] float32;
-        padding rows hold ``(0, -inf)``, the identity of ``merge_states``.
-    """
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -320,24 +304,15 @@ def made_of_stored(rows: Tensor, stored: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def _empty_with_lse(x: LatentAttentionWithLse) -> tuple[Tensor, Tensor]:
-    lse = x.q_latent.new_empty(x.q_latent.shape[:2], dtype=torch.float32)
-    return x.q_latent.new_empty(x.q_latent.shape), lse
-
-
 def _empty_rows(x: GatherLatents) -> Tensor:
     return x.pool.new_empty(x.rows.shape[0], x.pool.shape[2], dtype=x.dtype or x.pool.dtype)
 
 
-_LIMITED = {"num_heads": "H", "rank": "rank", "rope_dim": "rope_dim", "page_size": "page_size"}
 latent_attention = define(
-    LatentAttention, IMPLEMENTATIONS, returns=like("q_latent"), limited=_LIMITED, names_ndim=True
-)
-latent_attention_with_lse = define(
-    LatentAttentionWithLse,
+    LatentAttention,
     IMPLEMENTATIONS,
-    returns=pair_made(_empty_with_lse),
-    limited=_LIMITED,
+    returns=like("q_latent"),
+    limited={"num_heads": "H", "rank": "rank", "rope_dim": "rope_dim", "page_size": "page_size"},
     names_ndim=True,
 )
 define_made_of("store_latents.made_of")

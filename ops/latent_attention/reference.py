@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.formats.fp8_kv import rounded, worth
-from torch_hybrid.ops.latent_attention.op import GatherLatents, Latents, StoreLatents
+from torch_hybrid.ops.latent_attention.op import GatherLatents, LatentAttention, StoreLatents
 
 
-def latent_attention_with_lse(x: Latents) -> tuple[Tensor, Tensor]:
-    """Return the output and ``lse = log sum exp`` of the logits of each query and head.
-
-    Mutates ``x.pool``, as the op does.
-    """
+def latent_attention(x: LatentAttention) -> Tensor:
+    """Compute the op's output; mutates ``x.pool``, as the op does."""
     q_latent, pool, pool_scale = x.q_latent, x.pool, x.pool_scale
     rank, page_size = q_latent.shape[2], pool.shape[1]
     work = torch.promote_types(q_latent.dtype, torch.float32)
     offsets, lengths = x.cu_seqlens.tolist(), x.seq_lens.tolist()
     out = q_latent.new_zeros(q_latent.shape)
-    lse = q_latent.new_full(q_latent.shape[:2], -math.inf, dtype=work)
     store_latents(x.stored())
     for n, length in enumerate(lengths):
         for t in range(offsets[n], offsets[n + 1]):
@@ -32,9 +26,9 @@ def latent_attention_with_lse(x: Latents) -> tuple[Tensor, Tensor]:
             rows = rows.to(work) if pool_scale is None else worth(rows, pool_scale, work)
             c, shared_key = rows.split([rank, rows.shape[1] - rank], 1)
             logits = x.scale * (q_latent[t].to(work) @ c.T + x.q_rope[t].to(work) @ shared_key.T)
-            lse[t] = torch.logsumexp(logits, 1)
-            out[t] = (torch.exp(logits - lse[t, :, None]) @ c).to(q_latent.dtype)
-    return out, lse
+            weights = torch.exp(logits - torch.logsumexp(logits, 1, keepdim=True))
+            out[t] = (weights @ c).to(q_latent.dtype)
+    return out
 
 
 def store_latents(x: StoreLatents) -> None:

@@ -306,7 +306,6 @@ CALLS: dict[str, Callable[[], _Made]] = {
     ),
     "kimi_delta_step, drafts": _kimi_delta_verify,
     "latent_attention": _latent_attention,
-    "latent_attention_with_lse": _latent_attention,
     "lightning_step": lambda: _recurrent(
         lightning_step.make_inputs(lightning_step.Case(**_ONE_EACH))
     ),

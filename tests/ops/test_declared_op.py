@@ -42,7 +42,6 @@ PADDING: dict[str, tuple[float, ...]] = {
     "pooled_selection_step": (-1,),
     "paged_attention_with_lse": (0, -math.inf),
     "ragged_attention_with_lse": (0, -math.inf),
-    "latent_attention_with_lse": (0, -math.inf),
 }
 PAIRS = {"kv"}  # pools of keys and of values, which stand before pages
 OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
