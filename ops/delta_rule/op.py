@@ -316,16 +316,26 @@ recurrent_gated_delta_rule = define(
     GATED_RECURRENT_IMPLEMENTATIONS,
     returns=like("v"),
     limited=_LIMITED_GATED,
+    flops="6 * T * HV * V * K",
 )
 chunk_gated_delta_rule = define(
-    ChunkGatedDeltaRule, GATED_CHUNK_IMPLEMENTATIONS, returns=like("v"), limited=_LIMITED_GATED
+    ChunkGatedDeltaRule,
+    GATED_CHUNK_IMPLEMENTATIONS,
+    returns=like("v"),
+    limited=_LIMITED_GATED,
+    flops="6 * T * HV * V * K",
 )
 recurrent_kimi_delta_attention = define(
     RecurrentKimiDeltaAttention,
     KIMI_RECURRENT_IMPLEMENTATIONS,
     returns=like("v"),
     limited=_LIMITED_KIMI,
+    flops="6 * T * H * V * K",
 )
 chunk_kimi_delta_attention = define(
-    ChunkKimiDeltaAttention, KIMI_CHUNK_IMPLEMENTATIONS, returns=like("v"), limited=_LIMITED_KIMI
+    ChunkKimiDeltaAttention,
+    KIMI_CHUNK_IMPLEMENTATIONS,
+    returns=like("v"),
+    limited=_LIMITED_KIMI,
+    flops="6 * T * H * V * K",
 )

@@ -330,8 +330,14 @@ def _empty_rows(x: GatherLatents) -> Tensor:
 
 
 _LIMITED = {"num_heads": "H", "rank": "rank", "rope_dim": "rope_dim", "page_size": "page_size"}
+_FLOPS = "2 * T * H * M * page_size * (2 * rank + rope_dim)"  # values are latents
 latent_attention = define(
-    LatentAttention, IMPLEMENTATIONS, returns=like("q_latent"), limited=_LIMITED, names_ndim=True
+    LatentAttention,
+    IMPLEMENTATIONS,
+    returns=like("q_latent"),
+    limited=_LIMITED,
+    names_ndim=True,
+    flops=_FLOPS,
 )
 latent_attention_with_lse = define(
     LatentAttentionWithLse,
@@ -339,6 +345,7 @@ latent_attention_with_lse = define(
     returns=pair_made(_empty_with_lse),
     limited=_LIMITED,
     names_ndim=True,
+    flops=_FLOPS,
 )
 define_made_of("store_latents.made_of")
 store_latents = define(

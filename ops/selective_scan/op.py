@@ -176,7 +176,12 @@ recurrent_selective_scan = define(
     RECURRENT_IMPLEMENTATIONS,
     returns=like("x"),
     limited={"state_dim": "M"},
+    flops="4 * T * E * M",
 )
 chunk_selective_scan = define(
-    ChunkSelectiveScan, CHUNK_IMPLEMENTATIONS, returns=like("x"), limited={"state_dim": "M"}
+    ChunkSelectiveScan,
+    CHUNK_IMPLEMENTATIONS,
+    returns=like("x"),
+    limited={"state_dim": "M"},
+    flops="4 * T * E * M",
 )

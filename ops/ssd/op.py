@@ -159,6 +159,16 @@ class ChunkSsd(Ssd):
 
 
 recurrent_ssd = define(
-    RecurrentSsd, RECURRENT_IMPLEMENTATIONS, returns=like("v"), limited={"head_k_dim": "K"}
+    RecurrentSsd,
+    RECURRENT_IMPLEMENTATIONS,
+    returns=like("v"),
+    limited={"head_k_dim": "K"},
+    flops="4 * T * H * V * K",
 )
-chunk_ssd = define(ChunkSsd, CHUNK_IMPLEMENTATIONS, returns=like("v"), limited={"head_k_dim": "K"})
+chunk_ssd = define(
+    ChunkSsd,
+    CHUNK_IMPLEMENTATIONS,
+    returns=like("v"),
+    limited={"head_k_dim": "K"},
+    flops="4 * T * H * V * K",
+)
