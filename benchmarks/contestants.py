@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -113,9 +114,9 @@ class Transformers:
         return "cache_params" if is_mamba else "past_key_values"
 
 
-class TransformersRwkv:
-    """RWKV of transformers, run eagerly: one sequence after the other, as it knows no masks, and
-    its steps of one token mix the sequences of a batch.
+class OneByOneTransformers:
+    """A transformers model that takes its states as a list, run eagerly: one sequence after the
+    other, as it knows no masks, and its steps of one token mix the sequences of a batch.
 
     Args:
         model: unmodified.
@@ -173,12 +174,12 @@ class UnpaddedTransformers:
         return logits
 
 
-def transformers(model: Any) -> Transformers | UnpaddedTransformers | TransformersRwkv:
+def transformers(model: Any) -> Transformers | UnpaddedTransformers | OneByOneTransformers:
     """A transformers model run eagerly, as it takes a batch."""
     if model.config.model_type == "xlstm":
         return UnpaddedTransformers(model)
-    if model.config.model_type == "rwkv":
-        return TransformersRwkv(model)
+    if "state" in signature(model.forward).parameters:
+        return OneByOneTransformers(model)
     return Transformers(model)
 
 

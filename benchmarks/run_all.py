@@ -41,40 +41,32 @@ _TIMED = Traits(quick=("--seconds", "0.01"))
 
 TRAITS = {
     "batch_invariant": _OF_STEPS,
-    "causal_conv1d": _TIMED,
     "compile_time": _OF_STEPS,
     "cuda_graphs": _OF_STEPS_ON_CUDA,
     "decode": _OF_FAMILIES,
-    "delta_steps": _TIMED,
     "floor": _OF_STEPS,
-    "fused_experts": _TIMED,
-    "gated_delta_rule": _TIMED,
     "gpu": Traits(quick=("--parts", "token_ops", "--only", "router"), needs_cuda=True),
     "gpu_memory": Traits(quick=("--kv-tokens", "8192"), needs_cuda=True),
     "integers": Traits(quick=("--prompts", "4")),
-    "kimi_delta_attention": _TIMED,
-    "latent_attention": _TIMED,
     "latent_prefix": Traits(quick=("--prefixes", "256", "--tokens", "16", "--budget", "128")),
-    "linear": _TIMED,
     "llama_cpp": _OF_FAMILIES,
     "load": _OF_STEPS,
     "memory": _OF_STEPS,
     "overhead": _OF_STEPS,
     "overlap": Traits(quick=("--layers", "1", "--tokens", "128", "--delays", "0", "--rounds", "1")),
-    "paged_attention": _TIMED,
     "prefill": _OF_FAMILIES,
     "prefix_cache": _OF_STEPS,
-    "ragged_attention": _TIMED,
-    "rg_lru": _TIMED,
-    "selective_scan": _TIMED,
     "serve": _OF_STEPS,
     "speculation": _OF_STEPS,
     "spills": Traits(quick=("--march", "x86-64-v3", "--only", "rg_lru")),
-    "ssd": _TIMED,
     "state_copy": Traits(quick=("--rounds", "1")),
     "whole_model": Traits(quick=("--layers", "4"), needs_cuda=True),
-    "wkv": _TIMED,
 }
+
+
+def traits_of(name: str) -> Traits:
+    """What is known of a benchmark: most take seconds, as ``clock_arguments`` has them."""
+    return TRAITS.get(name, _TIMED)
 
 
 def discover() -> list[str]:
@@ -107,7 +99,7 @@ def jobs(
     """The command lines to run: a benchmark's name and its arguments."""
     found = []
     for name in names:
-        traits = TRAITS.get(name, Traits())
+        traits = traits_of(name)
         options: list[list[str]] = [[]]
         if traits.for_each:
             options = [["--model", m, "--dtype", d] for m in models for d in dtypes]
@@ -123,7 +115,7 @@ def run(job: Sequence[str]) -> tuple[bool, str]:
     print(f"\n{shown}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "page.md")
-        has_page = TRAITS.get(job[0], Traits()).has_options
+        has_page = traits_of(job[0]).has_options
         writes = ["--markdown", str(page)] if has_page else []
         command = [sys.executable, "-m", f"benchmarks.{job[0]}", *job[1:], *writes]
         lines = []
@@ -150,12 +142,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.list:
         for name in options.only:
-            on_gpu = " (needs a CUDA device)" if TRAITS.get(name, Traits()).needs_cuda else ""
+            on_gpu = " (needs a CUDA device)" if traits_of(name).needs_cuda else ""
             print(f"{name:22}{summary(name)}{on_gpu}")
         return
     pages, failed = [], []
     for job in jobs(options.only, options.models, options.dtypes, quick=options.quick):
-        if TRAITS.get(job[0], Traits()).needs_cuda and not torch.cuda.is_available():
+        if traits_of(job[0]).needs_cuda and not torch.cuda.is_available():
             print(f"\n{job[0]} needs a CUDA device: not run", flush=True)
             pages.append(f"{job[0]} needs a CUDA device: not run\n")
             continue

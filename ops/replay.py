@@ -145,12 +145,15 @@ def call_twice(
         [T, ...] outputs; rows of padding are what ``run`` makes of padding.
     """
     widths = [x.shape[1:].numel() for x in advancing]
-    rows = torch.cat([x.flatten(1) for x in advancing], 1)
+    rows = torch.cat([x.flatten(1) if x.ndim > 1 else x[:, None] for x in advancing], 1)
     replayed = records[replay.record_slots, replay.record_places]
     rows_certain = replayed.where(replay.is_record[:, None], rows[replay.certain_tokens])
     parts = zip(rows_certain.split(widths, 1), advancing, strict=True)
     certain = run(
-        [part.unflatten(1, x.shape[1:]).to(x.dtype) for part, x in parts],
+        [
+            (part.unflatten(1, x.shape[1:]) if x.ndim > 1 else part[:, 0]).to(x.dtype)
+            for part, x in parts
+        ],
         [x[replay.certain_tokens] for x in reading],
         replay.certain,
     )

@@ -29,16 +29,22 @@ def register_value(cls: type) -> None:
     torch.serialization.add_safe_globals([cls])  # an exported program has example inputs
 
 
-def register_constant(cls: type, *parts: type) -> None:
+def register_part(cls: type) -> None:
+    """Register a frozen dataclass that may be within a constant.
+
+    Its fields are strings, numbers, None, other parts, and tuples of those.
+    """
+    _CLASSES[_name(cls)] = cls
+    torch.serialization.add_safe_globals([cls])
+
+
+def register_constant(cls: type) -> None:
     """Register a frozen dataclass as a pytree without leaves, which a graph holds as it is.
 
-    ``parts`` are the other dataclasses within it. Their fields are strings, numbers, None, and
-    tuples of those and of ``parts``.
+    Other dataclasses within it are registered by ``register_part``.
     """
     pytree.register_constant(cls)
-    for part in (cls, *parts):
-        _CLASSES[_name(part)] = part
-    torch.serialization.add_safe_globals([cls, *parts])
+    register_part(cls)
     # register_constant has no argument for serialization.
     pytree.SUPPORTED_SERIALIZED_TYPES[cls] = pytree._SerializeNodeDef(
         cls,

@@ -190,4 +190,5 @@ block_attention = define(
     returns=like("q"),
     limited={"head_dim": "D"},
     names_ndim=True,
+    flops="4 * T * Hq * D * K * x.block_size",
 )

@@ -140,4 +140,4 @@ class CausalConv1d(Op):
         return 1 if self.token_taps is None else self.token_taps.shape[1]
 
 
-causal_conv1d = define(CausalConv1d, IMPLEMENTATIONS, returns=like("x"))
+causal_conv1d = define(CausalConv1d, IMPLEMENTATIONS, returns=like("x"), flops="2 * T * C * W")

@@ -38,7 +38,7 @@ import linecache
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -292,6 +292,7 @@ def define(
     limited: Mapping[str, str] | None = None,
     floats: frozenset[torch.dtype] = FLOATS_AND_FLOAT64,
     names_ndim: bool = False,
+    flops: str = "0",
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.
 
@@ -303,6 +304,8 @@ def define(
             by its names of them.
         floats: dtypes that the op's own may be; empty leaves them to the implementations.
         names_ndim: whether the error for a number of dimensions names theirs, not the shape.
+        flops: multiplications and additions of products in a call, as an expression of letters
+            and of ``x``, an instance of ``op``.
     """
     declaration = Declaration(cast(type[Op], op))
     DECLARED[declaration.name] = declaration
@@ -323,6 +326,7 @@ def define(
         fake=None if make_fake is None else fake,
         value=cls,
         check=check,
+        flops=partial(declaration.evaluate, flops),
     )
     known = {"floats": floats, "fail_ndim": _fail_count if names_ndim else _fail_ndim}
     public = declaration.public(overload, implementations, limited or {}, known)
@@ -367,6 +371,12 @@ class Declaration:
             for axis, letter in enumerate(kind.dims):
                 if letter.isidentifier() and letter in kind.counted:
                     self.bound.setdefault(letter, (name, axis))
+
+    def evaluate(self, expression: str, call: Op) -> int:
+        """Compute an expression of letters, from the shapes of a call, and of the call, ``x``."""
+        tensors = {letter: getattr(call, name) for letter, (name, _) in self.bound.items()}
+        sizes = {n: x.shape[self.bound[n][1]] for n, x in tensors.items() if x is not None}
+        return int(eval(expression, {**sizes, "x": call}))
 
     def schema(self, returns: Returns[Any]) -> str:
         """Write the schema, in which pools are marked as mutated."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.autograd import register_without_backward
 from torch_hybrid.ops.core.capability import Implementation, Need
-from torch_hybrid.ops.core.flops import FORMULAS, register_formula
+from torch_hybrid.ops.core.flops import register_formula
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,6 +35,7 @@ def define_op(
     fake: Callable[..., Any] | None = None,
     value: Callable[..., Any],
     check: Callable[[Any], None],
+    flops: Callable[[Any], int],
 ) -> torch._ops.OpOverload:
     """Register ``signature``, whose last argument is ``str impl``, and return its overload.
 
@@ -47,6 +48,7 @@ def define_op(
             and dtypes.
         value: makes of the op's arguments the one value that its launchers take.
         check: is given that value where the implementation does not check indices itself.
+        flops: counts multiplications and additions of products, given that value.
     """
     name = signature.partition("(")[0]
     schema = torch._C.parse_schema(f"{NAMESPACE}::{signature}")
@@ -67,8 +69,7 @@ def define_op(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     register_without_backward(_LIBRARY, name, launch)
     op = getattr(getattr(torch.ops, NAMESPACE), name)
-    if name in FORMULAS:
-        register_formula(op, name)
+    register_formula(op, lambda *args, **options: flops(value(*args, **options)))
     overload: torch._ops.OpOverload = op.default
     return overload
 

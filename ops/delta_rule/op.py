@@ -269,7 +269,12 @@ gated_delta_rule = define(
     GATED_IMPLEMENTATIONS,
     returns=like("v"),
     limited={"head_k_dim": "K", "head_v_dim": "V"},
+    flops="6 * T * HV * V * K",
 )
 kimi_delta_attention = define(
-    KimiDeltaAttention, KIMI_IMPLEMENTATIONS, returns=like("v"), limited={"head_k_dim": "K"}
+    KimiDeltaAttention,
+    KIMI_IMPLEMENTATIONS,
+    returns=like("v"),
+    limited={"head_k_dim": "K"},
+    flops="6 * T * H * V * K",
 )

@@ -111,4 +111,5 @@ gated_delta_step = define(
     IMPLEMENTATIONS,
     returns=like("z"),
     limited={"head_k_dim": "K", "head_v_dim": "V"},
+    flops="2 * T * C * W + 6 * T * HV * V * K",
 )

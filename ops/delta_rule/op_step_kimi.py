@@ -125,4 +125,5 @@ kimi_delta_step = define(
     IMPLEMENTATIONS,
     returns=like("z"),
     limited={"head_k_dim": "K", "head_v_dim": "V"},
+    flops="2 * T * C * W + 6 * T * HV * V * K",
 )

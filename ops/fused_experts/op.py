@@ -239,4 +239,10 @@ class FusedExperts(Op):
         return stored_weights.depth_of(self.down)
 
 
-fused_experts = define(FusedExperts, IMPLEMENTATIONS, returns=like("x"), floats=frozenset())
+fused_experts = define(
+    FusedExperts,
+    IMPLEMENTATIONS,
+    returns=like("x"),
+    floats=frozenset(),
+    flops="2 * T * k * (x.num_parts + 1) * x.width * D",
+)

@@ -88,5 +88,9 @@ class HeadLinear(Op):
 
 
 head_linear = define(
-    HeadLinear, IMPLEMENTATIONS, returns=made(HeadLinear.empty), floats=frozenset()
+    HeadLinear,
+    IMPLEMENTATIONS,
+    returns=made(HeadLinear.empty),
+    floats=frozenset(),
+    flops="2 * T * H * K * N",
 )

@@ -314,6 +314,7 @@ latent_attention = define(
     returns=like("q_latent"),
     limited={"num_heads": "H", "rank": "rank", "rope_dim": "rope_dim", "page_size": "page_size"},
     names_ndim=True,
+    flops="2 * T * H * M * page_size * (2 * rank + rope_dim)",  # values are latents
 )
 define_made_of("store_latents.made_of")
 store_latents = define(

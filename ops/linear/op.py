@@ -203,4 +203,10 @@ class Linear(Op):
         return self.x.new_empty(self.x.shape[0], sum(self.sizes))
 
 
-linear = define(Linear, IMPLEMENTATIONS, returns=made(Linear.empty), floats=frozenset())
+linear = define(
+    Linear,
+    IMPLEMENTATIONS,
+    returns=made(Linear.empty),
+    floats=frozenset(),
+    flops="2 * T * K * sum(x.sizes)",
+)

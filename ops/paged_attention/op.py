@@ -257,12 +257,14 @@ def _empty(x: PagedAttentionWithLse) -> tuple[Tensor, Tensor]:
     return x.q.new_empty(x.q.shape), x.q.new_empty(x.q.shape[:2], dtype=torch.float32)
 
 
+_FLOPS = "4 * T * Hq * D * min(M * page_size, x.window or M * page_size)"
 paged_attention = define(
     PagedAttention,
     IMPLEMENTATIONS,
     returns=like("q"),
     limited={"head_dim": "D"},
     names_ndim=True,
+    flops=_FLOPS,
 )
 paged_attention_with_lse = define(
     PagedAttentionWithLse,
@@ -270,4 +272,5 @@ paged_attention_with_lse = define(
     returns=pair_made(_empty),
     limited={"head_dim": "D"},
     names_ndim=True,
+    flops=_FLOPS,
 )

@@ -174,4 +174,5 @@ pooled_selection_step = define(
     returns=made(PooledSelectionStep.new_chosen),
     limited={"block_size": "B", "index_dim": "D", "num_index_heads": "H"},
     names_ndim=True,
+    flops="2 * T * H * D * M * K",
 )

@@ -148,4 +148,5 @@ ragged_attention_with_lse = define(
     returns=pair_made(_empty),
     limited={"head_dim": "D", "v_head_dim": "Dv"},
     names_ndim=True,
+    flops="2 * T * H * (D + Dv) * num_keys // max(num_offsets - 1, 1)",
 )

@@ -133,4 +133,5 @@ select_blocks = define(
     returns=made(SelectBlocks.new_chosen),
     limited={"index_dim": "D"},
     names_ndim=True,
+    flops="2 * T * H * D * M * B",
 )

@@ -145,5 +145,9 @@ class SelectiveScan(StatefulOp):
 
 
 selective_scan = define(
-    SelectiveScan, IMPLEMENTATIONS, returns=like("x"), limited={"state_dim": "M"}
+    SelectiveScan,
+    IMPLEMENTATIONS,
+    returns=like("x"),
+    limited={"state_dim": "M"},
+    flops="4 * T * E * M",
 )

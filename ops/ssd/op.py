@@ -132,4 +132,10 @@ class Ssd(StatefulOp):
             )
 
 
-ssd = define(Ssd, IMPLEMENTATIONS, returns=like("v"), limited={"head_k_dim": "K"})
+ssd = define(
+    Ssd,
+    IMPLEMENTATIONS,
+    returns=like("v"),
+    limited={"head_k_dim": "K"},
+    flops="4 * T * H * V * K",
+)

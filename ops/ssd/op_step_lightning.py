@@ -153,5 +153,9 @@ def empty_outputs(x: LightningStep) -> Tensor:
 
 
 lightning_step = define(
-    LightningStep, IMPLEMENTATIONS, returns=made(empty_outputs), limited={"head_k_dim": "D"}
+    LightningStep,
+    IMPLEMENTATIONS,
+    returns=made(empty_outputs),
+    limited={"head_k_dim": "D"},
+    flops="4 * T * H * D * D",
 )

@@ -175,5 +175,9 @@ def empty_outputs(x: SsdStep) -> Tensor:
 
 
 ssd_step = define(
-    SsdStep, IMPLEMENTATIONS, returns=made(empty_outputs), limited={"head_k_dim": "K"}
+    SsdStep,
+    IMPLEMENTATIONS,
+    returns=made(empty_outputs),
+    limited={"head_k_dim": "K"},
+    flops="2 * T * C * W + 4 * T * H * V * K",
 )

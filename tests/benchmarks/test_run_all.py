@@ -42,8 +42,8 @@ def main(monkeypatch, capsys):
     return main
 
 
-def test_every_module_that_can_be_run_is_known():
-    assert set(run_all.discover()) == set(run_all.TRAITS)
+def test_what_is_known_is_of_modules_that_can_be_run():
+    assert set(run_all.discover()) >= set(run_all.TRAITS)
     assert len(run_all.discover()) >= 21
 
 
@@ -96,7 +96,7 @@ def test_arguments_are_those_that_the_benchmark_takes(name):
         if module not in sources:
             sources[module] = run_all.source(module).read_text()
             found += re.findall(r"^from benchmarks\.(\w+) import", sources[module], re.MULTILINE)
-    traits = run_all.TRAITS[name]
+    traits = run_all.traits_of(name)
     given = [word for word in traits.quick if word.startswith("--")]
     given += ["--model", "--markdown"] if traits.has_options else []
     for flag in given:

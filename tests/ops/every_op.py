@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -34,14 +36,12 @@ from tests.ops.pooled_selection_step import cases as pooled_selection
 from tests.ops.previous_rows import cases as previous
 from tests.ops.ragged_attention import cases as ragged
 from tests.ops.registered import public_ops
-from tests.ops.rg_lru import cases as rg_lru
 from tests.ops.select_blocks import cases as selection
 from tests.ops.selective_scan import cases as scans
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd import step_lightning_cases as lightning_step
 from tests.ops.ssd import step_mamba2_cases as ssd_step
 from tests.ops.state_copy import cases as copies
-from tests.ops.wkv import cases as wkv
 from torch_hybrid.ops.core.registration import NAMESPACE, REGISTERED
 
 Range = tuple[int, int | None]  # the least that is right, and the least above it that is not
@@ -132,6 +132,12 @@ def _pages(page_table: Tensor, num_pages: int, page_size: int) -> dict[str, Rang
 
 def _recurrent(inputs: Any, **options: Any) -> _Made:
     return inputs.args(), {**inputs.options(), **options}, _slots(inputs.state)
+
+
+def _of_own_cases(name: str) -> _Made:
+    """A recurrence whose folder has its name: inputs are those of its cases."""
+    cases = import_module(f"tests.ops.{name}.cases")
+    return _recurrent(cases.make_inputs(cases.Case(**_LENGTHS)))
 
 
 def _gated_delta() -> _Made:
@@ -322,7 +328,6 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "power_sum": lambda: _without_indices(torch.randn(5, 37), 2),
     "previous_rows": _previous_rows,
     "ragged_attention_with_lse": _ragged_attention,
-    "rg_lru": lambda: _recurrent(rg_lru.make_inputs(rg_lru.Case(**_LENGTHS))),
     "route": lambda: _without_indices(torch.randn(5, 16), None, 3, score="softmax"),
     "select_blocks": _select_blocks,
     "selective_scan": _scan,
@@ -332,7 +337,7 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "state_copy": _state_copy,
     "store_latents": _store_latents,
     "top_k": lambda: _without_indices(torch.randn(5, 37), 3),
-    "wkv": lambda: _recurrent(wkv.make_inputs(wkv.Case(**_LENGTHS))),
 }
+CALLS |= {name: partial(_of_own_cases, name) for name in public_ops() if name not in CALLS}
 # Integers that are values and name no place.
 VALUES = frozenset({"tokens", "kept_tokens", "multipliers", "history"})

@@ -21,12 +21,13 @@ from torch_hybrid.ops.causal_conv1d import op as conv
 from torch_hybrid.ops.composed import COMPOSED, Parts
 from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation, Need
 from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE, RECURRENT, of_form
+from torch_hybrid.ops.core.registration import REGISTERED
 from torch_hybrid.ops.replay import Replay, Segments
 from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, VERIFY
 from torch_hybrid.ops.verify import StepOp, verify_by_replay
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry
-from torch_hybrid.specs.pools import RECORDS
+from torch_hybrid.specs.pools import RECORDS, STATE_RECORDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,10 +205,6 @@ def _timed(
     return {**implementations, "triton": timed}
 
 
-# Mixers without a recurrence: their only state is that of a convolution.
-SHORT_CONVOLUTION = Recurrence(decode=(CONVOLUTION,), extend=(CONVOLUTION,))
-
-
 def chunked_rule(
     name: str,
     *also: OpChoice,
@@ -261,6 +258,20 @@ class RecurrentBackend:
             told = [op.sizes(spec) for spec in specs]
             common = {"dtype": sizes.dtype, "device": sizes.device}
             self._layers[mode] = {shape_name(x): {**x, **common} for x in told}
+
+    @classmethod
+    def of_ops(cls, ops: Sequence[str], *args: Any) -> RecurrentBackend:
+        """Make the planner of layers that call ops without forms or limits, recurrence first.
+
+        The ops' modules are imported by now. ``args`` are the constructor's.
+        """
+        chosen = tuple(
+            CONVOLUTION
+            if op == CONVOLUTION.name
+            else OpChoice(name=op, implementations=REGISTERED[op], sizes=lambda spec: {})
+            for op in ops
+        )
+        return cls(Recurrence(decode=chosen, extend=chosen), *args)
 
     def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
         """List the forms of a mode's steps: the only one."""
@@ -341,22 +352,45 @@ def convolve(
     if plan.replay is not None and input_gate is not None:
         x, input_gate = input_gate * x, None  # records keep gated inputs
     of_outputs = {"output_gate": output_gate, "token_taps": token_taps}
-    given = {name: tensor for name, tensor in of_outputs.items() if tensor is not None}
+    given = {
+        "weight": weight,
+        "bias": bias,
+        "conv_state": cache["conv"],
+        "activation": activation,
+        "input_gate": input_gate,
+    }
+    reading = {name: tensor for name, tensor in of_outputs.items() if tensor is not None}
+    return run_rule(conv.causal_conv1d, {"x": x}, reading, given, plan, cache, RECORDS)
 
-    def run(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
-        (x,), read = advancing, dict(zip(given, reading, strict=True))
-        return conv.causal_conv1d(
-            x,
-            weight,
-            bias,
-            cache["conv"],
-            at.cu_seqlens,
-            at.initial_indices,
-            at.state_indices,
-            activation=activation,
-            input_gate=input_gate,
-            **read,
-            impl=plan.statics.impl("causal_conv1d"),
+
+def run_rule(
+    op: Callable[..., Tensor],
+    advancing: Mapping[str, Tensor],
+    reading: Mapping[str, Tensor],
+    given: Mapping[str, object],
+    plan: RecurrentPlan,
+    cache: LayerCache,
+    records: str = STATE_RECORDS,
+) -> Tensor:
+    """Run an op over a step's tokens, whose states or last inputs are in ``given``.
+
+    Args:
+        op: public function; the plan names its implementation.
+        advancing: [T, ...] each, arguments that states depend on.
+        reading: [T, ...] each, arguments that outputs alone depend on.
+        given: other arguments, but for sequences and slots. Pools among them are mutated.
+        plan, cache, records: as ``walk`` takes them.
+    """
+
+    def run(advanced: Sequence[Tensor], read: Sequence[Tensor], at: At) -> Tensor:
+        return op(
+            **dict(zip(advancing, advanced, strict=True)),
+            **dict(zip(reading, read, strict=True)),
+            **given,
+            cu_seqlens=at.cu_seqlens,
+            initial_indices=at.initial_indices,
+            state_indices=at.state_indices,
+            impl=plan.statics.impl(op.__name__),
         )
 
-    return walk(run, [x], [*given.values()], plan, cache)
+    return walk(run, [*advancing.values()], [*reading.values()], plan, cache, records)

@@ -19,26 +19,23 @@ from torch_hybrid.backends.indexed_attention import (
 from torch_hybrid.backends.kimi_delta_attention import KIMI_DELTA_ATTENTION
 from torch_hybrid.backends.latent_attention import LatentAttentionBackend, LatentPlan
 from torch_hybrid.backends.mode import MODES, LayerForm, Mode
-from torch_hybrid.backends.ngram_embedding import NGRAM_EMBEDDING
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan
 from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.backends.previous_hidden import PreviousHiddenBackend, PreviousHiddenPlan
 from torch_hybrid.backends.recurrent import (
     CONVOLUTION,
-    SHORT_CONVOLUTION,
     RecurrentBackend,
     RecurrentPlan,
 )
-from torch_hybrid.backends.rg_lru import RG_LRU
 from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.selective_scan import MAMBA
 from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2, MLSTM
-from torch_hybrid.backends.wkv import TIME_MIX
 from torch_hybrid.batch import Batch, at_least_two
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.pytrees import register_value, tensors_of
 from torch_hybrid.specs import LayerEntry, LayerTable
+from torch_hybrid.specs.layer import OPS
 
 Plan = PagedAttentionPlan | LatentPlan | IndexedPlan | RecurrentPlan | PreviousHiddenPlan
 
@@ -83,14 +80,8 @@ _BACKENDS: dict[str, MakeBackend] = {
     "mamba": partial(RecurrentBackend, MAMBA),
     "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),
     "mlstm": partial(RecurrentBackend, MLSTM),
-    "short_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
-    "convolved_projection": partial(RecurrentBackend, SHORT_CONVOLUTION),
-    "branch_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
-    "rg_lru": partial(RecurrentBackend, RG_LRU),
-    "time_mix": partial(RecurrentBackend, TIME_MIX),
-    "channel_mix": partial(RecurrentBackend, SHORT_CONVOLUTION),
-    "ngram_embedding": partial(RecurrentBackend, NGRAM_EMBEDDING),
     "previous_hidden": PreviousHiddenBackend,
+    **{kind: partial(RecurrentBackend.of_ops, ops) for kind, ops in OPS.items()},
 }
 
 

@@ -6,10 +6,10 @@ import math
 
 from torch import Tensor, nn
 
-from torch_hybrid.backends.ngram_embedding import look_up
-from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, run_rule
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.ops.ngram_embedding import ngram_embedding
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import NgramSpec
 
@@ -70,8 +70,15 @@ class NgramEmbedding(nn.Module):
         Returns:
             [T, channels].
         """
-        hashes = self.multipliers, self.head_sizes, self.head_offsets
-        rows = look_up(tokens, self.table, *hashes, self.eos, plan, cache)
+        given = {
+            "table": self.table,
+            "multipliers": self.multipliers,
+            "head_sizes": self.head_sizes,
+            "head_offsets": self.head_offsets,
+            "history": cache["tokens"],
+            "eos": self.eos,
+        }
+        rows = run_rule(ngram_embedding, {"tokens": tokens}, {}, given, plan, cache)
         value = self.value_proj(rows)[:, None]
         width = value.shape[-1]
         keys = self.key_norm(self.key_proj(rows)) * self.stream_norm(streams)

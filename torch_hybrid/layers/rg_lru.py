@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
-from torch_hybrid.backends.rg_lru import apply_rg_lru
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, run_rule
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.head_linear import HeadLinear
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
+from torch_hybrid.ops.rg_lru import rg_lru
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import RgLruSpec
 
@@ -83,7 +83,8 @@ class RgLru(nn.Module):
         mixed = convolve(mixed, self.conv_weight, self.conv_bias, plan, cache, activation="none")
         gates = self.gates(mixed.view(-1, spec.num_heads, spec.head_dim))
         log_a = -_SHARPNESS * F.softplus(self.a_param.float())
-        h = apply_rg_lru(mixed, gates, log_a, plan, cache)
+        given = {"log_a": log_a, "state": cache["state"]}
+        h = run_rule(rg_lru, {"x": mixed, "gates": gates}, {}, given, plan, cache)
         out: Tensor = self.out_proj(h * F.gelu(y, approximate="tanh"))
         return out
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.backends.recurrent import RecurrentPlan
-from torch_hybrid.backends.wkv import apply_wkv
+from torch_hybrid.backends.recurrent import RecurrentPlan, run_rule
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.token_shift import TokenShift
+from torch_hybrid.ops.wkv import wkv
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import TimeMixSpec
 
@@ -72,7 +72,8 @@ class TimeMix(nn.Module):
         for_key, for_value, for_receptance = self.shift(x, plan, cache)
         k, v = self.key(for_key), self.value(for_value)
         log_decay, bonus = -self.time_decay.float().exp(), self.time_first.float()
-        mean = apply_wkv(k, v, log_decay, bonus, plan, cache)
+        given = {"log_decay": log_decay, "bonus": bonus, "state": cache["state"]}
+        mean = run_rule(wkv, {"k": k, "v": v}, {}, given, plan, cache)
         out: Tensor = self.out_proj(self.receptance(for_receptance).sigmoid() * mean)
         return out
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.specs.pools import TOKEN_SHIFT
+from torch_hybrid.specs.rwkv import TOKEN_SHIFT
 
 
 class TokenShift(nn.Module):

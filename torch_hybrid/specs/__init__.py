@@ -6,19 +6,17 @@
     indexed_attention     attention to blocks that an indexer selects
     delta_rules           recurrences with convolutions: gated delta rule, Kimi delta attention
     state_spaces          Mamba2, Mamba
-    linear_recurrences    lightning attention, gated linear recurrent units, mLSTM, time mixing
-    convolutions          short convolutions, those of projections and branches, channel mixing
+    linear_recurrences    lightning attention, gated linear recurrent units, mLSTM
+    rwkv                  RWKV's mixers of tokens and of channels
+    convolutions          short convolutions, those of projections and branches
     past_tokens           n-grams, and hidden states for a head that drafts
     table                 the mixers of each layer, and the indices of their pools
 
-A layer's spec is a frozen value in the file of its kind. ``register_constant`` below lists all
-specs, because they are part of traced graphs.
+A layer's spec is a frozen value in the file of its kind.
 """
 
-from torch_hybrid.pytrees import register_constant
 from torch_hybrid.specs.convolutions import (
     BranchConvolutionSpec,
-    ChannelMixSpec,
     ConvolvedProjectionSpec,
     ShortConvolutionSpec,
 )
@@ -31,10 +29,10 @@ from torch_hybrid.specs.linear_recurrences import (
     LightningSpec,
     MlstmSpec,
     RgLruSpec,
-    TimeMixSpec,
 )
 from torch_hybrid.specs.past_tokens import KEPT_HIDDEN, NgramSpec, PreviousHiddenSpec
 from torch_hybrid.specs.pools import RECORDS, SCALES, STATE_RECORDS, Pool
+from torch_hybrid.specs.rwkv import ChannelMixSpec, TimeMixSpec
 from torch_hybrid.specs.state_spaces import Mamba2Spec, MambaSpec
 from torch_hybrid.specs.table import LayerEntry, LayerTable
 
@@ -68,26 +66,3 @@ __all__ = [
     "ShortConvolutionSpec",
     "TimeMixSpec",
 ]
-
-register_constant(
-    LayerTable,
-    LayerEntry,
-    AttentionSpec,
-    IndexedAttentionSpec,
-    NgramSpec,
-    LatentSpec,
-    IndexedLatentSpec,
-    DeltaRuleSpec,
-    KimiDeltaSpec,
-    Mamba2Spec,
-    MambaSpec,
-    LightningSpec,
-    MlstmSpec,
-    ShortConvolutionSpec,
-    ConvolvedProjectionSpec,
-    BranchConvolutionSpec,
-    RgLruSpec,
-    TimeMixSpec,
-    ChannelMixSpec,
-    PreviousHiddenSpec,
-)

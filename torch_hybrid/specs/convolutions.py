@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Self
 
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.grouped_heads import check_groups, divided_heads
-from torch_hybrid.specs.layer import LayerFamily
-from torch_hybrid.specs.pools import RECORDS, TOKEN_SHIFT, Pool
+from torch_hybrid.specs.layer import LayerFamily, layer_spec
+from torch_hybrid.specs.pools import RECORDS, Pool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec("causal_conv1d")
 class ShortConvolutionSpec:
     """A gated short convolution: a mixer that keeps its last inputs, and has no recurrence."""
 
@@ -31,35 +31,7 @@ class ShortConvolutionSpec:
         return replace(self, channels=divide("channels", self.channels, num_ranks))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelMixSpec:
-    """RWKV's channel mixing: a feed-forward of ``width`` units.
-
-    Its ``dim`` inputs are mixed with those of the token before.
-    """
-
-    kind: ClassVar[str] = "channel_mix"
-    family: ClassVar[LayerFamily] = "linear"
-
-    dim: int
-    width: int
-
-    @property
-    def conv_width(self) -> int:
-        """Width of the token shift: a token sees the one before it."""
-        return TOKEN_SHIFT
-
-    def pools(self) -> dict[str, Pool]:
-        """Declare the last input, and those of drafts."""
-        conv = Pool((self.conv_width - 1, self.dim), per="slot")
-        return {"conv": conv, RECORDS: Pool((self.dim,), per="draft")}
-
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the units among ranks, not the inputs; see ``LayerSpec``."""
-        return replace(self, width=divide("width", self.width, num_ranks))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec("causal_conv1d")
 class ConvolvedProjectionSpec:
     """Queries and keys that are convolved twice, and values that are partly delayed.
 
@@ -105,7 +77,7 @@ class ConvolvedProjectionSpec:
         return replace(self, **divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec("causal_conv1d")
 class BranchConvolutionSpec:
     """Causal convolutions of a layer's keys and values, and of its two residual branches.
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Self
 
 from torch_hybrid.ranks import divide, divide_or_repeat
-from torch_hybrid.specs.layer import LayerFamily
+from torch_hybrid.specs.layer import LayerFamily, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec()
 class DeltaRuleSpec:
     """A gated-delta-rule mixer: causal convolution, recurrence, gated norm.
 
@@ -78,7 +78,7 @@ class DeltaRuleSpec:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec()
 class KimiDeltaSpec:
     """A Kimi-delta-attention mixer: convolution, delta rule with a decay per channel, gated norm.
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Self
 
 import torch
 
 from torch_hybrid.ranks import divide
 from torch_hybrid.specs.grouped_heads import check_groups, divided_heads
-from torch_hybrid.specs.layer import LayerFamily
+from torch_hybrid.specs.layer import LayerFamily, layer_spec
 from torch_hybrid.specs.pools import Pool, scales_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec()
 class AttentionSpec:
     """Full softmax attention over a paged KV pool.
 
@@ -54,7 +54,7 @@ class AttentionSpec:
         return replace(self, **divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec()
 class LatentSpec:
     """Multi-head latent attention (MLA): keys and values of all heads from one latent row.
 

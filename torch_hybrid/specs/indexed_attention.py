@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Self
 
 from torch_hybrid.ranks import divide
 from torch_hybrid.specs.grouped_heads import check_groups, divided_heads
-from torch_hybrid.specs.layer import LayerFamily
+from torch_hybrid.specs.layer import LayerFamily, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec()
 class IndexedAttentionSpec:
     """Softmax attention over the blocks of past tokens that an indexer selects for each query.
 
@@ -63,7 +63,7 @@ class IndexedAttentionSpec:
         return replace(self, **divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec()
 class IndexedLatentSpec:
     """MLA without rotation, over the blocks of past tokens that an indexer selects for each query.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Protocol, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, dataclass_transform
 
+from torch_hybrid.pytrees import register_part
 from torch_hybrid.specs.pools import Pool
 
 LayerFamily = Literal["full", "linear"]
@@ -32,3 +34,27 @@ class LayerSpec(Protocol):
             UnsupportedError: the heads cannot be divided so.
         """
         ...
+
+
+SpecT = TypeVar("SpecT", bound=LayerSpec)
+SPECS: dict[str, type[LayerSpec]] = {}  # by kind
+# Ops of layers that call no others, the recurrence first, by kind. Each takes any number of tokens.
+OPS: dict[str, tuple[str, ...]] = {}
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def layer_spec(*ops: str) -> Callable[[type[SpecT]], type[SpecT]]:
+    """Make a class the spec of its kind: a frozen dataclass, which is part of traced graphs.
+
+    ``ops`` are those that its layers call. Without them, the kind has a backend of its own.
+    """
+
+    def make(cls: type[SpecT]) -> type[SpecT]:
+        spec = dataclass(frozen=True, slots=True, kw_only=True)(cls)
+        register_part(spec)
+        SPECS[spec.kind] = spec
+        if ops:
+            OPS[spec.kind] = ops
+        return spec
+
+    return make

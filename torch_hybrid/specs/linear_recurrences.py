@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Self
 
 import torch
 
 from torch_hybrid.ranks import divide, divide_or_repeat
-from torch_hybrid.specs.layer import LayerFamily
-from torch_hybrid.specs.pools import RECORDS, TOKEN_SHIFT, Pool, conv_and_state, records_of
+from torch_hybrid.specs.layer import LayerFamily, layer_spec
+from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
 
 MOST_GATE_SOFTCAP = 40.0  # of exponential gates: float32 holds sums of terms weighted by e^40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec()
 class LightningSpec:
     """A lightning-attention mixer: linear attention with one fixed decay for each head, gated norm.
 
@@ -67,7 +67,7 @@ class LightningSpec:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec("rg_lru", "causal_conv1d")
 class RgLruSpec:
     """A mixer of real-gated linear recurrent units (RG-LRU): convolution, recurrence, gate.
 
@@ -99,38 +99,7 @@ class RgLruSpec:
         return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeMixSpec:
-    """RWKV's time mixing: a weighted average of past values, gated.
-
-    Its ``dim`` inputs are mixed with those of the token before; ``channels`` have a state.
-    """
-
-    kind: ClassVar[str] = "time_mix"
-    family: ClassVar[LayerFamily] = "linear"
-
-    dim: int
-    channels: int
-
-    @property
-    def conv_width(self) -> int:
-        """Width of the token shift: a token sees the one before it."""
-        return TOKEN_SHIFT
-
-    def pools(self) -> dict[str, Pool]:
-        """Declare the last input, two sums and their exponent per channel, and draft inputs.
-
-        Draft inputs are the layer's, and ``[k | v]`` of the recurrence.
-        """
-        pools = conv_and_state(self.conv_width, self.dim, (3, self.channels))
-        return {**pools, **records_of(self.dim, 2 * self.channels)}
-
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the channels among ranks, not the inputs; see ``LayerSpec``."""
-        return replace(self, channels=divide("channels", self.channels, num_ranks))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec()
 class MlstmSpec:
     """An mLSTM mixer: a matrix memory with exponential gates, normed per head.
 

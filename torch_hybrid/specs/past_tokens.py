@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 
-from torch_hybrid.specs.layer import LayerFamily
+from torch_hybrid.specs.layer import LayerFamily, layer_spec
 from torch_hybrid.specs.pools import RECORDS, STATE_RECORDS, Pool
 
 KEPT_HIDDEN = 128  # last tokens whose hidden states are kept for a head that drafts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec("ngram_embedding", "causal_conv1d")
 class NgramSpec:
     """Gated embeddings of the n-grams that end at each token, and a convolution over them.
 
@@ -43,7 +42,7 @@ class NgramSpec:
         return self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec()
 class PreviousHiddenSpec:
     """Input of a head that drafts: tokens beside the model's hidden states of the tokens before.
 

@@ -11,7 +11,6 @@ import torch
 from torch_hybrid.ops.formats import fp8_kv
 
 SCALES = "scales"  # pool of the dequantization scales of an FP8 cache
-TOKEN_SHIFT = 2  # taps of a token shift, which mixes each token with the one before it
 # Pools of the inputs of drafts, which accepted drafts are replayed from (``ops.verify``): of a
 # layer's only op or its convolution, and of the recurrence after a convolution.
 RECORDS, STATE_RECORDS = "records", "state_records"

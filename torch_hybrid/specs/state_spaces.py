@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Self
 
 from torch_hybrid.ranks import divide, divide_or_repeat
-from torch_hybrid.specs.layer import LayerFamily
+from torch_hybrid.specs.layer import LayerFamily, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec()
 class Mamba2Spec:
     """A Mamba2 mixer: convolution, scalar-decay recurrence, gate with or without a norm.
 
@@ -79,7 +79,7 @@ class Mamba2Spec:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@layer_spec()
 class MambaSpec:
     """A Mamba-1 mixer: convolution, selective scan, gate.
 

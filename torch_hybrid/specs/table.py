@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torch_hybrid.pytrees import register_constant, register_part
 from torch_hybrid.specs.full_attention import AttentionSpec, LatentSpec
 from torch_hybrid.specs.layer import LayerSpec
 
@@ -139,3 +140,7 @@ class LayerTable:
                 for layer in self.layers
             )
         )
+
+
+register_part(LayerEntry)
+register_constant(LayerTable)
