@@ -53,8 +53,8 @@ def test_in_the_interpreter(
 @pytest.mark.parametrize("lengths", [(40, 0, 5), (9, 9, 9)], ids=["uneven", "even"])
 def test_segments_in_interpreter(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     """Three segments end inside sequences; of two launches one walks, by lengths on the device."""
-    from torch_hybrid.ops.delta_rule import _triton_gated_scan
     from torch_hybrid.ops.delta_rule import _triton_scan as delta_scan
+    from torch_hybrid.ops.delta_rule import _triton_scan_kernel
     from torch_hybrid.ops.delta_rule._triton_scan import EVEN, UNEVEN, ScanConfig
 
     forms = (
@@ -62,7 +62,7 @@ def test_segments_in_interpreter(lengths: tuple[int, ...], monkeypatch: pytest.M
         ScanConfig(block_v=32, num_warps=8, steps=EVEN.value),
     )
     monkeypatch.setattr(delta_scan, "_ALONE", 2)
-    monkeypatch.setattr(_triton_gated_scan, "scan_configs", lambda *args, **options: forms)
+    monkeypatch.setattr(_triton_scan_kernel, "scan_configs", lambda *args, **options: forms)
     shape = {"num_k_heads": 1, "num_v_heads": 1, "k_dim": 16, "v_dim": 32}
     inputs = make_inputs(Case(lengths=lengths, num_padding_tokens=2, **shape), torch.bfloat16)
     moved = on_device(inputs, "cpu")
@@ -190,7 +190,7 @@ def record_launches(
     planned: tuple[int, ...] = (),
 ) -> dict[str, Launch]:
     """What the launcher launches for q, k and v that are slices of one projection."""
-    from torch_hybrid.ops.delta_rule import _triton_gated, _triton_gated_scan
+    from torch_hybrid.ops.delta_rule import _triton_gated, _triton_scan_kernel
 
     shape = Shape(
         num_seqs=16,
@@ -203,6 +203,6 @@ def record_launches(
     )
     plan = [torch.tensor(planned)] if planned else []
     x = chunked(on_meta(shape), chunk_size=chunk_size, planned=plan)
-    with launches_on(target) as launches, scanned_in_one_form(_triton_gated_scan, form):
+    with launches_on(target) as launches, scanned_in_one_form(_triton_scan_kernel, form):
         _triton_gated.chunk_gated_delta_rule(x, is_exact=is_exact)
     return launches
