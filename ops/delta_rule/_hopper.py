@@ -12,7 +12,7 @@ from torch_hybrid.ops.triton.products import ROUNDED
 from torch_hybrid.ops.triton.segments import Launch
 
 if TYPE_CHECKING:
-    from torch_hybrid.ops.delta_rule._triton_gated_scan import PreparedKeys
+    from torch_hybrid.ops.delta_rule._triton_scan import Prepared
     from torch_hybrid.ops.delta_rule.op import GatedDeltaRule
 
 CHUNK = 64
@@ -20,7 +20,7 @@ HEAD_DIM_K = 128
 ROWS_OF_V = 64  # of a group of warps
 
 
-def serves(prepared: PreparedKeys, q: Tensor, rows: Tensor) -> bool:
+def serves(prepared: Prepared, q: Tensor, rows: Tensor) -> bool:
     """Tell whether a launch has this form: chunks of 64, heads of 128; TMA finds the ``rows``."""
     num_tokens, _, head_dim = rows.shape
     fits = q.shape[2] == HEAD_DIM_K and head_dim % (2 * ROWS_OF_V) == 0 and num_tokens > 0
@@ -28,7 +28,7 @@ def serves(prepared: PreparedKeys, q: Tensor, rows: Tensor) -> bool:
     return runs_gluon(q.device) and fits and rows_are_aligned(q) and rows_are_aligned(rows)
 
 
-def hopper_prepare(prepared: PreparedKeys, x: GatedDeltaRule) -> Launch:
+def hopper_prepare(prepared: Prepared, x: GatedDeltaRule) -> Launch:
     """Launch what fills in blocks of ``prepared``: two value heads of a key share what they can."""
     from torch_hybrid.ops.delta_rule._hopper_prepare import hopper_prepare_kernel
 
@@ -64,13 +64,13 @@ def hopper_prepare(prepared: PreparedKeys, x: GatedDeltaRule) -> Launch:
 
 def hopper_walk(
     x: GatedDeltaRule,
-    prepared: PreparedKeys,
+    prepared: Prepared,
     carry: Tensor,
     out: Tensor,
     *,
     is_even: bool | None,
 ) -> Launch:
-    """Launch what walks a segment, as ``_triton_gated_scan.scan`` says.
+    """Launch what walks a segment, as ``_triton_scan_kernel.scan`` says.
 
     Two groups of warps on a processor share what they read where more states than run at once
     are alike: eight sequences of 1024 tokens take 88 us instead of 103, one of 8192 240 instead

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.delta_rule._hopper import hopper_prepare, serves
-from torch_hybrid.ops.delta_rule._triton_gated_scan import PreparedKeys, scan
-from torch_hybrid.ops.delta_rule._triton_scan import launch_chunks
+from torch_hybrid.ops.delta_rule._triton_scan import Prepared, launch_chunks
+from torch_hybrid.ops.delta_rule._triton_scan_kernel import scan
 from torch_hybrid.ops.delta_rule._triton_system import inverse, rounded_inverse
 from torch_hybrid.ops.delta_rule.op import GatedDeltaRule
 from torch_hybrid.ops.triton.decays import (
@@ -37,7 +37,7 @@ def chunk_gated_delta_rule(x: GatedDeltaRule, *, is_exact: bool = True) -> Tenso
     return launch_chunks(x, _prepare, scan, is_exact=is_exact)
 
 
-def _prepare(x: GatedDeltaRule, pieces: tuple[int, torch.dtype]) -> tuple[PreparedKeys, Launch]:
+def _prepare(x: GatedDeltaRule, pieces: tuple[int, torch.dtype]) -> tuple[Prepared, Launch]:
     """Allocate all that does not depend on a state; the launch fills it."""
     q, k = x.q, x.k
     num_tokens, num_k_heads, head_dim_k = k.shape
@@ -53,8 +53,9 @@ def _prepare(x: GatedDeltaRule, pieces: tuple[int, torch.dtype]) -> tuple[Prepar
         keys = k.new_empty(num_tokens, 1, num_k_heads, head_dim_k, dtype=dtype)
     elif num_pieces == 3 and k.dtype == torch.float16:
         keys, attend = in_pieces(k), q.new_empty(*shape, 3, chunk, chunk, dtype=dtype)
-    prepared = PreparedKeys(
+    prepared = Prepared(
         num_pieces=num_pieces,
+        queries=q,
         keys=keys,
         solve=q.new_empty(*shape, max(num_pieces, 1), chunk, chunk, dtype=dtype),
         attend=attend,

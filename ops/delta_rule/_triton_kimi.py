@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.delta_rule._triton_kimi_scan import PreparedRows, scan
-from torch_hybrid.ops.delta_rule._triton_scan import launch_chunks
+from torch_hybrid.ops.delta_rule._triton_scan import Prepared, launch_chunks
+from torch_hybrid.ops.delta_rule._triton_scan_kernel import scan
 from torch_hybrid.ops.delta_rule._triton_system import inverse, rounded_inverse
 from torch_hybrid.ops.delta_rule.op import KimiDeltaAttention
 from torch_hybrid.ops.ragged_chunks import FULL_DECAY
@@ -36,7 +36,7 @@ def chunk_kimi_delta_attention(x: KimiDeltaAttention, *, is_exact: bool = True) 
     return launch_chunks(x, _prepare, scan, is_exact=is_exact)
 
 
-def _prepare(x: KimiDeltaAttention, pieces: tuple[int, torch.dtype]) -> tuple[PreparedRows, Launch]:
+def _prepare(x: KimiDeltaAttention, pieces: tuple[int, torch.dtype]) -> tuple[Prepared, Launch]:
     """Allocate all that does not depend on a state; the launch fills it.
 
     Rows of outputs need their dtype's precision alone.
@@ -50,10 +50,10 @@ def _prepare(x: KimiDeltaAttention, pieces: tuple[int, torch.dtype]) -> tuple[Pr
     chunk = 32 if num_pieces != 1 and is_hopper(q.device) else 16
     shape = (num_blocks(num_tokens, num_seqs, chunk), num_heads)
     outputs = q.dtype if dtype == torch.bfloat16 else dtype
-    prepared = PreparedRows(
+    prepared = Prepared(
         num_pieces=num_pieces,
         queries=q.new_empty(q.shape, dtype=outputs),
-        reads=q.new_empty(num_tokens, num_tensors, *q.shape[1:], dtype=dtype),
+        keys=q.new_empty(num_tokens, num_tensors, *q.shape[1:], dtype=dtype),
         writes=q.new_empty(num_tokens, num_tensors, *q.shape[1:], dtype=dtype),
         solve=q.new_empty(*shape, num_tensors, chunk, chunk, dtype=dtype),
         attend=q.new_empty(*shape, chunk, chunk, dtype=outputs),
@@ -70,7 +70,7 @@ def _prepare(x: KimiDeltaAttention, pieces: tuple[int, torch.dtype]) -> tuple[Pr
             x.beta,
             x.cu_seqlens,
             prepared.queries,
-            prepared.reads,
+            prepared.keys,
             prepared.writes,
             prepared.solve,
             prepared.attend,

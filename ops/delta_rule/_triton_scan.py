@@ -72,29 +72,37 @@ class ScanSegments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Inputs of the scan that both rules have; C tokens a chunk, X chunks, P pieces of numbers.
+    """Inputs of the scan; C tokens a chunk, X chunks, P pieces of numbers.
 
     Attributes:
         num_pieces: in which what reaches a state is kept; P is 1 where they are ROUNDED.
+        queries: [T, H, K] rows of q; by channel, decayed from the chunk's start.
+        keys: [T, P, H, K] rows of k, those of float16 brought near 1 by powers of 2; by channel,
+            decayed from the chunk's start.
+        writes: [T, P, H, K] rows of k, decayed until the chunk's end: by channel alone.
         solve: [X, HV, P, C, C] inverse of a chunk's system, times beta of each column.
-        attend: [X, HV, ..., C, C] decayed products of q and k.
-        factors: [X, HV, ...] float32, what rows and states decay by.
+        attend: [X, HV, ..., C, C] decayed products of q and k, by head with the scale.
+        factors: [X, HV, 4, C] float32, of rows of q and of keys that read the state before the
+            chunk; of rows of keys that write it; the last is what the state decays by. By channel
+            that alone, [X, HV, K].
     """
 
     num_pieces: int
+    queries: Tensor
+    keys: Tensor
+    writes: Tensor | None = None
     solve: Tensor
     attend: Tensor
     factors: Tensor
 
 
 R = TypeVar("R", bound=DeltaRule)
-P = TypeVar("P", bound=Prepared)
 
 
 def launch_chunks(
     x: R,
-    prepare: Callable[[R, tuple[int, torch.dtype]], tuple[P, Launch]],
-    scan: Callable[[R, P, ScanSegments], tuple[Tensor, Launch]],
+    prepare: Callable[[R, tuple[int, torch.dtype]], tuple[Prepared, Launch]],
+    scan: Callable[[R, Prepared, ScanSegments], tuple[Tensor, Launch]],
     *,
     is_exact: bool,
 ) -> Tensor:

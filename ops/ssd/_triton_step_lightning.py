@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from torch_hybrid.ops.ssd._triton_norm import SIGMOID, launch_norm
 from torch_hybrid.ops.ssd.op_step_lightning import LightningStep, empty_outputs
 from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.state import Tile, zero_rows
@@ -29,7 +30,9 @@ def lightning_step(x: LightningStep) -> Tensor:
     _walk(x, prepared, o, early)
     if x.gate is None or x.norm_weight is None:
         return o
-    return _normed(x, o, x.gate, early)
+    out = empty_outputs(x)
+    launch_norm(o, x.gate, x.norm_weight, x, out=out, gated_by=SIGMOID, early=early)
+    return out
 
 
 def _prepare(x: LightningStep, records: Tensor, early: bool) -> Tensor:
@@ -113,31 +116,6 @@ def _walk(x: LightningStep, prepared: Tensor | None, o: Tensor, early: bool) -> 
         enable_fp_fusion=False,
         **waits,
     )
-
-
-def _normed(x: LightningStep, o: Tensor, gate: Tensor, early: bool) -> Tensor:
-    """Normalise and gate the outputs."""
-    out = empty_outputs(x)
-    num_tokens, inner = o.shape
-    width = inner // x.norm_groups
-    block = triton.next_power_of_2(width)
-    _norm_kernel[(num_tokens * x.norm_groups,)](
-        o,
-        gate,
-        x.norm_weight,
-        x.cu_seqlens,
-        out,
-        x.norm_eps,
-        x.cu_seqlens.shape[0] - 1,
-        gate.stride(0),
-        GROUPS=x.norm_groups,
-        WIDTH=width,
-        BLOCK=block,
-        EARLY=early,
-        num_warps=min(16, max(1, block // 512)),
-        launch_pdl=early,
-    )
-    return out
 
 
 @triton.jit
@@ -423,36 +401,3 @@ def _walk_kernel(
         # The rows past the last sequence are dealt out to the sequences in turn.
         padding = tl.load(cu_seqlens + num_seqs) + seq
         zero_rows(o, padding, num_tokens, num_seqs, head, index_v, mask_v, H, D)
-
-
-@triton.jit(do_not_specialize=["num_seqs"])
-def _norm_kernel(
-    o: tl.tensor,
-    gate: tl.tensor,
-    weight: tl.tensor,
-    cu_seqlens: tl.tensor,
-    out: tl.tensor,
-    eps: tl.tensor,
-    num_seqs: tl.tensor,
-    stride_gate: tl.tensor,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Normalise and gate one group of a token's channels; padding becomes 0. Grid: tokens times
-    groups."""
-    token = (tl.program_id(0) // GROUPS).to(tl.int64)
-    index = tl.arange(0, BLOCK)
-    inside = index < WIDTH
-    mask = inside & (token < tl.load(cu_seqlens + num_seqs))
-    channel = tl.program_id(0) % GROUPS * WIDTH + index
-    b_g = tl.load(gate + token * stride_gate + channel, mask=mask, other=0.0).to(tl.float32)
-    b_w = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
-    if EARLY:
-        gdc_wait()
-    row = token * GROUPS * WIDTH + channel
-    b_o = tl.load(o + row, mask=mask, other=0.0)
-    b_o = b_w * (b_o * tl.rsqrt(tl.sum(b_o * b_o, 0) / WIDTH + eps))
-    b_o = b_o / (1.0 + tl.exp(-b_g))
-    tl.store(out + row, b_o.to(out.dtype.element_ty), mask=inside)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from torch_hybrid.ops.ssd._triton_norm import SILU_AFTER, SILU_BEFORE, launch_norm
 from torch_hybrid.ops.ssd.op_step_mamba2 import SsdStep, empty_outputs
 from torch_hybrid.ops.triton.conv_step import (
     convolve,
@@ -36,8 +37,15 @@ def ssd_step(x: SsdStep) -> Tensor:
     early = launches_early(x.xBC.device)
     mixed = _convolve(x, early) if x.records is None else _convolve_drafts(x, x.records, early)
     out = _walk(x, mixed, early)
-    if x.norm_weight is not None:
-        _norm(x, out, early)
+    if x.z is not None and x.norm_weight is not None:
+        launch_norm(
+            out,
+            x.z,
+            x.norm_weight,
+            x,
+            gated_by=SILU_AFTER if x.norm_before_gate else SILU_BEFORE,
+            early=early,
+        )
     return out
 
 
@@ -146,30 +154,6 @@ def _walk(x: SsdStep, mixed: Tensor, early: bool) -> Tensor:
         launch_pdl=early,
     )
     return out
-
-
-def _norm(x: SsdStep, out: Tensor, early: bool) -> None:
-    """Gate and norm the outputs in place."""
-    assert x.z is not None
-    num_tokens, inner = out.shape
-    width = inner // x.norm_groups
-    block = triton.next_power_of_2(width)
-    _norm_kernel[(num_tokens * x.norm_groups,)](
-        out,
-        x.z,
-        x.norm_weight,
-        x.cu_seqlens,
-        x.norm_eps,
-        x.cu_seqlens.shape[0] - 1,
-        x.z.stride(0),
-        GROUPS=x.norm_groups,
-        WIDTH=width,
-        BLOCK=block,
-        BEFORE_GATE=x.norm_before_gate,
-        EARLY=early,
-        num_warps=min(16, max(1, block // 512)),
-        launch_pdl=early,
-    )
 
 
 @triton.jit
@@ -462,39 +446,3 @@ def _walk_kernel(
     # The rows past the last sequence are dealt out to the sequences in turn.
     padding = tl.load(cu_seqlens + num_seqs) + seq
     zero_rows(out, padding, num_tokens, num_seqs, head, index_v, mask_v, H, V)
-
-
-@triton.jit(do_not_specialize=["num_seqs"])
-def _norm_kernel(
-    out: tl.tensor,
-    z: tl.tensor,
-    weight: tl.tensor,
-    cu_seqlens: tl.tensor,
-    eps: tl.tensor,
-    num_seqs: tl.tensor,
-    stride_z: tl.tensor,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BEFORE_GATE: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Gate and norm one group of a token's channels, in place. Grid: tokens times groups."""
-    token = (tl.program_id(0) // GROUPS).to(tl.int64)
-    index = tl.arange(0, BLOCK)
-    # Rows of padding stay zeros, whatever their gates are.
-    mask = (index < WIDTH) & (token < tl.load(cu_seqlens + num_seqs))
-    channel = tl.program_id(0) % GROUPS * WIDTH + index
-    b_z = tl.load(z + token * stride_z + channel, mask=mask, other=0.0).to(tl.float32)
-    b_w = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
-    gate = b_z / (1.0 + tl.exp(-b_z))
-    if EARLY:
-        gdc_wait()
-    p_out = out + token * GROUPS * WIDTH + channel
-    b_y = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
-    if not BEFORE_GATE:
-        b_y *= gate
-    b_y = b_w * (b_y * tl.rsqrt(tl.sum(b_y * b_y, 0) / WIDTH + eps))
-    if BEFORE_GATE:
-        b_y *= gate
-    tl.store(p_out, b_y.to(out.dtype.element_ty), mask=mask)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -69,11 +67,6 @@ class Rule:
         planned = [torch.tensor([num_segments, 0])] if num_segments else []
         options = {**inputs.options(), "planned": planned, "impl": "chunk_triton"}
         return self.op(*inputs.args(), **options)
-
-    @property
-    def scan(self) -> ModuleType:
-        """The module of the rule's scan."""
-        return import_module(f"torch_hybrid.ops.delta_rule._triton_{self.name}_scan")
 
 
 RULES = (
@@ -141,6 +134,7 @@ def test_segments_in_interpreter(
 ):
     """Three segments end inside sequences; of two launches one walks, by lengths on the device."""
     from torch_hybrid.ops.delta_rule import _triton_scan as delta_scan
+    from torch_hybrid.ops.delta_rule import _triton_scan_kernel
     from torch_hybrid.ops.delta_rule._triton_scan import EVEN, UNEVEN, ScanConfig
 
     forms = (
@@ -148,7 +142,7 @@ def test_segments_in_interpreter(
         ScanConfig(block_v=32, num_warps=8, steps=EVEN.value),
     )
     monkeypatch.setattr(delta_scan, "_ALONE", 2)
-    monkeypatch.setattr(rule.scan, "scan_configs", lambda *args, **options: forms)
+    monkeypatch.setattr(_triton_scan_kernel, "scan_configs", lambda *args, **options: forms)
     shape = {"num_k_heads": 1, "num_v_heads": 1, "k_dim": 16, "v_dim": 32}
     case = Case(lengths=lengths, num_padding_tokens=2, **shape)
     inputs = rule.make_inputs(case, torch.bfloat16)
@@ -270,6 +264,8 @@ def record_launches(
         channels=rule.name == "kimi",
     )
     x = replace(on_meta(shape), planned=[torch.tensor(planned)] if planned else [])
-    with launches_on(target) as launches, scanned_in_one_form(rule.scan, form):
+    from torch_hybrid.ops.delta_rule import _triton_scan_kernel
+
+    with launches_on(target) as launches, scanned_in_one_form(_triton_scan_kernel, form):
         rule.implementations[impl].load()(x)
     return launches

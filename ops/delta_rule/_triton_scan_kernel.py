@@ -1,9 +1,11 @@
 # mypy: disable-error-code="untyped-decorator"
-"""The scan of the chunk form: one program walks the chunks of a sequence with its state."""
+"""The scan of the chunk forms: one program walks the chunks of a sequence with its state.
+
+Keys come as they are, with factors for their rows, or BY_CHANNEL decayed: those that read the state
+and those that write it.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,7 +25,7 @@ from torch_hybrid.ops.delta_rule._triton_scan import (
     stages_of_factors,
     write_state,
 )
-from torch_hybrid.ops.delta_rule.op import GatedDeltaRule
+from torch_hybrid.ops.delta_rule.op import DeltaRule, GatedDeltaRule
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     ROUNDED,
@@ -39,32 +41,19 @@ from torch_hybrid.ops.triton.segments import Launch
 from torch_hybrid.ops.triton.state import zero_rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedKeys(Prepared):
-    """Inputs of the scan, by head.
-
-    ``keys [T, P, H, K]``: rows of k, those of float16 brought near 1 by powers of 2;
-    ``attend [X, HV, P, C, C]``: with the scale;
-    ``factors [X, HV, 4, C]``: of rows of q and of keys that read the state before the chunk; of
-    rows of keys that write it. The last is what the state decays by.
-    """
-
-    keys: Tensor
-
-
-def scan(x: GatedDeltaRule, prepared: PreparedKeys, walks: ScanSegments) -> tuple[Tensor, Launch]:
+def scan(x: DeltaRule, prepared: Prepared, walks: ScanSegments) -> tuple[Tensor, Launch]:
     """Allocate the outputs; the launch walks a segment of the chunks of all sequences.
 
     It fills in the outputs and advances the states.
     """
-    q, v = x.q, x.v
-    keys, solve, attend = prepared.keys, prepared.solve, prepared.attend
+    queries, keys, v = prepared.queries, prepared.keys, x.v
+    solve, attend = prepared.solve, prepared.attend
     _, num_key_pieces, num_k_heads, head_dim_k = keys.shape
     num_tokens, num_v_heads, head_dim_v = v.shape
     num_seqs = x.state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     carry = walks.carry(x)
-    if serves(prepared, q, v):
+    if isinstance(x, GatedDeltaRule) and serves(prepared, queries, v):
         return out, hopper_walk(x, prepared, carry, out, is_even=walks.is_even)
     hopper = is_hopper(v.device) and head_dim_k <= 128
     forms = scan_configs(
@@ -78,8 +67,9 @@ def scan(x: GatedDeltaRule, prepared: PreparedKeys, walks: ScanSegments) -> tupl
     def walk(first_block: int, last_block: int) -> None:
         for form in forms:
             _scan_kernel[(triton.cdiv(head_dim_v, form.block_v) * num_v_heads * num_seqs,)](
-                q,
+                queries,
                 keys,
+                prepared.writes,
                 v,
                 solve,
                 attend,
@@ -89,13 +79,14 @@ def scan(x: GatedDeltaRule, prepared: PreparedKeys, walks: ScanSegments) -> tupl
                 x.initial_indices,
                 x.state_indices,
                 out,
+                x.scale if x.by_channel else None,
                 num_tokens,
                 num_seqs,
                 carry,
                 first_block,
                 last_block,
                 # Constants, so that a tile's rows lie at constant distances: fewer registers.
-                STRIDE_Q=q.stride(0),
+                STRIDE_Q=queries.stride(0),
                 STRIDE_K=keys.stride(0),
                 STRIDE_V=v.stride(0),
                 H=num_k_heads,
@@ -109,9 +100,10 @@ def scan(x: GatedDeltaRule, prepared: PreparedKeys, walks: ScanSegments) -> tupl
                 BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
                 BLOCK_V=form.block_v,
                 STEPS=form.steps,
+                BY_CHANNEL=x.by_channel,
                 STAGES=stages_of_factors(prepared.num_pieces),
                 num_warps=form.num_warps,
-                num_stages=3 if hopper and form.block_v <= 64 else 2,
+                num_stages=3 if hopper and (x.by_channel or form.block_v <= 64) else 2,
                 enable_fp_fusion=True,
             )
 
@@ -120,8 +112,9 @@ def scan(x: GatedDeltaRule, prepared: PreparedKeys, walks: ScanSegments) -> tupl
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "first_block", "last_block"])
 def _scan_kernel(
-    q: tl.tensor,
+    queries: tl.tensor,
     keys: tl.tensor,
+    writes: tl.tensor | None,
     v: tl.tensor,
     solve: tl.tensor,
     attend: tl.tensor,
@@ -131,6 +124,7 @@ def _scan_kernel(
     initial_indices: tl.tensor,
     state_indices: tl.tensor,
     out: tl.tensor,
+    scale: tl.tensor | None,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
     carry: tl.tensor,
@@ -150,6 +144,7 @@ def _scan_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STEPS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
     """Walk a sequence's chunks of a segment with BLOCK_V rows of a head's state: one program.
@@ -204,41 +199,68 @@ def _scan_kernel(
         for done in tl.range(first, last, C, num_stages=STAGES):
             # From the token each time: one number to keep instead of five places.
             token = (begin + done).to(tl.int64)
-            p_q = q + token * STRIDE_Q + head_k * K + tile_q
-            p_k = keys + token * STRIDE_K + head_k * K + tile_k
-            p_v = v + token * STRIDE_V + head_v * V
-            p_out = out + (token * HV + head_v) * V
+            # Where addresses are computed decides the machine code: each rule has what was timed.
+            if BY_CHANNEL:
+                rows = (token * PK * H + head_k) * K + tile_k
+                p_k = keys + rows
+            else:
+                p_q = queries + token * STRIDE_Q + head_k * K + tile_q
+                p_k = keys + token * STRIDE_K + head_k * K + tile_k
+                p_v = v + token * STRIDE_V + head_v * V
+                p_out = out + (token * HV + head_v) * V
             mask_t = done + row < end - begin
             mask_tk = mask_t[:, None] & mask_k
             # Long before they are needed, since they are not fetched ahead.
-            p_f = factors + chunk * 4 * C
-            reads_f = tl.load(p_f + row)
-            queries_f = tl.load(p_f + C + row)
-            writes_f = tl.load(p_f + 2 * C + row)
-            decay = tl.load(p_f + 3 * C)
+            if BY_CHANNEL:
+                decay = tl.load(factors + chunk * K + index_k, mask=mask_k, other=0.0)
+            else:
+                p_f = factors + chunk * 4 * C
+                reads_f = tl.load(p_f + row)
+                queries_f = tl.load(p_f + C + row)
+                writes_f = tl.load(p_f + 2 * C + row)
+                decay = tl.load(p_f + 3 * C)
 
             b_k = load_pieces(p_k, H * K, PK, mask_tk)
-            b_x = rows_dot(b_s, transposed(b_k), zeros, PS) * reads_f[None, :]
+            b_x = rows_dot(b_s, transposed(b_k), zeros, PS)
+            if not BY_CHANNEL:
+                b_x *= reads_f[None, :]
+            if BY_CHANNEL:
+                p_v = v + token * STRIDE_V + head_v * V
             b_v = tl.load(p_v + tile_v, mask=mask_t[:, None] & mask_v[None, :], other=0.0)
             b_x = transpose_dot(b_v, -b_x, UNIT)
 
+            if BY_CHANNEL:
+                p_q = queries + (token * H + head_k) * K + tile_q
             b_q = tl.load(p_q, mask=mask_tk, other=0.0)
-            b_o = rounded_dot(b_s, tl.trans(b_q), zeros) * queries_f[None, :]
+            if BY_CHANNEL:
+                b_o = rounded_dot(b_s, tl.trans(b_q), zeros, PS)
+            else:
+                b_o = rounded_dot(b_s, tl.trans(b_q), zeros) * queries_f[None, :]
 
             b_t = load_pieces(solve + chunk * NT * C * C + square, C * C, NT, everywhere)
             b_u = rows_dot(b_x, transposed(b_t), zeros, PS)
 
-            b_a = load_pieces(attend + chunk * PA * C * C + square, C * C, PA, everywhere)
-            if PS == ROUNDED:
+            if BY_CHANNEL:
+                b_a = (tl.load(attend + chunk * (C * C) + square),)
+            else:
+                b_a = load_pieces(attend + chunk * PA * C * C + square, C * C, PA, everywhere)
+            if BY_CHANNEL or PS == ROUNDED:
                 b_o = rounded_dot(b_u, tl.trans(b_a[0]), b_o, PS)
             elif PA == 1:
                 b_o += rounded_dot(b_u, tl.trans(b_a[0]), zeros)
             else:
                 b_o = pieces_dot(cut(b_u, PA), transposed(b_a), b_o)
+            b_o *= scale * (1.0 / UNIT) if BY_CHANNEL else 1.0 / UNIT
             mask_out = mask_v[:, None] & mask_t[None, :]
-            tl.store(p_out + tile_out, (b_o * (1.0 / UNIT)).to(out.dtype.element_ty), mask=mask_out)
+            if BY_CHANNEL:
+                p_out = out + (token * HV + head_v) * V
+            tl.store(p_out + tile_out, b_o.to(out.dtype.element_ty), mask=mask_out)
 
-            b_s = advance(b_s, decay, b_u * writes_f[None, :], b_k, PS)
+            if BY_CHANNEL:
+                b_k = load_pieces(writes + rows, H * K, PK, mask_tk)
+            else:
+                b_u *= writes_f[None, :]
+            b_s = advance(b_s, decay, b_u, b_k, PS)
             chunk += HV
         b_s *= 1.0 / UNIT
         is_last = last == end - begin
