@@ -20,7 +20,6 @@ from torch_hybrid.ops.fused_experts._hopper import (
     suits_fp8,
 )
 from torch_hybrid.ops.fused_experts._triton_activation import activate, activated, sizes
-from torch_hybrid.ops.fused_experts._triton_few import few_tokens
 from torch_hybrid.ops.fused_experts._triton_fp8 import (
     fp8_few_tokens,
     fp8_products,
@@ -31,6 +30,7 @@ from torch_hybrid.ops.fused_experts._triton_integers import (
     integer_few_tokens,
     integer_products,
 )
+from torch_hybrid.ops.fused_experts._triton_plain import few_tokens
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import dot
