@@ -24,18 +24,18 @@ def block_attention(x: BlockAttention, *, is_invariant: bool = False) -> Tensor:
 
     ``is_invariant``: a token has the bits that it has in any call.
     """
-    q, v, blocks, block_size, scale = x.q, x.v, x.blocks, x.block_size, x.scale
+    q, v = x.q, x.v
     num_tokens, _, head_dim = q.shape
     (k, *_), kv = x.by_head()
     num_kv_heads = kv.shape[3]
-    num_seqs, top_k = x.page_table.shape[0], blocks.shape[1]
+    num_seqs, top_k = x.page_table.shape[0], x.blocks.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens == 0 or num_seqs == 0:
         return out.zero_()
     tiles = Tiles.of(
         q,
         num_kv_heads=num_kv_heads,
-        most_keys=(top_k + 1) * block_size,
+        most_keys=(top_k + 1) * x.block_size,
         has_values=v is not None,
         is_invariant=is_invariant,
     )
@@ -45,7 +45,6 @@ def block_attention(x: BlockAttention, *, is_invariant: bool = False) -> Tensor:
     shares = num_tokens > num_seqs and tiles.num_splits == 1 and not is_invariant
     if shares and rows is not None:
         is_whole = q.new_empty(num_tokens, dtype=torch.int32)
-    index = (x.cu_seqlens, x.seq_lens, x.page_table)
     early, latents = launches_early(q.device), kv[0, :, :, 0]
     on_hopper = v is None and serves(q, latents)
     # Programs that gather take new rows from where they are, and write them beside.
@@ -55,94 +54,64 @@ def block_attention(x: BlockAttention, *, is_invariant: bool = False) -> Tensor:
             k,
             v,
             kv,
-            blocks,
+            x.blocks,
             x.cu_seqlens,
             x.seq_lens,
             x.slot_mapping,
             is_whole,
             num_seqs,
-            k.stride(0),
-            k.stride(1),
-            0 if v is None else v.stride(0),
-            0 if v is None else v.stride(1),
+            *_strides(k),
+            *_strides(v),
             kv.stride(0),
             HKV=num_kv_heads,
             D=head_dim,
-            BLOCK_SIZE=block_size,
+            BLOCK_SIZE=x.block_size,
             TOP_K=top_k,
             BLOCK=min(1024, triton.next_power_of_2(num_kv_heads * head_dim)),
             EARLY=early,
             num_warps=4,
         )
-    new = (k, v, x.slot_mapping) if writes else None
+    new = k if writes else None
     if is_whole is not None:
         assert rows is not None
-        attend_whole(q, k, v, kv, *index, is_whole, out, scale=scale, block_m=rows)
+        attend_whole(x, k, kv, is_whole, out, block_m=rows)
         if v is not None:
-            attend_shared(
-                q, k, v, kv, blocks, *index, is_whole, out, block_size=block_size, scale=scale
-            )
+            attend_shared(x, is_whole, out)
     to, lse = out, q.new_empty((tiles.num_splits, *q.shape[:2]), dtype=torch.float32)
     if tiles.num_splits > 1:
         to = q.new_empty((tiles.num_splits, *out.shape), dtype=torch.float32)
     if on_hopper:
-        attend_on_hopper(
-            q,
-            latents,
-            new,
-            blocks,
-            *index,
-            to,
-            lse,
-            block_size=block_size,
-            scale=scale,
-            num_splits=tiles.num_splits,
-        )
+        attend_on_hopper(x, latents, new, to, lse, num_splits=tiles.num_splits)
     else:
-        _attend(
-            q,
-            kv,
-            new,
-            blocks,
-            *index,
-            is_whole,
-            to,
-            lse,
-            block_size=block_size,
-            scale=scale,
-            has_values=v is not None,
-            tiles=tiles,
-        )
+        _attend(x, kv, new, is_whole, to, lse, tiles)
     if tiles.num_splits > 1:
         merge_splits(to, lse, x.cu_seqlens, out, torch.empty_like(lse[0]), early=early)
     return out
 
 
+def _strides(rows: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of tokens and heads, 0 of rows that are not there."""
+    return (0, 0) if rows is None else rows.stride()[:2]
+
+
 def _attend(
-    q: Tensor,
+    x: BlockAttention,
     kv: Tensor,
-    new: tuple[Tensor, Tensor | None, Tensor] | None,
-    blocks: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
+    k: Tensor | None,
     is_whole: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    *,
-    block_size: int,
-    scale: float,
-    has_values: bool,
     tiles: Tiles,
 ) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row.
 
-    ``new``, if there are such, are the rows (k, v) that no launch has written, and their slots.
+    With ``k``, no launch has written the new rows.
     """
+    q, page_table = x.q, x.page_table
     num_tokens, num_q_heads, head_dim = q.shape
-    k, v, slot_mapping = new or (None, None, None)
+    v, slot_mapping = (None, None) if k is None else (x.v, x.slot_mapping)
     _, _, page_size, num_kv_heads, _ = kv.shape
-    group, top_k = num_q_heads // num_kv_heads, blocks.shape[1]
+    group, top_k = num_q_heads // num_kv_heads, x.blocks.shape[1]
     row_tiles, early = triton.cdiv(group, tiles.block_m), launches_early(q.device)
     _attend_kernel[(num_tokens, num_kv_heads * row_tiles, tiles.num_splits)](
         q,
@@ -150,29 +119,27 @@ def _attend(
         k,
         v,
         slot_mapping,
-        blocks,
-        cu_seqlens,
-        seq_lens,
+        x.blocks,
+        x.cu_seqlens,
+        x.seq_lens,
         page_table,
         is_whole,
         out,
         lse,
-        log2_scale(scale),
+        log2_scale(x.scale),
         num_tokens,
         page_table.shape[0],
         q.stride(0),
         q.stride(1),
         kv.stride(0),
-        0 if k is None else k.stride(0),
-        0 if k is None else k.stride(1),
-        0 if v is None else v.stride(0),
-        0 if v is None else v.stride(1),
+        *_strides(k),
+        *_strides(v),
         page_table.stride(0),
         GROUP=group,
         HKV=num_kv_heads,
         D=head_dim,
         PAGE_SIZE=page_size,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=x.block_size,
         TOP_K=top_k,
         BLOCK_K=triton.next_power_of_2(top_k),
         BLOCK_M=tiles.block_m,
@@ -182,7 +149,7 @@ def _attend(
         NUM_SPLITS=tiles.num_splits,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
-        HAS_VALUES=has_values,
+        HAS_VALUES=x.v is not None,
         EARLY=early,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

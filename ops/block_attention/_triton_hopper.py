@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
+from torch_hybrid.ops.block_attention.op import BlockAttention
 from torch_hybrid.ops.triton.devices import launches_early, rows_are_aligned, runs_gluon
 from torch_hybrid.ops.triton.padding import set_padding
 from torch_hybrid.ops.triton.softmax import log2_scale
@@ -24,44 +25,38 @@ def serves(q: Tensor, pool: Tensor) -> bool:
 
 
 def attend_on_hopper(
-    q: Tensor,
+    x: BlockAttention,
     pool: Tensor,
-    new: tuple[Tensor, Tensor | None, Tensor] | None,
-    blocks: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
+    k: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *,
-    block_size: int,
-    scale: float,
     num_splits: int,
 ) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row.
 
-    ``new``, if there are such, are the latents [T, 1, D] that no launch has written, None, and
-    their slots. Padding is filled where there is one split, and else left to the merge.
+    ``k``, if there is such, are the latents [T, 1, D] that no launch has written. Padding is
+    filled where there is one split, and else left to the merge.
     """
     from torch_hybrid.ops.block_attention._triton_hopper_kernel import hopper_gather_kernel
 
+    q, page_table = x.q, x.page_table
     num_tokens, num_heads, _ = q.shape
-    top_k, early = blocks.shape[1], launches_early(q.device)
-    k, _, slot_mapping = new or (None, None, None)
+    top_k, early = x.blocks.shape[1], launches_early(q.device)
     if num_splits == 1:
-        set_padding(out, lse[0], cu_seqlens)
+        set_padding(out, lse[0], x.cu_seqlens)
     hopper_gather_kernel[(num_tokens, triton.cdiv(num_heads, BLOCK_M), num_splits)](
         q,
         pool,
         k,
-        slot_mapping,
-        blocks,
-        cu_seqlens,
-        seq_lens,
+        None if k is None else x.slot_mapping,
+        x.blocks,
+        x.cu_seqlens,
+        x.seq_lens,
         page_table,
         out,
         lse,
-        log2_scale(scale),
+        log2_scale(x.scale),
         num_tokens,
         page_table.shape[0],
         q.stride(0),
@@ -71,7 +66,7 @@ def attend_on_hopper(
         H=num_heads,
         RANK=_RANK,
         PAGE_SIZE=pool.shape[1],
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=x.block_size,
         TOP_K=top_k,
         BLOCK_K=triton.next_power_of_2(top_k),
         M=BLOCK_M,

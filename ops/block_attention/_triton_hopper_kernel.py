@@ -8,30 +8,21 @@ copy latents.
 
 from __future__ import annotations
 
-from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.latent_attention._triton_hopper_groups import (
+    attend_first,
     attend_second,
     rows_of_block,
-    store_half,
 )
 from torch_hybrid.ops.triton.hopper import (
     COPIED,
     COPYING_THREADS,
     ROWS,
-    finish,
     new_barriers,
-    products_layout,
 )
 
 
@@ -117,93 +108,6 @@ def _copy_chosen(
         p_second = p_row + (HALF + index_half)
         async_copy.async_copy_global_to_shared(b_second.index(stage), p_second)
         async_copy.mbarrier_arrive(ready.index(2 * stage + 1), increment_count=False)
-
-
-@gluon.jit
-def _products(
-    tile: gl.tensor,
-    queries: gl.tuple,
-    bars: gl.tuple,
-    bufs: gl.tuple,
-    M: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    STAGES: gl.constexpr,
-) -> gl.tensor:
-    """Multiply the queries by a tile of latents, each half once it has arrived."""
-    ready, _, _, _, _ = bars
-    b_first, b_second, _, _, _ = bufs
-    q_first, q_second = queries
-    stage, phase = tile % STAGES, (tile // STAGES) & 1
-    zeros = gl.zeros([M, BLOCK_KV], gl.float32, products_layout(BLOCK_KV))
-    mbarrier.wait(ready.index(2 * stage), phase)
-    fence_async_shared()
-    first = b_first.index(stage).permute((1, 0))
-    products = warpgroup_mma(q_first, first, zeros, use_acc=False, is_async=True)
-    mbarrier.wait(ready.index(2 * stage + 1), phase)
-    fence_async_shared()
-    second = b_second.index(stage).permute((1, 0))
-    products = warpgroup_mma(q_second, second, products, is_async=True)
-    return warpgroup_mma_wait(0, deps=[products])
-
-
-@gluon.jit
-def _attend_first(
-    outputs: gl.tuple,
-    queries: gl.tuple,
-    block: gl.tuple,
-    keys: gl.tuple,
-    scale_log2: gl.tensor,
-    bars: gl.tuple,
-    bufs: gl.tuple,
-    M: gl.constexpr,
-    HALF: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    STAGES: gl.constexpr,
-) -> None:
-    """Compute the logits and the softmax, and the first half of the output."""
-    _, lse, first_row = outputs
-    begin, end, num_tiles = keys
-    _, free, weights_ready, weights_free, q_ready = bars
-    b_first, _, _, b_weights, b_factors = bufs
-    L_S: gl.constexpr = products_layout(BLOCK_KV)
-    L_O: gl.constexpr = products_layout(HALF)
-    row = gl.arange(0, M, gl.SliceLayout(1, L_S))
-    token, head, mask = rows_of_block(block, M, row)
-    peak = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, L_S))
-    total = gl.zeros([M], gl.float32, gl.SliceLayout(1, L_S))
-    b_o = gl.zeros([M, HALF], gl.float32, L_O)
-    mbarrier.wait(q_ready, 0)
-    for tile in tl.range(0, num_tiles, disable_licm=True):
-        products = _products(tile, queries, bars, bufs, M, BLOCK_KV, STAGES)
-        number = begin + tile * BLOCK_KV + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, L_S))
-        products = gl.where((number < end)[None, :], products, -float("inf"))
-        new_peak = gl.maximum(peak, gl.max(products, 1) * scale_log2)
-        shift = gl.where(new_peak == -float("inf"), 0.0, new_peak)  # there is no key
-        weights = gl.exp2(products * scale_log2 - shift[:, None])
-        rescale = gl.exp2(peak - shift)
-        peak = new_peak
-        total = total * rescale + gl.sum(weights, 1)
-
-        b_p = weights.to(b_weights.dtype)
-        mbarrier.wait(weights_free, (tile & 1) ^ 1)
-        b_weights.store(b_p)
-        b_factors.store(rescale)
-        fence_async_shared()
-        mbarrier.arrive(weights_ready, count=1)
-        b_o *= gl.convert_layout(rescale, gl.SliceLayout(1, L_O))[:, None]
-        b_p = gl.convert_layout(b_p, gl.DotOperandLayout(0, L_O, 2))
-        stage = tile % STAGES
-        b_sum = warpgroup_mma(b_p, b_first.index(stage), b_o, is_async=True)
-        b_o = warpgroup_mma_wait(0, deps=[b_sum])
-        mbarrier.arrive(free.index(2 * stage), count=1)
-
-    total, b_lse = finish(peak, total)
-    mbarrier.wait(weights_free, (num_tiles & 1) ^ 1)
-    b_factors.store(total)
-    mbarrier.arrive(weights_ready, count=1)
-    gl.store(lse + (first_row + token) * block[3] + head, b_lse, mask=mask)
-    total = gl.convert_layout(total, gl.SliceLayout(1, L_O))
-    store_half(outputs, block, num_tiles, b_o, total, 0, M, M, HALF)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_table"])
@@ -316,8 +220,8 @@ def hopper_gather_kernel(
                 gl.store(pool + slot * RANK + index, b_new)
         gl.warp_specialize(
             [
-                (_attend_first, (outputs, queries, block, keys, scale_log2, bars, bufs,
-                                 M, HALF, BLOCK_KV, STAGES)),
+                (attend_first, (outputs, queries, block, keys, None, scale_log2, bars, bufs,
+                                M, M, HALF, BLOCK_KV, STAGES)),
                 (attend_second, (outputs, block, keys, bars, bufs, M, M, HALF, STAGES)),
                 (_copy_chosen, (pool, new, names, keys, bars, bufs, RANK, PAGE_SIZE, BLOCK_SIZE,
                                 BLOCK_KV, STAGES)),

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.block_attention.op import BlockAttention
 from torch_hybrid.ops.triton.devices import PROCESSORS
 from torch_hybrid.ops.triton.hopper_attention import BLOCK_M, HopperTiles
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
@@ -19,60 +20,47 @@ _REGISTERS, _COPY_REGISTERS = 208, 64
 _CHUNK = 1024  # blocks that are listed at once
 
 
-def attend_shared(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    blocks: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    is_done: Tensor,
-    out: Tensor,
-    *,
-    block_size: int,
-    scale: float,
-) -> None:
+def attend_shared(x: BlockAttention, is_done: Tensor, out: Tensor) -> None:
     """Write the rows of tiles of queries whose keys are fewer together than apart, if any.
 
     Args:
-        k, v: [T, Hkv, D].
-        kv: [2, P, page_size, Hkv, D], which has the new rows.
+        x: arguments of the op, with values; its pages have the new rows.
         is_done: [T] int32, whether a query's row is written already. **Mutated**: those of the
             queries whose rows this writes.
+        out: [T, Hq, D]. **Mutated**.
     """
+    q, kv = x.q, x.kv
+    assert x.v is not None
     num_tokens, num_heads, head_dim = q.shape
     _, _, page_size, num_kv_heads, _ = kv.shape
-    num_seqs = page_table.shape[0]
-    tiles = HopperTiles.of(q, k, v, kv)
+    num_seqs = x.page_table.shape[0]
+    tiles = HopperTiles.of(q, x.k, x.v, kv)
     block_q = BLOCK_M // (num_heads // num_kv_heads)
     num_tiles = num_blocks(num_tokens, num_seqs, block_q)
     # A tile takes the time of many queries apart: there have to be as many as processors.
     if tiles is None or block_q > _MOST_QUERIES or 4 * num_tiles * num_kv_heads < 3 * PROCESSORS:
         return
-    lists = list_keys(
-        blocks,
-        cu_seqlens,
-        seq_lens,
-        page_table,
+    slots, sees, num_keys = list_keys(
+        x.blocks,
+        x.cu_seqlens,
+        x.seq_lens,
+        x.page_table,
         is_done,
         block_q=block_q,
-        block_size=block_size,
+        block_size=x.block_size,
         page_size=page_size,
     )
     from torch_hybrid.ops.block_attention._triton_shared_kernel import hopper_shared_kernel
 
-    slots, sees, num_keys = lists
     hopper_shared_kernel[(num_tiles * num_kv_heads,)](
         q,
         kv,
         slots,
         sees,
         num_keys,
-        cu_seqlens,
+        x.cu_seqlens,
         out,
-        log2_scale(scale),
+        log2_scale(x.scale),
         num_seqs,
         slots.shape[1],
         q.stride(0),

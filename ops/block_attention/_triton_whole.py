@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from torch_hybrid.ops.block_attention.op import BlockAttention
 from torch_hybrid.ops.triton.attention import attend_to_keys
 from torch_hybrid.ops.triton.devices import interpreted, launches_early
 from torch_hybrid.ops.triton.hopper_attention import HopperTiles, attend_rows
@@ -30,26 +31,17 @@ def rows_of_tile(q: Tensor, *, num_kv_heads: int) -> int | None:
 
 
 def attend_whole(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    is_whole: Tensor,
-    out: Tensor,
-    *,
-    scale: float,
-    block_m: int,
+    x: BlockAttention, k: Tensor, kv: Tensor, is_whole: Tensor, out: Tensor, *, block_m: int
 ) -> None:
     """Write the rows of queries that see all before them; to others of their tiles anything.
 
     Args:
-        k, v: [T, Hkv, D], v as in the op.
+        x: arguments of the op.
+        k: [T, Hkv, D].
         kv: [planes, P, page_size, Hkv, D], which has the new rows.
         is_whole: [T] int32, whether a query is one of them.
     """
+    q, v, page_table = x.q, x.v, x.page_table
     hopper = None if v is None else HopperTiles.of(q, k, v, kv)
     if hopper is not None:
         assert v is not None
@@ -57,12 +49,12 @@ def attend_whole(
             q,
             k,
             v,
-            cu_seqlens,
+            x.cu_seqlens,
             out,
             q.new_empty(q.shape[:2], dtype=torch.float32),
-            scale=scale,
+            scale=x.scale,
             tiles=hopper,
-            pages=(kv, seq_lens, page_table),
+            pages=(kv, x.seq_lens, page_table),
             wanted=is_whole,
         )
         return
@@ -75,12 +67,12 @@ def attend_whole(
     _whole_kernel[(num_blocks(num_tokens, num_seqs, block_q), num_kv_heads)](
         q,
         kv,
-        cu_seqlens,
-        seq_lens,
+        x.cu_seqlens,
+        x.seq_lens,
         page_table,
         is_whole,
         out,
-        log2_scale(scale),
+        log2_scale(x.scale),
         num_seqs,
         q.stride(0),
         q.stride(1),

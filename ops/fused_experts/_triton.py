@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,7 +19,6 @@ from torch_hybrid.ops.fused_experts._hopper import (
     suits_fp8,
 )
 from torch_hybrid.ops.fused_experts._triton_activation import activate, activated, sizes
-from torch_hybrid.ops.fused_experts._triton_few import few_tokens
 from torch_hybrid.ops.fused_experts._triton_fp8 import (
     fp8_few_tokens,
     fp8_products,
@@ -31,6 +29,8 @@ from torch_hybrid.ops.fused_experts._triton_integers import (
     integer_few_tokens,
     integer_products,
 )
+from torch_hybrid.ops.fused_experts._triton_plain import few_tokens
+from torch_hybrid.ops.fused_experts._triton_scaled import Tile
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import dot
@@ -39,35 +39,23 @@ from torch_hybrid.ops.triton.products import dot
 _FEW_TOKENS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """A block of ``block_m`` pairs times ``block_n`` rows of weights, ``block_k`` columns at a
-    time. Decided by shapes alone, so that a captured graph serves any choice of experts."""
+def _tile(num_pairs: int, num_experts: int, like: Tensor) -> Tile:
+    """Choose a tile for inputs of the dtype and device of ``like``."""
+    if like.dtype == torch.float32:  # outside the tensor cores, on operands in registers
+        return Tile(block_m=16, block_n=64, block_k=32, num_warps=4, num_stages=2)
+    # Most experts have less than twice their share: then one block holds all their pairs.
+    rows = triton.next_power_of_2(2 * triton.cdiv(num_pairs, num_experts))
+    if rows <= 16:
+        return Tile(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=3)
+    if rows <= 64:
+        return Tile(block_m=rows, block_n=128, block_k=64, num_warps=4, num_stages=4)
+    block_n, stages = (256, 4) if is_hopper(like.device) else (128, 3)
+    return Tile(block_m=128, block_n=block_n, block_k=64, num_warps=8, num_stages=stages)
 
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
 
-    @classmethod
-    def of(cls, num_pairs: int, num_experts: int, like: Tensor) -> Tile:
-        """Choose a tile for inputs of the dtype and device of ``like``."""
-        if like.dtype == torch.float32:  # outside the tensor cores, on operands in registers
-            return cls(block_m=16, block_n=64, block_k=32, num_warps=4, num_stages=2)
-        # Most experts have less than twice their share: then one block holds all their pairs.
-        rows = triton.next_power_of_2(2 * triton.cdiv(num_pairs, num_experts))
-        if rows <= 16:
-            return cls(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=3)
-        if rows <= 64:
-            return cls(block_m=rows, block_n=128, block_k=64, num_warps=4, num_stages=4)
-        block_n, stages = (256, 4) if is_hopper(like.device) else (128, 3)
-        return cls(block_m=128, block_n=block_n, block_k=64, num_warps=8, num_stages=stages)
-
-    @classmethod
-    def of_any_pairs(cls, like: Tensor) -> Tile:
-        """Choose one tile for any number of pairs."""
-        return cls.of(32, 1, like)
+def _tile_of_any_pairs(like: Tensor) -> Tile:
+    """Choose one tile for any number of pairs."""
+    return _tile(32, 1, like)
 
 
 Products = Callable[[FusedExperts, Tensor, Tensor, Tensor], None]
@@ -81,7 +69,7 @@ def fused_experts(x: FusedExperts, *, is_invariant: bool = False) -> Tensor:
     if x.num_pairs == 0 or x.num_experts == 0:
         return x.x.new_zeros(x.x.shape)
     if is_invariant:
-        return _many_tokens(x, partial(_products, tile=Tile.of_any_pairs(x.x)))
+        return _many_tokens(x, partial(_products, tile=_tile_of_any_pairs(x.x)))
     few: Callable[[FusedExperts], Tensor] = few_tokens
     products: Products = _products
     if x.has_scales:
@@ -129,7 +117,7 @@ def _products(
 ) -> None:
     """Fill ``results`` [P, D] with each pair's output of its expert, unweighted."""
     hidden = x.x.new_empty(x.num_pairs, x.width)
-    tile = tile or Tile.of(x.num_pairs, x.num_experts, x.x)
+    tile = tile or _tile(x.num_pairs, x.num_experts, x.x)
     blocks = num_blocks(x.num_pairs, x.num_experts, tile.block_m)
     block_n = tile.block_n // x.num_parts
     constants = {

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
 """The experts in Triton for few tokens: no grouping, since few pairs share an expert.
 
-Each weight is multiplied as it comes from memory; where two tokens have an expert in common, its
-weights come from the L2 cache the second time.
+Each weight is multiplied as it comes from memory, read by a format's loader; where two tokens have
+an expert in common, its weights come from the L2 cache the second time.
 """
 
 from __future__ import annotations
@@ -12,46 +12,68 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.fused_experts._triton_activation import activate, activated, sizes
+from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 
-_BLOCK_N = 8  # rows of weights that a program reads side by side
-_BLOCK_K = 256
-_NUM_STAGES = 4
-_NUM_WARPS = 4
 
-
-def few_tokens(x: FusedExperts) -> Tensor:
+def multiply_few(
+    x: FusedExperts,
+    loader: Loader,
+    weights: tuple[Stored, Stored],
+    *,
+    block_n: int,
+    num_stages: int | None,
+) -> Tensor:
     """Launch a kernel for the hidden activations of all pairs, and one for tokens' outputs."""
+    gate_up, down = weights
     out = x.x.new_empty(x.x.shape)
     hidden = x.x.new_empty(x.num_pairs, x.width)
     constants = {
         "TOP_K": x.top_k,
         **sizes(x),
-        "BLOCK_N": _BLOCK_N,
-        "STAGES": _NUM_STAGES,
-        "num_warps": _NUM_WARPS,
+        "BLOCK_N": block_n,
+        "STAGES": num_stages,
+        "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    _hidden_kernel[(x.num_pairs, triton.cdiv(x.width, _BLOCK_N))](
+    _hidden_kernel[(x.num_pairs, triton.cdiv(x.width, block_n))](
         x.x,
         x.expert_ids,
-        x.gate_up,
+        gate_up.numbers,
+        gate_up.scales,
         hidden,
         x.x.stride(0),
         **activated(x),
-        BLOCK_K=min(_BLOCK_K, triton.next_power_of_2(x.dim)),
+        ROWS=loader.rows,
+        MULTIPLY=loader.multiply,
+        SCALE=loader.scale,
+        FORM=gate_up.form,
+        SHAPE=(block_n, *gate_up.few_shape),
+        BLOCK_K=gate_up.few_block,
         **constants,
     )
-    _out_kernel[(len(out), triton.cdiv(x.dim, _BLOCK_N))](
+    _out_kernel[(len(out), triton.cdiv(x.dim, block_n))](
         hidden,
         x.expert_ids,
         x.expert_weights,
-        x.down,
+        down.numbers,
+        down.scales,
         out,
-        BLOCK_K=min(_BLOCK_K, triton.next_power_of_2(x.width)),
+        MULTIPLY=loader.multiply_hidden,
+        FORM=down.form,
+        SHAPE=(block_n, *down.few_shape),
+        BLOCK_K=down.few_block,
         **constants,
     )
     return out
+
+
+@triton.jit
+def _sum_columns(products: tl.tensor) -> tl.tensor:
+    """Sum [N, ...] products of rows to [N]."""
+    if len(products.shape) == 3:
+        products = tl.sum(products, 2)
+    return tl.sum(products, 1)
 
 
 @triton.jit
@@ -59,6 +81,7 @@ def _hidden_kernel(
     x: tl.tensor,
     expert_ids: tl.tensor,
     gate_up: tl.tensor,
+    scales: tl.tensor,
     hidden: tl.tensor,
     stride_x: tl.tensor,
     HAS_GATE: tl.constexpr,
@@ -68,35 +91,34 @@ def _hidden_kernel(
     E: tl.constexpr,
     D: tl.constexpr,
     I: tl.constexpr,  # noqa: E741 (the letter of the formulas)
+    ROWS: tl.constexpr,
+    MULTIPLY: tl.constexpr,
+    SCALE: tl.constexpr,
+    FORM: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Compute BLOCK_N hidden activations of one pair of a token and an expert, outside the tensor
-    cores.
-
-    Grid: (pairs, I / BLOCK_N). Tile: BLOCK_N rows of weights by BLOCK_K columns. Pipeline: STAGES
-    tiles of weights. Registers: a partial sum for each element of a tile, for gate and for up.
-    """
+    """Compute BLOCK_N hidden activations of one pair; grid: (pairs, blocks of I)."""
     pair = tl.program_id(0)
     expert = tl.load(expert_ids + pair).to(tl.int64)
     if expert == E:
         return
-    index_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    index_k = tl.arange(0, BLOCK_K)
-    mask_n = (index_n < I)[:, None]
-    p_x = x + (pair // TOP_K).to(tl.int64) * stride_x + index_k
-    p_w = gate_up + expert * ((1 + HAS_GATE) * I * D) + index_n[:, None] * D + index_k[None, :]
-    gate = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    first_n = tl.program_id(1) * BLOCK_N
+    index_n = first_n + tl.arange(0, BLOCK_N)
+    p_x = x + (pair // TOP_K).to(tl.int64) * stride_x
+    gate_rows = ROWS(gate_up, scales, expert, first_n, 0, 1 + HAS_GATE, I, D, BLOCK_N, FORM)
+    up_rows = ROWS(gate_up, scales, expert, first_n, HAS_GATE, 1 + HAS_GATE, I, D, BLOCK_N, FORM)
+    gate = tl.zeros(SHAPE, dtype=tl.float32)
+    up = tl.zeros(SHAPE, dtype=tl.float32)
     for first in tl.range(0, D, BLOCK_K, num_stages=STAGES):
-        mask_k = first + index_k < D
-        mask_w = mask_n & mask_k[None, :]
-        b_x = tl.load(p_x + first, mask=mask_k, other=0.0).to(tl.float32)[None, :]
         if HAS_GATE:
-            gate += tl.load(p_w + first, mask=mask_w, other=0.0).to(tl.float32) * b_x
-        up += tl.load(p_w + HAS_GATE * I * D + first, mask=mask_w, other=0.0).to(tl.float32) * b_x
-    b_hidden = activate(tl.sum(gate, 1), tl.sum(up, 1), HAS_GATE, LIMIT, SOFTCAPS)
+            gate += MULTIPLY(gate_rows, p_x, first, D, BLOCK_K, FORM)
+        up += MULTIPLY(up_rows, p_x, first, D, BLOCK_K, FORM)
+    b_gate = SCALE(_sum_columns(gate), gate_rows, FORM)
+    b_up = SCALE(_sum_columns(up), up_rows, FORM)
+    b_hidden = activate(b_gate, b_up, HAS_GATE, LIMIT, SOFTCAPS)
     p_hidden = hidden + pair.to(tl.int64) * I + index_n
     tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=index_n < I)
 
@@ -107,38 +129,32 @@ def _out_kernel(
     expert_ids: tl.tensor,
     expert_weights: tl.tensor,
     down: tl.tensor,
+    scales: tl.tensor,
     out: tl.tensor,
     TOP_K: tl.constexpr,
     E: tl.constexpr,
     D: tl.constexpr,
     I: tl.constexpr,  # noqa: E741 (the letter of the formulas)
+    MULTIPLY: tl.constexpr,
+    FORM: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Compute BLOCK_N outputs of one token, the weighted sum over its experts, outside the tensor
-    cores.
-
-    Grid: (tokens, D / BLOCK_N). Tile: BLOCK_N rows of weights by BLOCK_K columns; the loop runs
-    over all experts' columns. Pipeline: STAGES tiles. Registers: a partial sum for each element of
-    a tile.
-    """
-    CHUNKS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
+    """Compute BLOCK_N outputs of one token, weighted sums of k experts; grid: (T, blocks of D)."""
+    STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     token = tl.program_id(0)
-    index_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    index_k = tl.arange(0, BLOCK_K)
-    mask_n = (index_n < D)[:, None]
-    p_w = down + index_n[:, None] * I + index_k[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for step in tl.range(0, TOP_K * CHUNKS, num_stages=STAGES):
-        pair = token * TOP_K + step // CHUNKS
-        first = step % CHUNKS * BLOCK_K
+    first_n = tl.program_id(1) * BLOCK_N
+    index_n = first_n + tl.arange(0, BLOCK_N)
+    acc = tl.zeros(SHAPE, dtype=tl.float32)
+    for step in tl.range(0, TOP_K * STEPS, num_stages=STAGES):
+        pair = token * TOP_K + step // STEPS
         expert = tl.load(expert_ids + pair).to(tl.int64)
-        mask_k = (first + index_k < I) & (expert < E)
         weight = tl.where(expert < E, tl.load(expert_weights + pair).to(tl.float32), 0.0)
-        b_h = tl.load(hidden + pair * I + first + index_k, mask=mask_k, other=0.0)
-        b_w = tl.load(p_w + expert * (D * I) + first, mask=mask_n & mask_k[None, :], other=0.0)
-        acc += b_w.to(tl.float32) * (b_h.to(tl.float32) * weight)[None, :]
-    b_out = tl.sum(acc, 1)
+        choice = (pair, expert, expert < E, weight)
+        first = step % STEPS * BLOCK_K
+        acc += MULTIPLY(down, scales, hidden, choice, first_n, first, D, I, BLOCK_N, BLOCK_K, FORM)
+    b_out = _sum_columns(acc)
     p_out = out + token.to(tl.int64) * D + index_n
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=index_n < D)

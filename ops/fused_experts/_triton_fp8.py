@@ -13,13 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.formats.block_scales import BLOCK
-from torch_hybrid.ops.fused_experts._triton_scaled import (
-    Loader,
-    Stored,
-    Tile,
-    scaled_few_tokens,
-    scaled_products,
-)
+from torch_hybrid.ops.fused_experts._triton_few import multiply_few
+from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
+from torch_hybrid.ops.fused_experts._triton_scaled import Tile, scaled_products
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.fp8 import fp8_product, readable, widen
 
@@ -33,7 +29,7 @@ _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 def fp8_few_tokens(x: FusedExperts) -> Tensor:
     """Launch the kernels of few tokens."""
     weights = _stored(x, rounds=False)
-    return scaled_few_tokens(x, _LOADER, weights, block_n=_FEW_BLOCK_N, num_stages=_FEW_STAGES)
+    return multiply_few(x, _LOADER, weights, block_n=_FEW_BLOCK_N, num_stages=_FEW_STAGES)
 
 
 def fp8_products(x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor) -> None:

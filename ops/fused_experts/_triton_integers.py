@@ -9,13 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.formats.integers import INT4, group_of, has_zeros
-from torch_hybrid.ops.fused_experts._triton_scaled import (
-    Loader,
-    Stored,
-    Tile,
-    scaled_few_tokens,
-    scaled_products,
-)
+from torch_hybrid.ops.fused_experts._triton_few import multiply_few
+from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
+from torch_hybrid.ops.fused_experts._triton_scaled import Tile, scaled_products
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.integers import few_products, rows_at, wide_tile
@@ -28,7 +24,7 @@ _CHUNK_BYTES = 16  # of a row, that ``few_products`` takes side by side
 
 def integer_few_tokens(x: FusedExperts) -> Tensor:
     """Launch the kernels of few tokens."""
-    return scaled_few_tokens(x, _LOADER, _stored(x), block_n=_FEW_BLOCK_N, num_stages=None)
+    return multiply_few(x, _LOADER, _stored(x), block_n=_FEW_BLOCK_N, num_stages=None)
 
 
 def integer_products(x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor) -> None:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Experts whose weights have scales, in Triton: four kernels, which read weights by a loader.
+"""Experts whose weights have scales, in Triton: two kernels, which read weights by a loader.
 
 Pairs are grouped as ``_triton.py`` does it.
 """
@@ -7,7 +7,6 @@ Pairs are grouped as ``_triton.py`` does it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -15,45 +14,8 @@ from torch import Tensor
 
 from torch_hybrid.ops.fused_experts._triton_activation import activate, activated, sizes
 from torch_hybrid.ops.fused_experts._triton_group import num_blocks, rows_of_block
+from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
 from torch_hybrid.ops.fused_experts.op import FusedExperts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loader:
-    """Jit functions by which the kernels read weights of a format.
-
-    Attributes:
-        rows: finds rows of one expert in a weight: their numbers, their scales, and which exist.
-        add: adds products of such rows and of tokens to float32 sums, for a tile's columns. Keeps
-            what the sums lose to rounding.
-        scale: scales finished sums of rows.
-        multiply: multiplies such rows by one token outside the tensor cores; nothing is summed.
-        multiply_hidden: multiplies rows of one pair's expert by its hidden activations and weight.
-    """
-
-    rows: Any
-    add: Any
-    scale: Any
-    multiply: Any
-    multiply_hidden: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """A weight as the kernels are given it.
-
-    Attributes:
-        numbers, scales: tensors.
-        form: constants of the loader.
-        few_block: columns that a program reads at once, for few tokens.
-        few_shape: of their products, after the rows.
-    """
-
-    numbers: Tensor
-    scales: Tensor
-    form: tuple[int | bool, ...]
-    few_block: int
-    few_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,58 +30,6 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int
-
-
-def scaled_few_tokens(
-    x: FusedExperts,
-    loader: Loader,
-    weights: tuple[Stored, Stored],
-    *,
-    block_n: int,
-    num_stages: int | None,
-) -> Tensor:
-    """Launch a kernel for the hidden activations of all pairs, and one for tokens' outputs."""
-    gate_up, down = weights
-    out = x.x.new_empty(x.x.shape)
-    hidden = x.x.new_empty(x.num_pairs, x.width)
-    constants = {
-        "TOP_K": x.top_k,
-        **sizes(x),
-        "BLOCK_N": block_n,
-        "STAGES": num_stages,
-        "num_warps": 4,
-        "enable_fp_fusion": True,
-    }
-    _scaled_hidden_kernel[(x.num_pairs, triton.cdiv(x.width, block_n))](
-        x.x,
-        x.expert_ids,
-        gate_up.numbers,
-        gate_up.scales,
-        hidden,
-        x.x.stride(0),
-        **activated(x),
-        ROWS=loader.rows,
-        MULTIPLY=loader.multiply,
-        SCALE=loader.scale,
-        FORM=gate_up.form,
-        SHAPE=(block_n, *gate_up.few_shape),
-        BLOCK_K=gate_up.few_block,
-        **constants,
-    )
-    _scaled_out_kernel[(len(out), triton.cdiv(x.dim, block_n))](
-        hidden,
-        x.expert_ids,
-        x.expert_weights,
-        down.numbers,
-        down.scales,
-        out,
-        MULTIPLY=loader.multiply_hidden,
-        FORM=down.form,
-        SHAPE=(block_n, *down.few_shape),
-        BLOCK_K=down.few_block,
-        **constants,
-    )
-    return out
 
 
 def scaled_products(
@@ -162,98 +72,6 @@ def scaled_products(
     _scaled_down_kernel[(blocks * triton.cdiv(x.dim, tile.block_n),)](
         hidden, down.numbers, down.scales, results, *grouped, FORM=down.form, **constants
     )
-
-
-@triton.jit
-def _sum_columns(products: tl.tensor) -> tl.tensor:
-    """Sum [N, ...] products of rows to [N]."""
-    if len(products.shape) == 3:
-        products = tl.sum(products, 2)
-    return tl.sum(products, 1)
-
-
-@triton.jit
-def _scaled_hidden_kernel(
-    x: tl.tensor,
-    expert_ids: tl.tensor,
-    gate_up: tl.tensor,
-    scales: tl.tensor,
-    hidden: tl.tensor,
-    stride_x: tl.tensor,
-    HAS_GATE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SOFTCAPS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    E: tl.constexpr,
-    D: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741 (the letter of the formulas)
-    ROWS: tl.constexpr,
-    MULTIPLY: tl.constexpr,
-    SCALE: tl.constexpr,
-    FORM: tl.constexpr,
-    SHAPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    """Compute BLOCK_N hidden activations of one pair; grid: (pairs, blocks of I)."""
-    pair = tl.program_id(0)
-    expert = tl.load(expert_ids + pair).to(tl.int64)
-    if expert == E:
-        return
-    first_n = tl.program_id(1) * BLOCK_N
-    index_n = first_n + tl.arange(0, BLOCK_N)
-    p_x = x + (pair // TOP_K).to(tl.int64) * stride_x
-    gate_rows = ROWS(gate_up, scales, expert, first_n, 0, 1 + HAS_GATE, I, D, BLOCK_N, FORM)
-    up_rows = ROWS(gate_up, scales, expert, first_n, HAS_GATE, 1 + HAS_GATE, I, D, BLOCK_N, FORM)
-    gate = tl.zeros(SHAPE, dtype=tl.float32)
-    up = tl.zeros(SHAPE, dtype=tl.float32)
-    for first in tl.range(0, D, BLOCK_K, num_stages=STAGES):
-        if HAS_GATE:
-            gate += MULTIPLY(gate_rows, p_x, first, D, BLOCK_K, FORM)
-        up += MULTIPLY(up_rows, p_x, first, D, BLOCK_K, FORM)
-    b_gate = SCALE(_sum_columns(gate), gate_rows, FORM)
-    b_up = SCALE(_sum_columns(up), up_rows, FORM)
-    b_hidden = activate(b_gate, b_up, HAS_GATE, LIMIT, SOFTCAPS)
-    p_hidden = hidden + pair.to(tl.int64) * I + index_n
-    tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=index_n < I)
-
-
-@triton.jit
-def _scaled_out_kernel(
-    hidden: tl.tensor,
-    expert_ids: tl.tensor,
-    expert_weights: tl.tensor,
-    down: tl.tensor,
-    scales: tl.tensor,
-    out: tl.tensor,
-    TOP_K: tl.constexpr,
-    E: tl.constexpr,
-    D: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741 (the letter of the formulas)
-    MULTIPLY: tl.constexpr,
-    FORM: tl.constexpr,
-    SHAPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    """Compute BLOCK_N outputs of one token, weighted sums of k experts; grid: (T, blocks of D)."""
-    STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
-    token = tl.program_id(0)
-    first_n = tl.program_id(1) * BLOCK_N
-    index_n = first_n + tl.arange(0, BLOCK_N)
-    acc = tl.zeros(SHAPE, dtype=tl.float32)
-    for step in tl.range(0, TOP_K * STEPS, num_stages=STAGES):
-        pair = token * TOP_K + step // STEPS
-        expert = tl.load(expert_ids + pair).to(tl.int64)
-        weight = tl.where(expert < E, tl.load(expert_weights + pair).to(tl.float32), 0.0)
-        choice = (pair, expert, expert < E, weight)
-        first = step % STEPS * BLOCK_K
-        acc += MULTIPLY(down, scales, hidden, choice, first_n, first, D, I, BLOCK_N, BLOCK_K, FORM)
-    b_out = _sum_columns(acc)
-    p_out = out + token.to(tl.int64) * D + index_n
-    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=index_n < D)
 
 
 @triton.jit

@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.latent_attention._triton_hopper import BLOCK_M, attend_on_hopper, serves
-from torch_hybrid.ops.latent_attention._triton_pairs import attend_to_pairs
+from torch_hybrid.ops.latent_attention._triton_hopper import BLOCK_M, HOPPER_OPTIONS, serves
+from torch_hybrid.ops.latent_attention._triton_pairs import attend_pairs_kernel
 from torch_hybrid.ops.latent_attention._triton_store import store_rows
 from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
 from torch_hybrid.ops.latent_attention.op import LatentAttention
-from torch_hybrid.ops.triton.devices import interpreted
+from torch_hybrid.ops.triton.devices import converts_fp8, interpreted
 from torch_hybrid.ops.triton.fp8 import readable
+from torch_hybrid.ops.triton.padding import set_padding
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
+
+# A kernel, the pool and what else it takes behind queries, and its options.
+Form = tuple[Any, tuple[Tensor, ...], dict[str, Any]]
 
 
 def latent_attention(x: LatentAttention, *, is_invariant: bool = False) -> Tensor:
@@ -34,35 +40,37 @@ def latent_attention(x: LatentAttention, *, is_invariant: bool = False) -> Tenso
     store_rows(x, x.pool if x.pool_scale is None else readable(x.pool))
     for_hopper = serves(x)
     tiles = Tiles.of(x, for_hopper=for_hopper, is_invariant=is_invariant)
-    attend = _attend
-    if x.pool_scale is not None:
-        attend = attend_to_pairs
-    elif for_hopper and tiles.block_m == BLOCK_M:
-        attend = attend_on_hopper
+    form = _form(x, tiles, for_hopper=for_hopper)
     if tiles.num_splits == 1:
-        attend(x, out, lse, tiles)
+        _attend(x, out, lse, tiles, form)
         return out
     partial_out = out.new_empty(tiles.num_splits, *out.shape, dtype=torch.float32)
     partial_lse = lse.new_empty(tiles.num_splits, *lse.shape)
-    attend(x, partial_out, partial_lse, tiles)
+    _attend(x, partial_out, partial_lse, tiles, form)
     merge_splits(partial_out, partial_lse, x.cu_seqlens, out, lse)
     return out
 
 
-def _attend(x: LatentAttention, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
-    """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row."""
+def _attend(x: LatentAttention, out: Tensor, lse: Tensor, tiles: Tiles, form: Form) -> None:
+    """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row.
+
+    Padding is filled where there is one split, and else left to the merge.
+    """
+    kernel, pool, options = form
     q_latent, q_rope, page_table = x.q_latent, x.q_rope, x.page_table
     num_tokens, num_heads, rank = q_latent.shape
     num_seqs = page_table.shape[0]
+    if tiles.num_splits == 1 and kernel is not _attend_kernel:
+        set_padding(out, lse, x.cu_seqlens)
     grid = (
         num_blocks(num_tokens, num_seqs, tiles.block_q),
         triton.cdiv(num_heads, tiles.block_h),
         tiles.num_splits,
     )
-    _attend_kernel[grid](
+    kernel[grid](
         q_latent,
         q_rope,
-        x.pool,
+        *pool,
         x.cu_seqlens,
         x.seq_lens,
         page_table,
@@ -71,29 +79,43 @@ def _attend(x: LatentAttention, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
         log2_scale(x.scale),
         num_tokens,
         num_seqs,
-        q_latent.stride(0),
-        q_latent.stride(1),
-        q_rope.stride(0),
-        q_rope.stride(1),
-        page_table.stride(0),
-        page_table.stride(1),
+        *q_latent.stride()[:2],
+        *q_rope.stride()[:2],
+        *page_table.stride(),
         H=num_heads,
         RANK=rank,
         ROPE=q_rope.shape[2],
         PAGE_SIZE=x.pool.shape[1],
         BLOCK_Q=tiles.block_q,
         BLOCK_H=tiles.block_h,
-        BLOCK_RANK=tiles.block_rank,
-        BLOCK_PART=tiles.block_part,
-        BLOCK_ROPE=tiles.block_rope,
         BLOCK_KV=tiles.block_kv,
         NUM_SPLITS=tiles.num_splits,
-        # The interpreter holds bfloat16 as integers and multiplies them as such.
-        FLOAT32_PRODUCTS=interpreted() and x.pool.dtype == torch.bfloat16,
-        num_warps=tiles.num_warps,
-        num_stages=2,
-        enable_fp_fusion=True,
+        **options,
     )
+
+
+def _form(x: LatentAttention, tiles: Tiles, *, for_hopper: bool) -> Form:
+    """Choose a kernel, with the latents as it reads them and what it is told beside sizes."""
+    if for_hopper and tiles.block_m == BLOCK_M:
+        from torch_hybrid.ops.latent_attention._triton_hopper_kernel import hopper_attend_kernel
+
+        return hopper_attend_kernel, (x.pool,), HOPPER_OPTIONS
+    options = {"num_warps": tiles.num_warps, "num_stages": 2, "enable_fp_fusion": True}
+    if x.pool_scale is not None:
+        options |= {
+            "BLOCK_RANK": max(16, tiles.block_rank // 2),
+            "BLOCK_ROPE": max(16, tiles.block_rope // 2),
+            "CONVERTS": converts_fp8(x.pool.device),
+        }
+        return attend_pairs_kernel, (x.pool.view(torch.int16), x.pool_scale), options
+    options |= {
+        "BLOCK_RANK": tiles.block_rank,
+        "BLOCK_PART": tiles.block_part,
+        "BLOCK_ROPE": tiles.block_rope,
+        # The interpreter holds bfloat16 as integers and multiplies them as such.
+        "FLOAT32_PRODUCTS": interpreted() and x.pool.dtype == torch.bfloat16,
+    }
+    return _attend_kernel, (x.pool,), options
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])

@@ -85,21 +85,26 @@ def _products(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> gl.tensor:
-    """Multiply the queries and a tile of latents, each half once it has arrived."""
+    """Multiply the queries and a tile of latents, each half once it has arrived.
+
+    With a third part of queries, the rotated one, latents have it beside their first half.
+    """
     ready, _, _, _, _ = bars
     b_first, b_second, b_rope, _, _ = bufs
-    q_first, q_second, q_rope = queries
+    HAS_ROPE: gl.constexpr = len(queries) == 3
     stage, phase = tile % STAGES, (tile // STAGES) & 1
     zeros = gl.zeros([M, BLOCK_KV], gl.float32, products_layout(BLOCK_KV))
     mbarrier.wait(ready.index(2 * stage), phase)
     fence_async_shared()
+    products = zeros
     rope, first = b_rope.index(stage).permute((1, 0)), b_first.index(stage).permute((1, 0))
-    products = warpgroup_mma(q_rope, rope, zeros, use_acc=False, is_async=True)
-    products = warpgroup_mma(q_first, first, products, is_async=True)
+    if HAS_ROPE:
+        products = warpgroup_mma(queries[2], rope, zeros, use_acc=False, is_async=True)
+    products = warpgroup_mma(queries[0], first, products, use_acc=HAS_ROPE, is_async=True)
     mbarrier.wait(ready.index(2 * stage + 1), phase)
     fence_async_shared()
     second = b_second.index(stage).permute((1, 0))
-    products = warpgroup_mma(q_second, second, products, is_async=True)
+    products = warpgroup_mma(queries[1], second, products, is_async=True)
     return warpgroup_mma_wait(0, deps=[products])
 
 
@@ -119,7 +124,11 @@ def attend_first(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """Compute the logits and the softmax, and the first half of the output."""
+    """Compute the logits and the softmax, and the first half of the output.
+
+    Keys past a row's position, which is ``ahead`` of its token, are hidden; without ``ahead``,
+    only those past the last are.
+    """
     _, lse, first_row = outputs
     begin, end, num_tiles = keys
     _, free, weights_ready, weights_free, q_ready = bars
@@ -128,7 +137,8 @@ def attend_first(
     L_O: gl.constexpr = products_layout(HALF)
     row = gl.arange(0, M, gl.SliceLayout(1, L_S))
     token, head, mask = rows_of_block(block, BLOCK_H, row)
-    last = gl.minimum(ahead + token, end - 1)
+    if ahead is not None:
+        last = gl.minimum(ahead + token, end - 1)
     peak = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, L_S))
     total = gl.zeros([M], gl.float32, gl.SliceLayout(1, L_S))
     b_o = gl.zeros([M, HALF], gl.float32, L_O)
@@ -136,7 +146,8 @@ def attend_first(
     for tile in tl.range(0, num_tiles, disable_licm=True):
         products = _products(tile, queries, bars, bufs, M, BLOCK_KV, STAGES)
         key = begin + tile * BLOCK_KV + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, L_S))
-        products = gl.where(key[None, :] <= last[:, None], products, -float("inf"))
+        visible = (key < end)[None, :] if ahead is None else key[None, :] <= last[:, None]
+        products = gl.where(visible, products, -float("inf"))
         new_peak = gl.maximum(peak, gl.max(products, 1) * scale_log2)
         shift = gl.where(new_peak == -float("inf"), 0.0, new_peak)  # no key was visible so far
         weights = gl.exp2(products * scale_log2 - shift[:, None])

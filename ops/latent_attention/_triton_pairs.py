@@ -7,69 +7,12 @@ cores are fed by. They part when they are widened, to a product each.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
-from torch_hybrid.ops.latent_attention.op import LatentAttention
-from torch_hybrid.ops.triton.devices import converts_fp8
 from torch_hybrid.ops.triton.fp8_kv import float16_factors, widen_pairs
-from torch_hybrid.ops.triton.padding import set_padding
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
-from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale
-
-
-def attend_to_pairs(x: LatentAttention, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
-    """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row.
-
-    Padding is filled where there is one split, and else left to the merge.
-    """
-    q_latent, q_rope, page_table = x.q_latent, x.q_rope, x.page_table
-    num_tokens, num_heads, rank = q_latent.shape
-    num_seqs = page_table.shape[0]
-    if tiles.num_splits == 1:
-        set_padding(out, lse, x.cu_seqlens)
-    grid = (
-        num_blocks(num_tokens, num_seqs, tiles.block_q),
-        triton.cdiv(num_heads, tiles.block_h),
-        tiles.num_splits,
-    )
-    _attend_pairs_kernel[grid](
-        q_latent,
-        q_rope,
-        x.pool.view(torch.int16),
-        x.pool_scale,
-        x.cu_seqlens,
-        x.seq_lens,
-        page_table,
-        out,
-        lse,
-        log2_scale(x.scale),
-        num_tokens,
-        num_seqs,
-        q_latent.stride(0),
-        q_latent.stride(1),
-        q_rope.stride(0),
-        q_rope.stride(1),
-        page_table.stride(0),
-        page_table.stride(1),
-        H=num_heads,
-        RANK=rank,
-        ROPE=q_rope.shape[2],
-        PAGE_SIZE=x.pool.shape[1],
-        BLOCK_Q=tiles.block_q,
-        BLOCK_H=tiles.block_h,
-        BLOCK_RANK=max(16, tiles.block_rank // 2),
-        BLOCK_ROPE=max(16, tiles.block_rope // 2),
-        BLOCK_KV=tiles.block_kv,
-        NUM_SPLITS=tiles.num_splits,
-        CONVERTS=converts_fp8(x.pool.device),
-        num_warps=tiles.num_warps,
-        num_stages=2,
-        enable_fp_fusion=True,
-    )
+from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
+from torch_hybrid.ops.triton.softmax import advance, finish
 
 
 @triton.jit
@@ -80,7 +23,7 @@ def _load_pairs(rows: tl.tensor, index: tl.tensor, mask: tl.tensor) -> tuple[tl.
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
-def _attend_pairs_kernel(
+def attend_pairs_kernel(
     q_latent: tl.tensor,
     q_rope: tl.tensor,
     pairs: tl.tensor,

@@ -68,7 +68,7 @@ def _mixed_linear(x: Linear) -> Tensor:
     (num_rows, depth), num_scaled = x.x.shape, len(x.scaled)
     if 0 < num_rows <= _most_rows(x) and depth >= _PART_DEPTH and x.x.itemsize == 2:
         y = x.x.new_empty(num_rows, sum(x.sizes))
-        _launch_mixed(x, y, _rounding_tile(x))
+        _launch(x, y, _rounding_tile(x), rounds=True)
         return y
     first = replace(x, weights=x.weights[:num_scaled], biases=x.biases[:num_scaled])
     others = x.x.new_empty(num_rows, sum(x.sizes[num_scaled:]))
@@ -82,49 +82,29 @@ def _most_rows(x: Linear) -> int:
 
 
 def _launch(x: Linear, y: Tensor, tile: Tile, *, rounds: bool) -> None:
-    """Fill ``y``, all of whose weights are FP8; with ``rounds``, x is rounded to FP8 too."""
+    """Fill ``y``; with ``rounds``, x is rounded to FP8 too, and meets other weights as it is."""
+    num_scaled, biases = len(x.scaled), readable_biases(x)
     numbers, units = x.x, x.x
     if rounds and tile.block_m > _FEW_ROWS:
         numbers, units = rounded_rows(x.x)
         numbers = readable(numbers)
+    others: tuple[object, ...] = (None,) * 5
+    if num_scaled < len(x.weights):
+        weights = tuple(x.weights[num_scaled:])
+        others = (x.x, weights, biases[num_scaled:], x.sizes[num_scaled:], x.x.stride(0))
     _fp8_linear_kernel[tile.grid(x)](
-        numbers,
-        units,
-        tuple(map(readable, x.weights)),
-        tuple(x.scales or ()),
-        readable_biases(x),
-        y,
-        x.sizes,
-        x.x.shape[0],
-        numbers.stride(0),
-        y.stride(0),
-        ROUNDS=rounds,
-        **tile.options(x),
-    )
-
-
-def _launch_mixed(x: Linear, y: Tensor, tile: Tile) -> None:
-    """Fill ``y`` with results of FP8 weights and rounded x, and of other weights and x."""
-    num_scaled = len(x.scaled)
-    numbers, units = rounded_rows(x.x)
-    numbers = readable(numbers)
-    biases = readable_biases(x)
-    _mixed_linear_kernel[tile.grid(x)](
-        x.x,
         numbers,
         units,
         tuple(map(readable, x.weights[:num_scaled])),
         tuple(x.scales or ()),
         biases[:num_scaled],
-        x.sizes[:num_scaled],
-        tuple(x.weights[num_scaled:]),
-        biases[num_scaled:],
-        x.sizes[num_scaled:],
         y,
+        x.sizes[:num_scaled],
         x.x.shape[0],
-        x.x.stride(0),
         numbers.stride(0),
         y.stride(0),
+        *others,
+        ROUNDS=rounds,
         **tile.options(x),
     )
 
@@ -248,7 +228,7 @@ def _widen_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _fp8_linear_kernel(
-    x: tl.tensor,
+    x: tl.tensor,  # or its numbers in FP8
     units: tl.tensor,  # of x's numbers, where those are FP8
     weights: tl.tuple,
     scales: tl.tuple,
@@ -258,7 +238,12 @@ def _fp8_linear_kernel(
     M: tl.tensor,
     stride_x: tl.tensor,
     stride_y: tl.tensor,
-    BIASED: tl.constexpr,  # bit i: weight i has a bias
+    wide_x: tl.tensor | None,  # x as it is, for weights of its dtype
+    others: tl.tuple | None,
+    other_biases: tl.tuple | None,
+    other_sizes: tl.tuple | None,
+    stride_wide: tl.tensor | None,
+    BIASED: tl.constexpr,  # bit i: weight i has a bias, of all weights
     ROUNDS: tl.constexpr,  # x too, where it is not yet
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -267,61 +252,27 @@ def _fp8_linear_kernel(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Multiply x, or x rounded, by all weights.
-
-    Grid: tiles of BLOCK_N columns of all weights, and blocks of BLOCK_M rows. Loads are pipelined
-    in STAGES through shared memory.
-    """
-    _store_columns(
-        tl.program_id(0), x, units, weights, scales, biases, y, sizes, M, stride_x, stride_y,
-        BIASED, ROUNDS, K, BLOCK_M, BLOCK_N, BLOCK_K, PARTS, STAGES,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["M"])
-def _mixed_linear_kernel(
-    x: tl.tensor,
-    numbers: tl.tensor,  # x rounded to FP8
-    units: tl.tensor,
-    weights: tl.tuple,  # FP8
-    scales: tl.tuple,
-    biases: tl.tuple,
-    sizes: tl.tuple,
-    others: tl.tuple,  # weights of x's dtype
-    other_biases: tl.tuple,
-    other_sizes: tl.tuple,
-    y: tl.tensor,
-    M: tl.tensor,
-    stride_x: tl.tensor,
-    stride_numbers: tl.tensor,
-    stride_y: tl.tensor,
-    BIASED: tl.constexpr,  # bit i: weight i has a bias, of all weights
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    """Multiply rounded x by FP8 weights, and x by others.
+    """Multiply x, or x rounded, by FP8 weights, and x as it is by others behind them.
 
     Grid: tiles of BLOCK_N columns of ``weights``, then of ``others``, and blocks of BLOCK_M rows.
+    Loads are pipelined in STAGES through shared memory.
     """
     tile = tl.program_id(0)
     first_tile, first_column = 0, 0
     for i in tl.static_range(len(sizes)):
         first_tile += (sizes[i] + BLOCK_N - 1) // BLOCK_N
         first_column += sizes[i]
-    if tile < first_tile:
+    if others is None or tile < first_tile:
         _store_columns(
-            tile, numbers, units, weights, scales, biases, y, sizes, M, stride_numbers, stride_y,
-            BIASED, True, K, BLOCK_M, BLOCK_N, BLOCK_K, PARTS, STAGES,
+            tile, x, units, weights, scales, biases, y, sizes, M, stride_x, stride_y,
+            BIASED, ROUNDS, K, BLOCK_M, BLOCK_N, BLOCK_K, PARTS, STAGES,
         )  # fmt: skip
     else:
         index_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
         store_columns(
-            tile - first_tile, index_m, x, others, other_biases, y + first_column, other_sizes, M,
-            stride_x, stride_y, BIASED >> len(weights), K, BLOCK_N, BLOCK_K, PARTS, STAGES,
+            tile - first_tile, index_m, wide_x, others, other_biases, y + first_column,
+            other_sizes, M, stride_wide, stride_y, BIASED >> len(weights), K, BLOCK_N, BLOCK_K,
+            PARTS, STAGES,
         )  # fmt: skip
 
 

@@ -299,7 +299,7 @@ def test_compiles_without_spills() -> None:
         for launch in record_launches("sm_90", num_tokens, *inkling2).values()
     ]
     rows += [
-        resources_of(launch, target, f"Qwen3-Next {num_tokens}")
+        resources_of(launch, target, f"Qwen3-Next {num_tokens}, 8 bits")
         for num_tokens in (1, 8, 512)
         for target in SHARED_LIMITS
         for launch in record_fp8_launches(target, num_tokens).values()
@@ -384,7 +384,13 @@ def record_fp8_launches(
             impl="triton_fp8" if rounds else "triton",
         )
         launcher(x)
-    return {name: launches[name] for name in launches if "fp8" in name or "scaled" in name}
+    return of_weights(launches)
+
+
+def of_weights(launches: Mapping[str, Launch]) -> dict[str, Launch]:
+    """Those that read weights with scales."""
+    readers = ("fp8", "scaled", "_hidden_kernel", "_out_kernel")
+    return {name: launches[name] for name in launches if any(map(name.__contains__, readers))}
 
 
 @needs_cross_compiler
@@ -430,4 +436,4 @@ def record_integer_launches(
             impl="triton",
         )
         _triton.fused_experts(x)
-    return {name: launch for name, launch in launches.items() if "scaled" in name}
+    return of_weights(launches)
