@@ -18,7 +18,7 @@ Replacements = Mapping[object, Callable[..., Any]]
 
 
 def with_own_functions(step: Callable[P, R], replaced: Replacements) -> Callable[P, R]:
-    """Have a step call replacements. They call torch's own functions, or those of an outer step."""
+    """Have a step call replacements, which themselves call torch's functions or a caller's own."""
 
     def stepped(*args: P.args, **kwargs: P.kwargs) -> R:
         with _OwnFunctions(replaced):
@@ -28,6 +28,8 @@ def with_own_functions(step: Callable[P, R], replaced: Replacements) -> Callable
 
 
 class _OwnFunctions(TorchFunctionMode):
+    """Mode of this thread in which some of torch's functions are replaced."""
+
     def __init__(self, replaced: Replacements) -> None:
         super().__init__()
         self._replaced = replaced
