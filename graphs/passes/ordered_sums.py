@@ -7,14 +7,14 @@ traffic of a ring of R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph
-from torch.overrides import TorchFunctionMode
 
 from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.own_functions import Replacements
 from torch_hybrid.ranks import add_up
 
 _all_reduce = torch.ops._c10d_functional.all_reduce
@@ -51,29 +51,21 @@ def ordered_sums(graph: Graph, *, num_ranks: int) -> None:
         graph.erase_node(node)
 
 
-class InOrder(TorchFunctionMode):
-    """Mode that does the work of ``ordered_sums`` for a model that runs eagerly.
+def sums_in_order(num_ranks: int) -> Replacements:
+    """Make the replacements that do the work of ``ordered_sums`` for a model that runs as it is.
 
     Args:
         num_ranks: number of ranks that share the model.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        super().__init__()
-        self._num_ranks = num_ranks
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Collection[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def reduced(func: Any, *args: Any) -> Any:
         if not _is_sum(func, args):
-            return func(*args, **kwargs or {})
+            return func(*args)
         part, _, group = args
-        parts = _wait(_gather(part.contiguous(), self._num_ranks, group))
-        return add_up(parts.unflatten(0, (self._num_ranks, -1)))  # a later wait returns it at once
+        parts = _wait(_gather(part.contiguous(), num_ranks, group))
+        return add_up(parts.unflatten(0, (num_ranks, -1)))  # a later wait returns it at once
+
+    return dict.fromkeys((_all_reduce, _all_reduce.default), reduced)
 
 
 def _is_sum(target: object, args: Sequence[Any]) -> bool:

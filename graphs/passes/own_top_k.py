@@ -1,18 +1,17 @@
 """A graph pass: the k best of short rows, as routers choose experts, become one op.
 
-``OwnTopK`` does the same for a model that runs eagerly.
+``OWN_TOP_K`` does the same for a model that runs eagerly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.overrides import TorchFunctionMode
 
+from torch_hybrid.graphs.passes.own_functions import Replacements
 from torch_hybrid.graphs.passes.values import value_of
 from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TOP_K
@@ -62,22 +61,12 @@ def _arguments(
     return input, k, dim, largest
 
 
-class OwnTopK(TorchFunctionMode):
-    """Mode that does the work of ``own_top_k`` for a model that runs eagerly.
-
-    Torch's own order of equal elements depends on the number of rows.
-    """
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Collection[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "topk":
-            x, k, dim, largest = _arguments(*args, **kwargs)
-            if _is_served(x, k, dim, largest):
-                return torch.return_types.topk(TOP_K(x, k, impl="triton"))
+def _top_k(func: Any, *args: Any, **kwargs: Any) -> Any:
+    x, k, dim, largest = _arguments(*args, **kwargs)
+    if not _is_served(x, k, dim, largest):
         return func(*args, **kwargs)
+    return torch.return_types.topk(TOP_K(x, k, impl="triton"))
+
+
+# Torch's own order of equal elements depends on the number of rows.
+OWN_TOP_K: Replacements = {"topk": _top_k}

@@ -11,21 +11,22 @@ each thread's share, one by one, and the others in vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.overrides import TorchFunctionMode
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.passes.marks import keep_marks
 from torch_hybrid.graphs.passes.narrow_products import is_narrow
-from torch_hybrid.graphs.passes.ordered_sums import InOrder
-from torch_hybrid.graphs.passes.own_top_k import OwnTopK
-from torch_hybrid.graphs.passes.row_sums import SumsByRow
+from torch_hybrid.graphs.passes.ordered_sums import sums_in_order
+from torch_hybrid.graphs.passes.own_functions import Replacements, with_own_functions
+from torch_hybrid.graphs.passes.own_linears import by_rows
+from torch_hybrid.graphs.passes.own_top_k import OWN_TOP_K
+from torch_hybrid.graphs.passes.row_sums import own_sums
 from torch_hybrid.graphs.passes.values import value_of
 from torch_hybrid.ops.linear.op import linear
 
@@ -101,51 +102,36 @@ def _operands(
 
 def in_rows(step: Callable[..., Tensor], impl: str, num_ranks: int = 1) -> Callable[..., Tensor]:
     """Make an eager step batch-invariant: each row is computed by itself, also across ranks."""
-
-    def stepped(*inputs: Any) -> Tensor:
-        with _ByRow(impl), InOrder(num_ranks), SumsByRow(), OwnTopK():
-            return step(*inputs)
-
-    return stepped
+    sums = with_own_functions(step, {**own_sums(), **sums_in_order(num_ranks), **OWN_TOP_K})
+    return with_own_functions(sums, _own_products(impl))  # also of the functions within a sum
 
 
-class _ByRow(TorchFunctionMode):
-    """Mode in which torch's functions, as a model calls them, compute each row by itself.
+def _own_products(impl: str) -> Replacements:
+    """Make the replacements of products and functions of single elements.
 
     Args:
         impl: an implementation of ``linear``.
     """
 
-    def __init__(self, impl: str) -> None:
-        super().__init__()
-        self._impl = impl
+    def projected(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = input if input.stride(-1) == 1 else input.contiguous()
+        return by_rows(rows, weight.contiguous(), bias, impl=impl)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.linear:
-            return self._linear(*args, **kwargs)
-        name = _name(func)
-        if name in _PRODUCTS:
-            operands = [x for x in args if isinstance(x, Tensor)]
-            if name in ("matmul", "__matmul__") and is_narrow(operands):
-                return _narrow_product(*operands)
-            _check_product(name, operands)
-        elif name.removesuffix("_") in _ELEMENTWISE and args and args[0].is_floating_point():
-            return _in_vectors(func, *args, is_in_place=name.endswith("_"), **kwargs)
-        return func(*args, **kwargs)
+    elementwise = {*_ELEMENTWISE, *(f"{name}_" for name in _ELEMENTWISE)}
+    return {
+        **dict.fromkeys(_PRODUCTS, _product),
+        **dict.fromkeys(elementwise, _in_vectors),
+        F.linear: projected,
+    }
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = input.reshape(-1, input.shape[-1])
-        if rows.stride(-1) != 1:
-            rows = rows.contiguous()
-        out = linear(rows, [weight.contiguous()], [bias], impl=self._impl)
-        return out.view(*input.shape[:-1], weight.shape[0])
+
+def _product(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute a small product term by term, as ``narrow_products`` does; refuse most others."""
+    operands = [x for x in args if isinstance(x, Tensor)]
+    if func.__name__ in ("matmul", "__matmul__") and is_narrow(operands):
+        return _narrow_product(*operands)
+    _check_product(func.__name__, operands)
+    return func(*args, **kwargs)
 
 
 def _name(func: Any) -> str:
@@ -170,17 +156,18 @@ def _narrow_product(left: Tensor, right: Tensor) -> Tensor:
     return sum(terms[1:], terms[0]).to(left.dtype)
 
 
-def _in_vectors(
-    func: Callable[..., Tensor], x: Tensor, *args: Any, is_in_place: bool, **kwargs: Any
-) -> Tensor:
+def _in_vectors(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute an elementwise function in whole vectors and stretches; on a GPU in whole blocks.
 
     Torch computes a stretch in one thread.
     """
+    if not args or not args[0].is_floating_point():
+        return func(*args, **kwargs)
+    x, *others = args
     is_on_host = x.device.type == "cpu"
     whole = _VECTOR if is_on_host else _BLOCKS
     padded = F.pad(x.reshape(-1), (0, -x.numel() % whole), value=1.0)
     stretches = padded.split(_STRETCH) if is_on_host else [padded]
-    pieces = [func(stretch, *args, **kwargs) for stretch in stretches]
+    pieces = [func(stretch, *others, **kwargs) for stretch in stretches]
     out = torch.cat(pieces)[: x.numel()].view(x.shape)
-    return x.copy_(out) if is_in_place else out
+    return x.copy_(out) if func.__name__.endswith("_") else out

@@ -1,14 +1,14 @@
 """Batch-invariant sums over a row: the same bits in every graph and for every number of rows.
 
 Inductor's graphs each sum in another order, and torch's order depends on sizes. A pass replaces
-these sums in graphs; ``SumsByRow`` replaces torch's functions as an eager model calls them. On a
+these sums in graphs; ``own_sums`` replaces torch's functions as an eager model calls them. On a
 CPU, sums have one order without this.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.fx import Graph, Node, Proxy
 from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
-from torch.overrides import TorchFunctionMode
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.passes.marks import keep_marks
 from torch_hybrid.graphs.passes.mutation import storages, written_nodes
+from torch_hybrid.graphs.passes.own_functions import Replacements
 from torch_hybrid.graphs.passes.row_arithmetic import FEW, FUNCTIONS, RowArithmetic
 from torch_hybrid.graphs.passes.values import value_of
 
@@ -147,26 +147,14 @@ def _name(node: Node) -> str:
     return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
-class SumsByRow(TorchFunctionMode):
-    """Mode that does the work of ``row_sums`` for a model that runs eagerly."""
+def own_sums(impl: str = "triton", devices: Collection[str] = DEVICES) -> Replacements:
+    """Make the replacements that do the work of ``row_sums`` for a model that runs as it is."""
 
-    def __init__(self, impl: str = "triton", devices: Collection[str] = DEVICES) -> None:
-        super().__init__()
-        self._impl, self._devices = impl, devices
+    def summed(func: Any, *args: Any, **kwargs: Any) -> Any:
+        x: Any = args[0] if args else kwargs.get("input")
+        if not _is_summed_by_us(x, devices):
+            return func(*args, **kwargs)
+        _check(func.__name__)
+        return FUNCTIONS[func.__name__](RowArithmetic(like=x, impl=impl), *args, **kwargs)
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Collection[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in FUNCTIONS or name in _REFUSED:
-            x: Any = args[0] if args else kwargs.get("input")
-            if _is_summed_by_us(x, self._devices):
-                _check(name)
-                arithmetic = RowArithmetic(like=x, impl=self._impl)
-                return FUNCTIONS[name](arithmetic, *args, **kwargs)
-        return func(*args, **kwargs)
+    return dict.fromkeys((*FUNCTIONS, *_REFUSED), summed)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests.graphs.passes.test_passes import run
 from torch_hybrid.graphs.passes import Pass
-from torch_hybrid.graphs.passes.own_top_k import OwnTopK, own_top_k
+from torch_hybrid.graphs.passes.own_functions import with_own_functions
+from torch_hybrid.graphs.passes.own_top_k import OWN_TOP_K, own_top_k
 from torch_hybrid.ops.core.capability import Capability
 from torch_hybrid.ops.top_k import op
 
@@ -64,11 +65,12 @@ def test_of_a_model_that_runs_as_it_is(router: Callable[[Tensor], tuple[Tensor, 
     """Of equal ones the first, whoever asks for how few."""
     logits = torch.randint(0, 3, (9, 32)).float()
     in_graph, _, _ = run(router, logits, passes=(OWN,))
-    with OwnTopK():
-        assert all(map(torch.equal, router(logits), in_graph))
-        best = logits.topk(3)
-        assert torch.equal(best.values, logits.gather(-1, best.indices))
-        assert len(logits.topk(3, largest=False).values) == 9
+    replaced = with_own_functions(router, OWN_TOP_K)
+    assert all(map(torch.equal, replaced(logits), in_graph))
+    best = with_own_functions(logits.topk, OWN_TOP_K)(3)
+    assert torch.equal(best.values, logits.gather(-1, best.indices))
+    least = with_own_functions(logits.topk, OWN_TOP_K)(3, largest=False)
+    assert len(least.values) == 9
 
 
 @pytest.mark.usefixtures("native_on_a_cpu")

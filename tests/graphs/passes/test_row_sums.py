@@ -18,10 +18,12 @@ from tests.graphs.as_traced import run_as_traced
 from tests.graphs.passes.test_passes import run
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_model
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
-from torch_hybrid.graphs.passes.row_sums import SumsByRow, row_sums
+from torch_hybrid.graphs.passes.own_functions import with_own_functions
+from torch_hybrid.graphs.passes.row_sums import own_sums, row_sums
 
 HERE: dict[str, Any] = {"impl": "torch", "devices": ("cpu",)}
 SUMS = Pass("row_sums", partial(row_sums, **HERE))
+OWN = own_sums(**HERE)
 # What models write: norms, routers, streams, the choice among residuals.
 WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "mean_of_squares": lambda x: x.float().pow(2).mean(-1, keepdim=True),
@@ -68,8 +70,7 @@ def test_values(name: str, num_columns: int, dtype: torch.dtype):
     expected = fn(x)
     out, _, _ = run(fn, x, passes=(SUMS,))
     assert isinstance(out, Tensor)
-    with SumsByRow(**HERE):
-        uncompiled = fn(x)
+    uncompiled = with_own_functions(fn, OWN)(x)
     for found in (out, uncompiled):
         error = torch.finfo(dtype).eps  # logs of what is nearly 1 are nearly 0
         torch.testing.assert_close(found, expected, atol=2 * error, rtol=2 * error)
@@ -80,8 +81,7 @@ def test_what_is_not_finite():
     x[0], x[1, 0, 3], x[2, 0, 3] = -torch.inf, torch.inf, torch.nan
     for fn in (lambda x: x.logsumexp(-1), lambda x: x.softmax(-1), lambda x: x.log_softmax(-1)):
         for rows_of in (x, x[..., :5]):  # many and few
-            with SumsByRow(**HERE):
-                found = fn(rows_of)
+            found = with_own_functions(fn, OWN)(rows_of)
             torch.testing.assert_close(found, fn(rows_of), equal_nan=True)
 
 
@@ -198,8 +198,8 @@ def test_other_devices_keep_theirs():
 )
 def test_other_sums_are_refused(fn: Callable[[Tensor], Tensor], told: str):
     x = rows(40, torch.float32)
-    with SumsByRow(**HERE), pytest.raises(th.UnsupportedError, match=told):
-        fn(x)
+    with pytest.raises(th.UnsupportedError, match=told):
+        with_own_functions(fn, OWN)(x)
 
 
 class Looking(TorchDispatchMode):
@@ -235,8 +235,8 @@ def test_no_sum_is_left_in_a_step(family: str):
         with Looking() as in_graph:
             traced.extend(traced.new_sequences(2), prompts)
     plain = th.Runner(model, **sizes, compile=False)
-    with SumsByRow(**HERE), Looking() as as_it_is:
-        found = plain.extend(plain.new_sequences(2), prompts)
+    with Looking() as as_it_is:
+        found = with_own_functions(plain.extend, OWN)(plain.new_sequences(2), prompts)
     torch.testing.assert_close(found, logits, atol=0.1, rtol=0.02)
     assert in_graph.seen <= _ELEMENTWISE
     assert as_it_is.seen <= _ELEMENTWISE
