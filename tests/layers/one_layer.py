@@ -23,3 +23,14 @@ def run(layer: Any, x: Tensor, lengths: list[int], backends: th.Backends | None 
         out.append(layer(part, plan, cache.pools[kind][0]))
         cache.commit(seqs, [len(part)])
     return torch.cat(out)
+
+
+def assert_every_parameter_matters(layer: Any, dim: int) -> None:
+    """A change of any one changes what comes out."""
+    x = torch.randn(20, dim)
+    before = run(layer, x, [20])
+    for weight in layer.parameters():
+        kept = weight.clone()
+        weight.mul_(1.5).add_(0.1)
+        assert (run(layer, x, [20]) - before).abs().max() > 1e-4
+        weight.copy_(kept)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_hybrid as th
-from tests.layers.one_layer import run
+from tests.layers.one_layer import assert_every_parameter_matters, run
 from torch_hybrid.layers import ShortConvolution
 
 DIM = 24
@@ -36,13 +36,7 @@ def test_pieces_equal_the_definition(lengths: list[int], bias: bool):
 
 
 def test_every_parameter_matters():
-    layer, x = make(bias=True), torch.randn(20, DIM)
-    before = run(layer, x, [20])
-    for weight in layer.parameters():
-        kept = weight.clone()
-        weight.mul_(1.5).add_(0.1)
-        assert (run(layer, x, [20]) - before).abs().max() > 1e-4
-        weight.copy_(kept)
+    assert_every_parameter_matters(make(bias=True), DIM)
 
 
 def test_it_keeps_the_window_of_its_convolution_and_nothing_else():

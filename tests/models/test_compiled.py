@@ -32,7 +32,6 @@ BY_INDUCTOR = (
     "bailing_hybrid",
     "falcon_h1_norm",
     "jamba",
-    "recurrent_gemma",
     "rwkv",
     "xlstm",
 )
@@ -47,6 +46,7 @@ AS_TRACED = (
     "mamba2",
     "zamba2",
     "lfm3",
+    "recurrent_gemma",
     "mamba",
     "zaya",
     "inkling2",
@@ -63,7 +63,8 @@ def test_every_kind_of_mixer_is_compiled_below():
     left = kinds_of(BUILDERS) - kinds_of(BY_INDUCTOR)
     # Whose ops are those of Mamba2 and Qwen4-Exp, but for one.
     convolutions = {"short_convolution", "convolved_projection", "branch_convolution"}
-    assert left == {"lightning_attention", "indexed_latent_attention"} | convolutions
+    # ``rg_lru`` is in Inductor's code, with drafts too, in ``graphs/test_verify.py``.
+    assert left == {"lightning_attention", "indexed_latent_attention", "rg_lru"} | convolutions
 
 
 @pytest.mark.parametrize("family", AS_TRACED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from expecttest import assert_expected_inline
 
 import torch_hybrid as th
 from tests.models.oracle import ask, assert_equal_logits, chunked, decoded, make_texts, serve
+from tests.models.refused import refusals
 from tests.tiny_models import make_model
 
 TINY = {"max_seqs": 2, "max_tokens": 256, "kv_tokens": 256, "page_size": 16, "compile": False}
@@ -95,17 +95,8 @@ REFUSED = [
 
 
 def test_refusals(tmp_path: Path):
-    make_model("inkling").config.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    plain = json.loads(path.read_text())
-    errors = []
-    for fields in REFUSED:
-        path.write_text(json.dumps(plain | fields))
-        with pytest.raises(th.UnsupportedError) as caught:
-            th.from_pretrained(tmp_path)
-        errors.append(str(caught.value))
     assert_expected_inline(
-        "\n".join(errors),
+        refusals(tmp_path, "inkling", REFUSED),
         """\
 inkling_text: config field hidden_act must be one of ['silu'], got 'gelu'
 inkling_text: config field shared_expert_sink must be one of ['True'], got False

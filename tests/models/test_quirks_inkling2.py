@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from expecttest import assert_expected_inline
 
 import torch_hybrid as th
 from tests.models.oracle import ask, chunked, make_texts, serve
+from tests.models.refused import refusals
 from tests.models.test_quirks_inkling import LENGTHS, TINY, check
 from tests.tiny_models import make_model
 from torch_hybrid.layers.sink_attention import DynamicSinkAttention
@@ -94,17 +94,8 @@ REFUSED = [
 
 
 def test_refusals(tmp_path: Path):
-    make_model("inkling2").config.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    plain = json.loads(path.read_text())
-    errors = []
-    for fields in REFUSED:
-        path.write_text(json.dumps(plain | fields))
-        with pytest.raises(th.UnsupportedError) as caught:
-            th.from_pretrained(tmp_path)
-        errors.append(str(caught.value))
     assert_expected_inline(
-        "\n".join(errors),
+        refusals(tmp_path, "inkling2", REFUSED),
         """\
 inkling2_text: config field hidden_act must be one of ['silu'], got 'gelu'
 inkling2_text: config field n_shared_experts must be one of ['0'], got 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.models.oracle import (
     serve,
     whole,
 )
+from tests.models.refused import refusals
 from tests.tiny_models import make_model
 
 TINY = {"max_seqs": 2, "max_tokens": 256, "kv_tokens": 256, "page_size": 16, "compile": False}
@@ -101,16 +101,8 @@ REFUSED: list[dict[str, Any]] = [
 
 
 def test_refusals(tmp_path: Path):
-    """Before a weight is looked for: there are none."""
-    refusals = []
-    for fields in REFUSED:
-        config = make_model("recurrent_gemma").config.to_dict()
-        (tmp_path / "config.json").write_text(json.dumps(config | fields))
-        with pytest.raises(th.UnsupportedError) as caught:
-            th.from_pretrained(tmp_path)
-        refusals.append(str(caught.value))
     assert_expected_inline(
-        "\n".join(refusals),
+        refusals(tmp_path, "recurrent_gemma", REFUSED),
         """\
 recurrent_gemma: config field hidden_activation must be one of ['gelu_pytorch_tanh'], got 'silu'
 recurrent_gemma: config field rope_parameters.rope_type must be one of ['default'], got 'linear'

@@ -23,6 +23,7 @@ from tests.models.oracle import (
     serve,
     whole,
 )
+from tests.models.refused import refusals
 from tests.tiny_models import make_model
 
 TINY = {"max_seqs": 2, "max_tokens": 256, "kv_tokens": 256, "page_size": 16, "compile": False}
@@ -142,15 +143,8 @@ REFUSED: list[dict[str, Any]] = [
 
 
 def test_refusals(tmp_path: Path):
-    """Before a weight is looked for: there are none."""
-    refusals = []
-    for fields in REFUSED:
-        (tmp_path / "config.json").write_text(json.dumps(xlstm().config.to_dict() | fields))
-        with pytest.raises(th.UnsupportedError) as caught:
-            th.from_pretrained(tmp_path)
-        refusals.append(str(caught.value))
     assert_expected_inline(
-        "\n".join(refusals),
+        refusals(tmp_path, "xlstm", REFUSED),
         """\
 xlstm: config field use_bias must be one of ['False'], got True
 xlstm: config field add_out_norm must be one of ['True'], got False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 import torch_hybrid as th
 from tests.models.oracle import ask, assert_equal_logits, chunked, decoded, make_texts, serve
+from tests.models.refused import refusals
 from tests.tiny_models import make_model
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models.shard import cut
@@ -100,16 +100,8 @@ REFUSED: list[dict[str, Any]] = [
 
 
 def test_refusals(tmp_path: Path):
-    """Before a weight is looked for: there are none."""
-    refusals = []
-    for fields in REFUSED:
-        config = make_model("zamba").config.to_dict()
-        (tmp_path / "config.json").write_text(json.dumps(config | fields))
-        with pytest.raises(th.UnsupportedError) as caught:
-            th.from_pretrained(tmp_path)
-        refusals.append(str(caught.value))
     assert_expected_inline(
-        "\n".join(refusals),
+        refusals(tmp_path, "zamba", REFUSED),
         """\
 zamba: config field hidden_mamba_act must be one of ['silu'], got 'gelu'
 zamba: config field layer_types must be one of ['hybrid', 'linear_attention'], got 'full_attention'""",  # noqa: E501

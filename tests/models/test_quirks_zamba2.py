@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 import torch_hybrid as th
 from tests.models.oracle import ask, assert_equal_logits, chunked, decoded, make_texts, serve
+from tests.models.refused import refusals
 from tests.tiny_models import make_model
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models.shard import cut
@@ -117,16 +117,8 @@ REFUSED: list[dict[str, Any]] = [
 
 
 def test_refusals(tmp_path: Path):
-    """Before a weight is looked for: there are none."""
-    refusals = []
-    for fields in REFUSED:
-        config = make_model("zamba2").config.to_dict()
-        (tmp_path / "config.json").write_text(json.dumps(config | fields))
-        with pytest.raises(th.UnsupportedError) as caught:
-            th.from_pretrained(tmp_path)
-        refusals.append(str(caught.value))
     assert_expected_inline(
-        "\n".join(refusals),
+        refusals(tmp_path, "zamba2", REFUSED),
         """\
 zamba2: config field rope_parameters.rope_type must be one of ['default', 'linear', 'llama3', 'yarn'], got 'dynamic'
 zamba2: config field use_conv_bias must be one of ['True'], got False

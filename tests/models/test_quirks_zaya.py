@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 import torch_hybrid as th
 from tests.models.oracle import ask, assert_equal_logits, chunked, decoded, make_texts, serve
+from tests.models.refused import refusals
 from tests.tiny_models import make_model
 
 TINY = {"max_seqs": 2, "max_tokens": 256, "kv_tokens": 256, "page_size": 16, "compile": False}
@@ -123,16 +123,8 @@ REFUSED: list[dict[str, Any]] = [
 
 
 def test_refusals(tmp_path: Path):
-    """Before a weight is looked for: there are none."""
-    refusals = []
-    for fields in REFUSED:
-        config = make_model("zaya").config.to_dict()
-        (tmp_path / "config.json").write_text(json.dumps(config | fields))
-        with pytest.raises((th.UnsupportedError, ValueError)) as caught:
-            th.from_pretrained(tmp_path)
-        refusals.append(str(caught.value))
     assert_expected_inline(
-        "\n".join(refusals),
+        refusals(tmp_path, "zaya", REFUSED),
         """\
 zaya: config field hidden_act must be one of ['silu'], got 'gelu'
 zaya: config field attention_bias must be one of ['False'], got True

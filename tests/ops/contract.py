@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -88,6 +89,18 @@ def skip_reason(implementation: Implementation, device: str) -> str | None:
     if device not in capability.devices:
         return f"no {device} in {sorted(capability.devices)}"
     return capability.available()
+
+
+def impl_fixture(implementations: Mapping[str, Implementation]) -> Callable[..., str]:
+    """A fixture of the names of those for a CPU; one that cannot run here is skipped."""
+
+    @pytest.fixture(params=impls_on("cpu", implementations))
+    def impl(request: pytest.FixtureRequest) -> str:
+        if reason := skip_reason(implementations[request.param], "cpu"):
+            pytest.skip(reason)
+        return str(request.param)
+
+    return impl
 
 
 def assert_traces_once(

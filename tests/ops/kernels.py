@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,21 @@ Kernel = tuple[str, str]  # its module in ops ("ssd._triton"), and its name: "wa
 
 def all_kernels(*, gluon: bool = True) -> set[Kernel]:
     """Every Triton kernel of the package that is launched by itself, and those in ``gluon``."""
-    jits = ("triton.jit", "gluon.jit") if gluon else ("triton.jit",)
+    return {kernel for kernel, jit in _jits().items() if gluon or jit == "triton.jit"}
+
+
+@cache
+def _jits() -> dict[Kernel, str]:
+    """What makes each of them a kernel."""
+    sources = {file: file.read_text(encoding="utf-8") for file in OPS.glob("*/*.py")}
     return {
-        (f"{file.parent.name}.{file.stem}", short_name(node.name))
-        for file in OPS.glob("*/*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef)
-        and node.name.endswith("_kernel")
-        and any(ast.unparse(decorator).startswith(jits) for decorator in node.decorator_list)
+        (f"{file.parent.name}.{file.stem}", short_name(node.name)): jit
+        for file, source in sources.items()
+        if "_kernel(" in source
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+        for decorator in node.decorator_list
+        if (jit := ast.unparse(decorator).partition("(")[0]) in ("triton.jit", "gluon.jit")
     }
 
 

@@ -14,7 +14,7 @@ import difflib
 import importlib.metadata
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -102,6 +102,23 @@ def assert_all_fit(
         assert row.stack <= allowed, f"{row.kernel} spills {row.stack} bytes a thread: {row}"
         assert row.shared <= limit, f"over {limit} bytes of shared memory: {row}"
     assert_as_in_table(rows, table)
+
+
+def assert_shapes_fit(
+    folder: Path,
+    shapes: Mapping[str, tuple[Any, ...]],
+    record: Callable[..., Mapping[str, Launch]],
+    note: Callable[[Launch], str] = lambda launch: "",
+) -> None:
+    """All launches that ``record`` notes at each shape on each target fit, as in the table of
+    ``folder``; ``note`` ends their labels."""
+    rows = [
+        resources_of(launch, target, label + note(launch))
+        for label, shape in shapes.items()
+        for target in SHARED_LIMITS
+        for launch in record(target, *shape).values()
+    ]
+    assert_all_fit(rows, folder / "resources.txt")
 
 
 def assert_as_in_table(rows: Sequence[Resources], table: Path) -> None:

@@ -20,6 +20,7 @@ from tests.ops.contract import (
 )
 from tests.ops.pages import offsets
 from tests.ops.recurrent_contract import AnyInputs, Expected
+from tests.ops.triton_compile import Launch
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Implementation
 
 DEVICE = "cpu"
@@ -133,6 +134,11 @@ class VectorStateContract:
         assert_same_bits(before, inputs.state)
         slots = written_slots(in_place)
         assert torch.equal(after[slots], in_place.state[slots])
+
+
+def carried(launch: Launch) -> str:
+    """The end of a launch's label."""
+    return ", carried" * launch.kwargs["CARRIED"]
 
 
 def check_on_a_gpu(family: Family, case: Any, dtype: torch.dtype) -> None:

@@ -40,7 +40,7 @@ class Shared:
 
     error: float | None  # against the model alone, of the largest logit; on the first rank
     digest: str  # of the logits
-    pool_bytes: tuple[int, int]  # alone and shared
+    pool_bytes: tuple[int, int]  # alone, on the first rank, and shared
     counts: tuple[int, int, int]  # recompiles, graph breaks, pool clones
 
 
@@ -68,8 +68,10 @@ def share(
     **options: Any,
 ) -> Shared:
     """Serve the same texts with a model alone, on the first rank, and with a shared one."""
-    alone = th.Runner(make(family, **options), **SIZES, compile=False)
-    expected = _logits(alone, steps) if dist.get_rank() == 0 else None
+    expected, alone_bytes = None, 0
+    if dist.get_rank() == 0:
+        alone = th.Runner(make(family, **options), **SIZES, compile=False)
+        expected, alone_bytes = _logits(alone, steps), alone.report().pool_bytes
     model = th.shard(make(family, **options), experts=experts)
     runner = th.Runner(model, **SIZES, compile=compile)
     logits, report = _logits(runner, steps), runner.report()
@@ -79,7 +81,7 @@ def share(
     return Shared(
         error=error,
         digest=hashlib.sha256(logits.numpy().tobytes()).hexdigest(),
-        pool_bytes=(alone.report().pool_bytes, report.pool_bytes),
+        pool_bytes=(alone_bytes, report.pool_bytes),
         counts=(report.recompiles, report.graph_breaks, len(report.pool_clones)),
     )
 

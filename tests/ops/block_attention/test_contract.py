@@ -12,24 +12,14 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from tests.ops.block_attention.cases import CASES, SMALL, Case, Inputs, make_inputs
-from tests.ops.contract import (
-    assert_within_budget,
-    impls_on,
-    skip_reason,
-)
+from tests.ops.contract import assert_within_budget, impl_fixture
 from tests.ops.pages import offsets
 from torch_hybrid.ops.block_attention import block_attention, reference
 from torch_hybrid.ops.block_attention.op import IMPLEMENTATIONS
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 def attend(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor]:

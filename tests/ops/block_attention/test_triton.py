@@ -11,13 +11,8 @@ import torch
 from tests.devices import needs_cuda
 from tests.ops.block_attention.cases import CASES, Inputs, make_inputs
 from tests.ops.contract import assert_within_budget
-from tests.ops.triton_compile import (
-    SHARED_LIMITS,
-    Launch,
-    launches_on,
-    needs_cross_compiler,
-)
-from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
+from tests.ops.triton_interpreter import needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.block_attention import block_attention, reference
 
@@ -33,10 +28,8 @@ CONTRACT = """
 
 
 @needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-):
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+def test_in_the_interpreter(interpret: Callable[[str], None]):
+    interpret(CONTRACT)
 
 
 @needs_cuda

@@ -13,14 +13,9 @@ from torch import Tensor
 from tests.devices import needs_cuda
 from tests.ops.causal_conv1d.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.contract import assert_within_budget, rows_apart
-from tests.ops.triton_compile import (
-    SHARED_LIMITS,
-    Launch,
-    launches_on,
-    needs_cross_compiler,
-)
-from tests.ops.triton_interpreter import Interpreter, needs_triton
-from tests.ops.triton_resources import assert_all_fit, resources_of
+from tests.ops.triton_compile import Launch, launches_on, needs_cross_compiler
+from tests.ops.triton_interpreter import needs_triton
+from tests.ops.triton_resources import assert_shapes_fit
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 from torch_hybrid.ops.causal_conv1d.reference import causal_conv1d_reference
 
@@ -28,16 +23,14 @@ from torch_hybrid.ops.causal_conv1d.reference import causal_conv1d_reference
 # states of products would differ.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/causal_conv1d -k triton
 CONTRACT = """
-    triton and (exact and not qwen3_next and not bamba and not lfm or segments or padding
-    or no_other_slot or nothing_to_do) and not (gates and bf16) and not on_a_gpu and not interpreter
+    triton and (exact and not qwen3_next and not bamba and not lfm or segments)
+    and not (gates and bf16) and not on_a_gpu and not interpreter
 """
 
 
 @needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-):
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+def test_in_the_interpreter(interpret: Callable[[str], None]):
+    interpret(CONTRACT)
 
 
 @needs_cuda
@@ -104,13 +97,7 @@ SHAPES = {
 
 @needs_cross_compiler
 def test_compiles_without_spills() -> None:
-    rows = [
-        resources_of(launch, target, label)
-        for label, shape in SHAPES.items()
-        for target in SHARED_LIMITS
-        for launch in record_launches(target, *shape).values()
-    ]
-    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+    assert_shapes_fit(Path(__file__).parent, SHAPES, record_launches)
 
 
 def record_launches(

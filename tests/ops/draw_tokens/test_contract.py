@@ -14,9 +14,9 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.contract import impls_on, rows_apart, skip_reason
+from tests.ops.contract import impl_fixture, rows_apart
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_interpreter import needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.draw_tokens import draw_tokens, reference
 from torch_hybrid.ops.draw_tokens.op import IMPLEMENTATIONS, DrawTokens
@@ -56,13 +56,7 @@ SIZES = (
     ("mixed", 300),
     ("mixed", 2500),
 )
-
-
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 def logits_of(num_rows: int, vocab: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -133,10 +127,8 @@ def test_rows_that_lie_apart(impl: str) -> None:
 
 
 @needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-) -> None:
-    interpreter.run(record_property, Path(__file__).parent, "triton")
+def test_in_the_interpreter(interpret: Callable[[str], None]) -> None:
+    interpret("triton")
 
 
 @needs_cuda

@@ -12,11 +12,7 @@ from torch import Tensor
 from transformers import Glm5NextTextConfig
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 
-from tests.ops.contract import (
-    assert_within_budget,
-    impls_on,
-    skip_reason,
-)
+from tests.ops.contract import assert_within_budget, impl_fixture
 from tests.ops.gated_pooling.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.pages import offsets
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT
@@ -24,13 +20,7 @@ from torch_hybrid.ops.gated_pooling import gated_pooling, reference
 from torch_hybrid.ops.gated_pooling.op import IMPLEMENTATIONS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 def pool(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor]:

@@ -6,20 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.contract import impls_on, skip_reason
+from tests.ops.contract import impl_fixture, impls_on
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.head_linear import head_linear, reference
 from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS, HeadLinear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INVARIANT = impls_on("cpu", IMPLEMENTATIONS, frozenset({BATCH_INVARIANT}))
-
-
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 def inputs(num_tokens: int, *, is_transposed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

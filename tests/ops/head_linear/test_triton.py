@@ -11,7 +11,7 @@ import torch
 from tests.devices import needs_cuda
 from tests.ops.head_linear.test_contract import assert_same_bits_in_any_batch, inputs
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_interpreter import needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.head_linear import head_linear, reference
 from torch_hybrid.ops.head_linear.op import HeadLinear
@@ -27,10 +27,8 @@ REAL = {True: (128, 512, 128), False: (128, 128, 512)}
 
 
 @needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-) -> None:
-    interpreter.run(record_property, Path(__file__).parent, CONTRACT.strip())
+def test_in_the_interpreter(interpret: Callable[[str], None]) -> None:
+    interpret(CONTRACT)
 
 
 @needs_cuda

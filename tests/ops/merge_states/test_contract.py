@@ -9,19 +9,13 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import assert_within_budget, impls_on, skip_reason
+from tests.ops.contract import assert_within_budget, impl_fixture
 from torch_hybrid.ops.merge_states import merge_states, reference
 from torch_hybrid.ops.merge_states.op import IMPLEMENTATIONS, MergeStates
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 State = tuple[Tensor, Tensor]
-
-
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 def make_states(

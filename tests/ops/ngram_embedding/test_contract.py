@@ -12,20 +12,14 @@ from torch import Tensor
 from transformers import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
-from tests.ops.contract import impls_on, skip_reason
+from tests.ops.contract import impl_fixture
 from tests.ops.ngram_embedding.cases import CASES, EOS, Case, Inputs, make_inputs
 from tests.ops.pages import offsets
 from torch_hybrid.ops.ngram_embedding import ngram_embedding, reference
 from torch_hybrid.ops.ngram_embedding.op import IMPLEMENTATIONS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 def look_up(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor]:

@@ -10,14 +10,9 @@ import torch
 
 from tests.devices import needs_cuda
 from tests.ops.ngram_embedding.cases import CASES, EOS, Inputs, make_inputs
-from tests.ops.triton_compile import (
-    SHARED_LIMITS,
-    Launch,
-    launches_on,
-    needs_cross_compiler,
-)
-from tests.ops.triton_interpreter import Interpreter, needs_triton
-from tests.ops.triton_resources import assert_all_fit, resources_of
+from tests.ops.triton_compile import Launch, launches_on, needs_cross_compiler
+from tests.ops.triton_interpreter import needs_triton
+from tests.ops.triton_resources import assert_shapes_fit
 from torch_hybrid.ops.ngram_embedding import ngram_embedding, reference
 
 # What of the contract the interpreter can do in seconds.
@@ -29,10 +24,8 @@ CONTRACT = """
 
 
 @needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-):
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+def test_in_the_interpreter(interpret: Callable[[str], None]):
+    interpret(CONTRACT)
 
 
 @needs_cuda
@@ -56,13 +49,7 @@ SHAPES = {
 
 @needs_cross_compiler
 def test_compiles_without_spills():
-    rows = [
-        resources_of(launch, target, label)
-        for label, shape in SHAPES.items()
-        for target in SHARED_LIMITS
-        for launch in record_launches(target, *shape).values()
-    ]
-    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+    assert_shapes_fit(Path(__file__).parent, SHAPES, record_launches)
 
 
 def record_launches(

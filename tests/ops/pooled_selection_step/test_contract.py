@@ -9,11 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import (
-    assert_within_budget,
-    impls_on,
-    skip_reason,
-)
+from tests.ops.contract import assert_within_budget, impl_fixture
 from tests.ops.pooled_selection_step.cases import CASES, SMALL, Case, Inputs, make_inputs
 from torch_hybrid.ops.composed import COMPOSED
 from torch_hybrid.ops.pooled_selection_step import pooled_selection_step, reference
@@ -21,13 +17,7 @@ from torch_hybrid.ops.pooled_selection_step.op import IMPLEMENTATIONS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STATE, BLOCK_KEYS = 5, 6  # of the arguments
-
-
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 def step(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,19 +12,14 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.contract import (
-    assert_within_budget,
-    impls_on,
-    rows_apart,
-    skip_reason,
-)
+from tests.ops.contract import assert_within_budget, impl_fixture, impls_on, rows_apart
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     launches_on,
     needs_cross_compiler,
     orders_of_sums,
 )
-from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_interpreter import needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.power_sum import power_sum, reference
@@ -46,13 +41,7 @@ SHAPES = {
     "no_rows": (0, 64),
     "no_elements": (3, 0),
 }
-
-
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 def rows_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -127,10 +116,8 @@ def assert_same_bits_anywhere(x: Tensor, impl: str) -> None:
 
 
 @needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-) -> None:
-    interpreter.run(record_property, Path(__file__).parent, "triton")
+def test_in_the_interpreter(interpret: Callable[[str], None]) -> None:
+    interpret("triton")
 
 
 @needs_cuda

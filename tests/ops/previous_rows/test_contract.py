@@ -9,20 +9,14 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import impls_on, skip_reason
+from tests.ops.contract import impl_fixture
 from tests.ops.pages import offsets
 from tests.ops.previous_rows.cases import CASES, NUM_KEPT, make_inputs
 from torch_hybrid.ops.previous_rows import previous_rows, reference
 from torch_hybrid.ops.previous_rows.op import IMPLEMENTATIONS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-
-
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 def bits(tensor: Tensor) -> bytes:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import assert_traces_once, assert_within_budget, impls_on, skip_reason
+from tests.ops.contract import assert_traces_once, assert_within_budget, impl_fixture
 from tests.ops.pages import offsets
 from tests.ops.ragged_attention.cases import CASES, Case, Inputs, make_inputs
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse, reference
@@ -22,13 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = Case(
     num_heads=4, num_k_heads=2, head_dim=32, v_head_dim=16, lengths=((1, 23), (9, 30), (1, 1))
 )
-
-
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 @pytest.fixture(params=[False, True], ids=["all_keys", "causal"])
@@ -176,31 +170,6 @@ def test_no_sequence_has_a_query(impl: str, causal: bool) -> None:
 
 
 # ---- the op as the compiler sees it ----------------------------------------------------------
-
-
-def test_schema() -> None:
-    schema = str(torch.ops.torch_hybrid.ragged_attention_with_lse.default._schema)
-    assert_expected_inline(
-        schema.replace(", ", ",\n"),
-        """\
-torch_hybrid::ragged_attention_with_lse(Tensor q,
-Tensor k,
-Tensor v,
-Tensor cu_seqlens_q,
-Tensor cu_seqlens_k,
-*,
-bool causal,
-float scale,
-str impl,
-Tensor[]? planned=None) -> (Tensor,
-Tensor)""",
-    )
-
-
-def test_opcheck(impl: str, causal: bool) -> None:
-    op = torch.ops.torch_hybrid.ragged_attention_with_lse.default
-    options = {"causal": causal, "scale": 0.2, "impl": impl}
-    torch.library.opcheck(op, make_inputs(SMALL).args(), options)
 
 
 def twice(impl: str) -> object:

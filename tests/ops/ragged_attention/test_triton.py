@@ -20,7 +20,7 @@ from tests.ops.triton_compile import (
     machine_code,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_interpreter import needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.core.declare import Declaration
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse, reference
@@ -59,10 +59,8 @@ NAMES = list(Declaration(RaggedAttentionWithLse).kinds)  # of the tensors
 
 
 @needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-) -> None:
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+def test_in_the_interpreter(interpret: Callable[[str], None]) -> None:
+    interpret(CONTRACT)
 
 
 @needs_cuda

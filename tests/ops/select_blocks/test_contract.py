@@ -10,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import impls_on, rows_apart, skip_reason
+from tests.ops.contract import impl_fixture, impls_on, rows_apart
 from tests.ops.pages import offsets
 from tests.ops.select_blocks.cases import CASES, SMALL, Case, Inputs, make_inputs, picked
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT
@@ -19,13 +19,7 @@ from torch_hybrid.ops.select_blocks.op import IMPLEMENTATIONS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INVARIANT = impls_on("cpu", IMPLEMENTATIONS, frozenset({BATCH_INVARIANT}))
-
-
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 def select(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor]:

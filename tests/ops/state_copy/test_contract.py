@@ -9,17 +9,12 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import impls_on, skip_reason
+from tests.ops.contract import impl_fixture
 from tests.ops.state_copy.cases import CASES, indices, make_inputs
 from torch_hybrid.ops.state_copy import reference, state_copy
 from torch_hybrid.ops.state_copy.op import IMPLEMENTATIONS, StateCopy
 
-
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 def bits(pool: Tensor) -> bytes:

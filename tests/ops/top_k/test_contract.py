@@ -11,13 +11,9 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.contract import impls_on, skip_reason
-from tests.ops.triton_compile import (
-    SHARED_LIMITS,
-    launches_on,
-    needs_cross_compiler,
-)
-from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.contract import impl_fixture
+from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
+from tests.ops.triton_interpreter import needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.top_k import reference, top_k
 from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TopK
@@ -34,13 +30,7 @@ SHAPES = {
     "no_rows": ((0,), 16, 3),
 }
 MANY_ROWS = ((8192,), 60, 6)
-
-
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 def rows_with_everything(leading: tuple[int, ...], num_columns: int, dtype: torch.dtype) -> Tensor:
@@ -86,10 +76,8 @@ def test_agrees_with_torch(impl: str) -> None:
 
 
 @needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-) -> None:
-    interpreter.run(record_property, Path(__file__).parent, "triton")
+def test_in_the_interpreter(interpret: Callable[[str], None]) -> None:
+    interpret("triton")
 
 
 @needs_cuda

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.devices import needs_cuda
-from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
-from tests.ops.triton_resources import assert_all_fit, resources_of
-from tests.ops.vector_state_contract import check_on_a_gpu, check_segments
+from tests.ops.triton_compile import Launch, launches_on, needs_cross_compiler
+from tests.ops.triton_interpreter import needs_interpreter, needs_triton
+from tests.ops.triton_resources import assert_shapes_fit
+from tests.ops.vector_state_contract import carried, check_on_a_gpu, check_segments
 from tests.ops.wkv.cases import CASES, Case, Inputs
 from tests.ops.wkv.test_contract import FAMILY
 
@@ -27,10 +27,8 @@ CONTRACT = """
 
 
 @needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-):
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+def test_in_the_interpreter(interpret: Callable[[str], None]):
+    interpret(CONTRACT)
 
 
 @needs_cuda
@@ -61,13 +59,7 @@ SHAPES = {
 
 @needs_cross_compiler
 def test_compiles_without_spills() -> None:
-    rows = [
-        resources_of(launch, target, label + ", carried" * launch.kwargs["CARRIED"])
-        for label, shape in SHAPES.items()
-        for target in SHARED_LIMITS
-        for launch in record_launches(target, *shape).values()
-    ]
-    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+    assert_shapes_fit(Path(__file__).parent, SHAPES, record_launches, carried)
 
 
 def record_launches(

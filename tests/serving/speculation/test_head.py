@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import torch_hybrid as th
+from tests.graphs.test_verify import Twins
+from tests.graphs.test_verify import go_through as go_through_twins
 from tests.models.mtp_checkpoint import LAYOUTS, Oracle, make_checkpoint
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
 from torch_hybrid.graphs.options import assembly
@@ -197,7 +199,10 @@ def test_two_batch_overlap(dense: tuple[Oracle, th.HybridModel]):
 def test_compiled_steps(dense: tuple[Oracle, th.HybridModel]):
     """One more graph, of the head alone; steps of one token keep their rows and run none of it."""
     oracle, model = dense
-    runner = th.Runner(model, **SIZES, max_drafts=DRAFTS)
+    twins = Twins(model, compile=True)
+    go_through_twins(twins)  # logits are those of eager steps that were given what was accepted
+    runner = twins.runner
+    runner.free(twins.seqs)
     histories = Histories(oracle, runner)
     histories.begin(9, 1, 30)
     histories.check(3, 1, 2)
@@ -212,6 +217,7 @@ def test_compiled_steps(dense: tuple[Oracle, th.HybridModel]):
     assert calls == dict.fromkeys(("decode", "extend", "verify"), 1) | dict.fromkeys(
         ("draft of 1", "draft of 3"), 0
     )
+    assert _count(report.graphs["verify"].ops, "gated_delta_step") == 1
     linears = {name: _count(graph.ops, "linear") for name, graph in report.graphs.items()}
     assert linears["decode"] == linears["verify"] < linears["extend"]
     assert linears["draft of 3"] == 3 * linears["draft of 1"] >= 3 * 5
