@@ -177,7 +177,7 @@ class Rows(_Kind):
         self,
         *dims: str,
         apart: int = 1,
-        dtype: torch.dtype | Literal["any"] | None = None,
+        dtype: torch.dtype | Literal["work", "any"] | None = None,
         counts: bool | str = True,
         last_dim: bool = False,
     ) -> None:
@@ -252,6 +252,13 @@ def pair_made(fake: Callable[[Any], tuple[Tensor, Tensor]]) -> Returns[tuple[Ten
     return Returns(fake=fake, num_tensors=2)
 
 
+def several_made(
+    count: int, fake: Callable[[Any], tuple[Tensor, ...]]
+) -> Returns[tuple[Tensor, ...]]:
+    """Return as many tensors, three or more, whose shapes and dtypes ``fake`` knows."""
+    return Returns(fake=fake, num_tensors=count)
+
+
 NOTHING: Returns[None] = Returns(num_tensors=0)
 NO_DEFAULT = "no default in the schema"  # beside an option's type
 MUTATED = "mutated"  # beside the type of tensors of any number
@@ -284,6 +291,7 @@ def define(
     limited: Mapping[str, str] | None = None,
     floats: frozenset[torch.dtype] = FLOATS_AND_FLOAT64,
     names_ndim: bool = False,
+    backward: Callable[..., Any] | None = None,
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.
 
@@ -295,6 +303,7 @@ def define(
             by its names of them.
         floats: dtypes that the op's own may be; empty leaves them to the implementations.
         names_ndim: whether the error for a number of dimensions names theirs, not the shape.
+        backward: of an op without pools; see ``autograd.register_with_backward``.
     """
     declaration = Declaration(cast(type[Op], op))
     DECLARED[declaration.name] = declaration
@@ -315,6 +324,7 @@ def define(
         fake=None if make_fake is None else fake,
         value=cls,
         check=check,
+        backward=backward,
     )
     known = {"floats": floats, "fail_ndim": _fail_count if names_ndim else _fail_ndim}
     public = declaration.public(overload, implementations, limited or {}, known)
@@ -380,7 +390,8 @@ class Declaration:
             return f"Tensor{mark}{'?' * (each.name in self.optional)} {each.name}{default}"
 
         positional, before, after = (map(declared, part) for part in self._ordered())
-        result = ["()", "Tensor", "(Tensor, Tensor)"][returns.num_tensors]
+        results = ["Tensor"] * returns.num_tensors
+        result = "Tensor" if len(results) == 1 else f"({', '.join(results)})"
         arguments = ", ".join([*positional, "*", *before, "str impl", *after])
         return f"{self.name}({arguments}) -> {result}"
 

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.autograd import register_without_backward
+from torch_hybrid.ops.core.autograd import register_with_backward, register_without_backward
 from torch_hybrid.ops.core.capability import Implementation, Need
 from torch_hybrid.ops.core.flops import FORMULAS, register_formula
 
@@ -35,6 +35,7 @@ def define_op(
     fake: Callable[..., Any] | None = None,
     value: Callable[..., Any],
     check: Callable[[Any], None],
+    backward: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
     """Register ``signature``, whose last argument is ``str impl``, and return its overload.
 
@@ -47,6 +48,7 @@ def define_op(
             and dtypes.
         value: makes of the op's arguments the one value that its launchers take.
         check: is given that value where the implementation does not check indices itself.
+        backward: of a functional op, as ``register_with_backward`` wants it; else it has none.
     """
     name = signature.partition("(")[0]
     schema = torch._C.parse_schema(f"{NAMESPACE}::{signature}")
@@ -65,7 +67,10 @@ def define_op(
     _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, launch, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    register_without_backward(_LIBRARY, name, launch)
+    if backward is None:
+        register_without_backward(_LIBRARY, name, launch)
+    else:
+        register_with_backward(_LIBRARY, name, backward)
     op = getattr(getattr(torch.ops, NAMESPACE), name)
     if name in FORMULAS:
         register_formula(op, name)
@@ -100,6 +105,11 @@ def first_impl(op: str, device: torch.device, dtype: torch.dtype) -> str:
         if not each.capability.why_not(need) and (each.planner is None or not each.needs_plan)
     )
     return next(names, "torch")
+
+
+def same_or_first_impl(op: str, impl: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Take an op's implementation of this name, else the first that serves."""
+    return impl if impl in REGISTERED[op] else first_impl(op, device, dtype)
 
 
 def _fake_like(schema: torch.FunctionSchema, names: Sequence[str]) -> Callable[..., Any]:
