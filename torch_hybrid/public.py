@@ -19,6 +19,7 @@ from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.load import from_pretrained
 from torch_hybrid.models.quantize import quantize
 from torch_hybrid.models.shard import shard
+from torch_hybrid.packing import Packing
 from torch_hybrid.sampling import Sampling, TokenLogprob
 from torch_hybrid.serving.engine import Engine
 from torch_hybrid.serving.prefix_cache import PrefixCache, PrefixStats
@@ -66,6 +67,7 @@ __all__ = [
     "Mode",
     "Ngram",
     "Output",
+    "Packing",
     "PrefixCache",
     "PrefixPolicy",
     "PrefixStats",

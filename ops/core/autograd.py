@@ -1,5 +1,8 @@
 """Autograd's view of this package's ops: they run, and a backward through one is refused.
 
+A functional op, which mutates nothing, may have a backward: an op of its own, through which a
+further backward is refused.
+
 A forward with gradients switched on works, since ``torch.no_grad()`` is easily forgotten. What it
 returns asks for gradients where an input does, and a backward that comes there raises
 NotImplementedError with the op's name. In a compiled graph the refusal is an op of its own, so that
@@ -48,15 +51,46 @@ def register_without_backward(
             return launch(*args, **options)
         return _without_backward(lambda: launch(*args, **options), op_name, args)
 
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise NotImplementedError(
-            f"{op_name} is inference only: no transform of torch.func (grad, vjp, jvp, "
-            "vmap) can pass through it"
-        )
-
     library.impl(qualified, run, "Autograd", with_keyset=True)
     for device in ("CPU", "CUDA"):
         library.impl(qualified, run_plain, f"Autograd{device}", with_keyset=True)
+    _refuse_transforms(library, qualified, f"{op_name} is inference only")
+
+
+def register_with_backward(
+    library: torch.library.Library, name: str, backward: Callable[..., Any]
+) -> None:
+    """Register the backward of a functional op, which saves all tensors that the op is given.
+
+    Args:
+        library: of the op.
+        name: of the op.
+        backward: takes the context, with ``saved_tensors`` and ``options``, and the gradient of
+            each result, None where nothing asks for it. Returns that of each tensor, or None.
+    """
+
+    def save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.options = keyword_only_inputs
+        ctx.set_materialize_grads(False)  # a state's gradient is large, and seldom there
+
+    op_name = f"{library.ns}::{name}"
+    torch.library.register_autograd(op_name, backward, setup_context=save, lib=library)
+    _refuse_transforms(library, name, f"{op_name} differentiates by backward() alone")
+
+
+def check_no_tangents(name: str, *tensors: Tensor | None) -> None:
+    """Raise NotImplementedError for a tensor that forward-mode differentiation follows."""
+    if forward_ad._current_level >= 0 and any(x is not None and _has_tangent(x) for x in tensors):
+        raise NotImplementedError(f"{name} has no forward-mode derivative; use a backward")
+
+
+def _refuse_transforms(library: torch.library.Library, qualified: str, why: str) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise NotImplementedError(
+            f"{why}: no transform of torch.func (grad, vjp, jvp, vmap) can pass through it"
+        )
+
     # The key that every transform sets while it runs.
     library.impl(qualified, refuse, "FuncTorchDynamicLayerFrontMode")
 
@@ -121,6 +155,11 @@ class _WithoutBackward(torch.autograd.Function):
 
 
 def _refuse_backward(grad: Tensor, op: str) -> Tensor:
+    if op.endswith("_backward"):
+        raise NotImplementedError(
+            f"{op} has no derivative: {op.removesuffix('_backward')} can be differentiated once. "
+            "Leave out create_graph=True, or detach its gradients"
+        )
     raise NotImplementedError(
         f"{op} is inference only: it has no backward. Run the forward under torch.no_grad() or "
         "torch.inference_mode(), or detach what goes into it"

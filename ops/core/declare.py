@@ -178,7 +178,7 @@ class Rows(_Kind):
         self,
         *dims: str,
         apart: int = 1,
-        dtype: torch.dtype | Literal["any"] | None = None,
+        dtype: torch.dtype | Literal["work", "any"] | None = None,
         counts: bool | str = True,
         last_dim: bool = False,
     ) -> None:
@@ -260,6 +260,13 @@ def pair_made(fake: Callable[[Any], tuple[Tensor, Tensor]]) -> Returns[tuple[Ten
     return Returns(fake=fake, num_tensors=2)
 
 
+def several_made(
+    count: int, fake: Callable[[Any], tuple[Tensor, ...]]
+) -> Returns[tuple[Tensor, ...]]:
+    """Return as many tensors, three or more, whose shapes and dtypes ``fake`` knows."""
+    return Returns(fake=fake, num_tensors=count)
+
+
 NOTHING: Returns[None] = Returns(num_tensors=0)
 NO_DEFAULT = "no default in the schema"  # beside an option's type
 MUTATED = "mutated"  # beside the type of tensors of any number
@@ -293,6 +300,7 @@ def define(
     floats: frozenset[torch.dtype] = FLOATS_AND_FLOAT64,
     names_ndim: bool = False,
     flops: str = "0",
+    backward: Callable[..., Any] | None = None,
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.
 
@@ -306,6 +314,7 @@ def define(
         names_ndim: whether the error for a number of dimensions names theirs, not the shape.
         flops: multiplications and additions of products in a call, as an expression of letters
             and of ``x``, an instance of ``op``.
+        backward: of an op without pools; see ``autograd.register_with_backward``.
     """
     declaration = Declaration(cast(type[Op], op))
     DECLARED[declaration.name] = declaration
@@ -327,6 +336,7 @@ def define(
         value=cls,
         check=check,
         flops=partial(declaration.evaluate, flops),
+        backward=backward,
     )
     known = {"floats": floats, "fail_ndim": _fail_count if names_ndim else _fail_ndim}
     public = declaration.public(overload, implementations, limited or {}, known)
@@ -398,7 +408,8 @@ class Declaration:
             return f"Tensor{mark}{'?' * (each.name in self.optional)} {each.name}{default}"
 
         positional, before, after = (map(declared, part) for part in self._ordered())
-        result = ["()", "Tensor", "(Tensor, Tensor)"][returns.num_tensors]
+        results = ["Tensor"] * returns.num_tensors
+        result = "Tensor" if len(results) == 1 else f"({', '.join(results)})"
         arguments = ", ".join([*positional, "*", *before, "str impl", *after])
         return f"{self.name}({arguments}) -> {result}"
 
@@ -602,12 +613,17 @@ def cpp_launcher(
         values: expressions of ``x``, an instance of ``cls``, by the struct's names of them.
         numbers: options and values that the struct has as doubles.
         out: field that the result has shape and dtype of, or what makes the result from an instance
-            of ``cls``. Several are named as in the struct: ``"out=o_a lse=lse_a"``.
+            of ``cls``. Several are named as in the struct: ``"out=o_a lse=lse_a"``; one like a
+            field that is None is None.
     """
     declaration = Declaration(cls)
     if isinstance(out, str):
         named = [each.rpartition("=") for each in out.split()]
-        results = {name or "out": f"x.{of}.new_empty(x.{of}.shape)" for name, _, of in named}
+        results = {
+            name or "out": f"None if x.{of} is None else " * (of in declaration.optional)
+            + f"x.{of}.new_empty(x.{of}.shape)"
+            for name, _, of in named
+        }
     else:
         results = {"out": "make(x)"}
     run = kernel(

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.autograd import register_without_backward
+from torch_hybrid.ops.core.autograd import register_with_backward, register_without_backward
 from torch_hybrid.ops.core.capability import Implementation, Need
 from torch_hybrid.ops.core.flops import register_formula
 
@@ -36,6 +36,7 @@ def define_op(
     value: Callable[..., Any],
     check: Callable[[Any], None],
     flops: Callable[[Any], int],
+    backward: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
     """Register ``signature``, whose last argument is ``str impl``, and return its overload.
 
@@ -49,6 +50,7 @@ def define_op(
         value: makes of the op's arguments the one value that its launchers take.
         check: is given that value where the implementation does not check indices itself.
         flops: counts multiplications and additions of products, given that value.
+        backward: of a functional op, as ``register_with_backward`` wants it; else it has none.
     """
     name = signature.partition("(")[0]
     schema = torch._C.parse_schema(f"{NAMESPACE}::{signature}")
@@ -67,7 +69,10 @@ def define_op(
     _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, launch, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    register_without_backward(_LIBRARY, name, launch)
+    if backward is None:
+        register_without_backward(_LIBRARY, name, launch)
+    else:
+        register_with_backward(_LIBRARY, name, backward)
     op = getattr(getattr(torch.ops, NAMESPACE), name)
     register_formula(op, lambda *args, **options: flops(value(*args, **options)))
     overload: torch._ops.OpOverload = op.default
@@ -92,15 +97,22 @@ def load_traced(op: str, impl: str) -> bool:
 
 
 @_constant
-def first_impl(op: str, device: torch.device, dtype: torch.dtype) -> str:
+def first_impl(op: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> str:
     """Find the first implementation of an op that serves and needs no plan, "torch" at last."""
-    need = Need(device=device, dtype=dtype)
+    need = Need(device=device, dtype=dtype, sizes=sizes)
     names = (
         name
         for name, each in REGISTERED[op].items()
         if not each.capability.why_not(need) and (each.planner is None or not each.needs_plan)
     )
     return next(names, "torch")
+
+
+def same_or_first_impl(
+    op: str, impl: str, device: torch.device, dtype: torch.dtype, **sizes: int
+) -> str:
+    """Take an op's implementation of this name, else the first that serves."""
+    return impl if impl in REGISTERED[op] else first_impl(op, device, dtype, **sizes)
 
 
 def _fake_like(schema: torch.FunctionSchema, names: Sequence[str]) -> Callable[..., Any]:

@@ -5,6 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 
+def check_offsets(cu_seqlens: Tensor, *, num_tokens: int) -> None:
+    """Raise ValueError unless offsets rise from 0 and stay among the tokens."""
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0 or sorted(offsets) != offsets or offsets[-1] > num_tokens:
+        raise ValueError(f"cu_seqlens must rise from 0 to at most {num_tokens}, got {offsets}")
+
+
 def check_state_indices(
     cu_seqlens: Tensor,
     initial_indices: Tensor,
@@ -15,9 +22,7 @@ def check_state_indices(
 ) -> None:
     """Raise ValueError unless all sequences are among the tokens and their slots in the pool, and
     none starts from a slot that another one writes."""
-    offsets = cu_seqlens.tolist()
-    if offsets[0] != 0 or sorted(offsets) != offsets or offsets[-1] > num_tokens:
-        raise ValueError(f"cu_seqlens must rise from 0 to at most {num_tokens}, got {offsets}")
+    check_offsets(cu_seqlens, num_tokens=num_tokens)
     read, written = initial_indices.tolist(), state_indices.tolist()
     for name, slots in {"initial_indices": read, "state_indices": written}.items():
         for slot in slots:

@@ -43,7 +43,7 @@ def recurrent_delta_rule(x: DeltaRule) -> Tensor:
         token = seqs.starts[:num_left] + step
         q_t, k_t = _prepare_qk(x, token)
         S_t = S[:num_left].mul_(g[token].exp()[..., None, :])
-        u = x.beta[token][..., None] * (v[token].float() - (S_t @ k_t[..., None])[..., 0])
+        u = x.beta[token][..., None] * (v[token].to(S.dtype) - (S_t @ k_t[..., None])[..., 0])
         S_t.add_(u[..., None] * k_t[..., None, :])
         out[token] = (S_t @ q_t[..., None])[..., 0].to(out.dtype)
     store_states(state, seqs, S)
@@ -99,7 +99,8 @@ def _decays(x: DeltaRule) -> Tensor:
 
 def _prepare_qk(x: DeltaRule, token: Tensor) -> tuple[Tensor, Tensor]:
     """Normalise and scale in float32, then give each value head its key head (dim -2)."""
-    q, k = x.q[token].float(), x.k[token].float()
+    work = torch.promote_types(x.q.dtype, torch.float32)
+    q, k = x.q[token].to(work), x.k[token].to(work)
     if x.qk_l2norm:
         q, k = l2_normalize(q), l2_normalize(k)
     group = x.v.shape[1] // k.shape[-2]
@@ -117,7 +118,7 @@ def _inside_chunks(x: DeltaRule, chunks: Chunks) -> _ChunkParts:
         torch.where(is_real, rows[token], 0.0).transpose(1, 2)
         for rows in (x.beta[..., None], _decays(x))
     )
-    q_c, k_c, v_c = (rows.transpose(1, 2) for rows in (q_c, k_c, x.v[token].float()))
+    q_c, k_c, v_c = (rows.transpose(1, 2) for rows in (q_c, k_c, x.v[token].to(q_c.dtype)))
     decayed_products = _products_by_channel if x.by_channel else _products_by_head
     kk, attention = decayed_products(q_c, k_c, g_c)
     e_G = g_c.cumsum(-2).exp()
@@ -143,7 +144,7 @@ def _products_by_head(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply whole chunks, and decay each entry by what lies between its two tokens."""
     # In float64: a difference of two large sums must not lose a small decay between them.
     G = g[..., 0].clamp(min=FULL_DECAY).double().cumsum(-1)
-    D = (G[..., :, None] - G[..., None, :]).float().tril().exp().tril()
+    D = (G[..., :, None] - G[..., None, :]).to(k.dtype).tril().exp().tril()
     return (k @ k.mT * D).tril(-1), q @ k.mT * D
 
 

@@ -1,0 +1,269 @@
+"""Delta rules without pools: initial states go in, final states come out, nothing is mutated.
+
+A forward runs the kernels of the chunk form on a pool of its own. A backward is an op of its own,
+which is given what the forward was given: states at the starts of chunks are recomputed, as they
+are larger than all other tensors of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.core.declare import (
+    Dense,
+    Index,
+    Op,
+    Rows,
+    define,
+    pair_made,
+    several_made,
+)
+from torch_hybrid.ops.core.recurrence import CHUNK
+from torch_hybrid.ops.core.registration import check_shapes, same_or_first_impl
+from torch_hybrid.ops.core.state_bounds import check_offsets
+from torch_hybrid.ops.delta_rule.op import (
+    GATED_IMPLEMENTATIONS,
+    KIMI_IMPLEMENTATIONS,
+)
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+
+_FOLDER = "torch_hybrid.ops.delta_rule.training"
+_TORCH_CAPABILITY = Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64)
+
+
+def _by_pool(known: Mapping[str, Implementation], launcher: str) -> dict[str, Implementation]:
+    """Make the forward's implementations of those of the chunk form.
+
+    Beside bfloat16, states rounded to float16 add nothing to the error of gradients.
+    """
+
+    def make(name: str) -> Implementation:
+        chunk_form = known[f"{CHUNK}_{name}"]
+        return Implementation(
+            capability=_TORCH_CAPABILITY if name == "torch" else chunk_form.capability,
+            launcher=f"{_FOLDER}._pool:{launcher}",
+            options={"by": chunk_form},
+        )
+
+    return {name: make(name) for name in ("cpp", "triton_rounded", "triton", "torch")}
+
+
+GATED_FORWARD = _by_pool(GATED_IMPLEMENTATIONS, "gated_delta_rule_forward")
+KIMI_FORWARD = _by_pool(KIMI_IMPLEMENTATIONS, "kimi_delta_attention_forward")
+_TORCH_BACKWARD = Implementation(
+    capability=_TORCH_CAPABILITY, launcher=f"{_FOLDER}._torch:delta_rule_backward"
+)
+
+
+def _cpp_backward(launcher: str) -> Implementation:
+    return Implementation(
+        capability=GATED_IMPLEMENTATIONS[f"{CHUNK}_cpp"].capability,
+        launcher=f"{_FOLDER}._cpu:{launcher}",
+        checks_indices=True,
+    )
+
+
+GATED_BACKWARD: dict[str, Implementation] = {
+    "cpp": _cpp_backward("gated_delta_rule_backward"),
+    "triton": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            limits={"head_k_dim": 256},
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher=f"{_FOLDER}._triton_gated:gated_delta_rule_backward",
+    ),
+    "torch": _TORCH_BACKWARD,
+}
+KIMI_BACKWARD: dict[str, Implementation] = {
+    "cpp": _cpp_backward("kimi_delta_attention_backward"),
+    "torch": _TORCH_BACKWARD,
+}
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class TrainedDeltaRule(Op):
+    """Arguments that a forward and its backward have in both rules."""
+
+    q: Annotated[Tensor, Rows("H", "K")]
+    k: Annotated[Tensor, Rows("H", "K", counts=False)]
+    v: Annotated[Tensor, Rows("HV", "V")]
+    g: Annotated[Tensor, Rows("...")]  # [T, HV], or [T, HV, K] where channels decay on their own
+    beta: Annotated[Tensor, Rows("HV", dtype="work")]
+    cu_seqlens: Annotated[Tensor, Index("M", counts=True)]
+    initial_state: Annotated[Tensor | None, Dense("M - 1", "HV", "V", "K", dtype="work")]
+    scale: float = field(kw_only=True)
+    qk_l2norm: bool = field(kw_only=True)
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences, empty ones included."""
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def work(self) -> torch.dtype:
+        """Dtype of states and sums: float32, or float64."""
+        return torch.promote_types(self.v.dtype, torch.float32)
+
+    def states(self) -> Tensor:
+        """Make a zero state for each sequence."""
+        _, num_heads, v_dim = self.v.shape
+        return self.v.new_zeros(self.num_seqs, num_heads, v_dim, self.k.shape[2], dtype=self.work)
+
+    def check(self) -> None:
+        """Raise ValueError unless key heads divide the value heads."""
+        num_k_heads, num_v_heads = self.k.shape[1], self.v.shape[1]
+        if num_v_heads % num_k_heads:
+            raise ValueError(
+                f"v must have a multiple of the {num_k_heads} heads of k, got {num_v_heads}"
+            )
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless sequences are among the tokens."""
+        check_offsets(self.cu_seqlens, num_tokens=self.q.shape[0])
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class GatedDeltaRuleForward(TrainedDeltaRule):
+    """Gated delta rule by chunks, without pools; ``torch_hybrid.functional`` states it.
+
+    Args:
+        q, k: [T, H, K], float dtype. v: [T, HV, V] in that dtype.
+        g, beta: [T, HV] float32, or float64 beside float64.
+        cu_seqlens: [N + 1] int32, from 0 to at most T.
+        initial_state: [N, HV, V, K] like g, or None for zeros.
+        scale: factor on q.
+        qk_l2norm: scale each q and k to unit length first.
+        output_final_state: whether final states are made.
+        impl: a name in GATED_FORWARD.
+
+    Returns:
+        [T, HV, V] outputs in v's dtype, and final states like initial ones, or [0, HV, V, K].
+    """
+
+    g: Annotated[Tensor, Rows("HV", dtype="work")]
+    output_final_state: bool = field(kw_only=True)
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class KimiDeltaAttentionForward(TrainedDeltaRule):
+    """Kimi delta attention by chunks, without pools; ``torch_hybrid.functional`` states it.
+
+    Arguments and results are those of :func:`gated_delta_rule_forward`, but for g [T, H, K] and
+    as many heads of values as of keys; ``impl`` is a name in KIMI_FORWARD.
+    """
+
+    g: Annotated[Tensor, Rows("HV", "K", dtype="work")]
+    output_final_state: bool = field(kw_only=True)
+
+    def check(self) -> None:
+        """Raise ValueError unless there are as many heads of values as of keys."""
+        check_shapes({"v": (self.v, (*self.k.shape[:2], self.v.shape[2]))})
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class GatedDeltaRuleBackward(TrainedDeltaRule):
+    """Gradients of :func:`gated_delta_rule_forward`, in fixed orders of sums.
+
+    Args:
+        q, k, v, g, beta, cu_seqlens, initial_state, scale, qk_l2norm: those of the forward.
+        dout: [T, HV, V] gradient of the outputs, in v's dtype.
+        dfinal_state: [N, HV, V, K] gradient of the final states, or None for zeros.
+        impl: a name in GATED_BACKWARD.
+
+    Returns:
+        Gradients of q, k, v, g, beta and the initial state, [0, HV, V, K] where that is None.
+    """
+
+    g: Annotated[Tensor, Rows("HV", dtype="work")]
+    dout: Annotated[Tensor, Rows("HV", "V")]
+    dfinal_state: Annotated[Tensor | None, Dense("M - 1", "HV", "V", "K", dtype="work")]
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class KimiDeltaAttentionBackward(TrainedDeltaRule):
+    """Gradients of :func:`kimi_delta_attention_forward`, in fixed orders of sums.
+
+    Arguments and results are those of :func:`gated_delta_rule_backward`, but for g [T, H, K];
+    ``impl`` is a name in KIMI_BACKWARD.
+    """
+
+    g: Annotated[Tensor, Rows("HV", "K", dtype="work")]
+    dout: Annotated[Tensor, Rows("HV", "V")]
+    dfinal_state: Annotated[Tensor | None, Dense("M - 1", "HV", "V", "K", dtype="work")]
+
+
+def empty_results(x: GatedDeltaRuleForward | KimiDeltaAttentionForward) -> tuple[Tensor, Tensor]:
+    """Make the tensors that a forward returns."""
+    _, num_heads, v_dim = x.v.shape
+    num_states = x.num_seqs if x.output_final_state else 0
+    states = x.v.new_empty(num_states, num_heads, v_dim, x.k.shape[2], dtype=x.work)
+    return x.v.new_empty(x.v.shape), states
+
+
+def empty_gradients(x: TrainedDeltaRule) -> tuple[Tensor, ...]:
+    """Make the tensors that a backward returns."""
+    states = x.states()[:0] if x.initial_state is None else x.initial_state
+    return tuple(each.new_empty(each.shape) for each in (x.q, x.k, x.v, x.g, x.beta, states))
+
+
+def _gradients(
+    backward: Callable[..., tuple[Tensor, ...]],
+    ctx: Any,
+    dout: Tensor | None,
+    dfinal_state: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Call the backward op on what its forward saved."""
+    v, initial_state, options = ctx.saved_tensors[2], ctx.saved_tensors[6], ctx.options
+    wants_final = options["output_final_state"] and dfinal_state is not None
+    *grads, dstate = backward(
+        *ctx.saved_tensors,
+        torch.zeros_like(v) if dout is None else dout.contiguous(),
+        dfinal_state.contiguous() if wants_final else None,
+        scale=options["scale"],
+        qk_l2norm=options["qk_l2norm"],
+        impl=same_or_first_impl(
+            *(backward.__name__, options["impl"], v.device, v.dtype),
+            head_k_dim=ctx.saved_tensors[1].shape[2],
+            head_v_dim=v.shape[2],
+        ),
+    )
+    return *grads, None, None if initial_state is None else dstate
+
+
+_LIMITED = {"head_k_dim": "K", "head_v_dim": "V"}
+gated_delta_rule_backward = define(
+    GatedDeltaRuleBackward,
+    GATED_BACKWARD,
+    returns=several_made(6, empty_gradients),
+    limited=_LIMITED,
+)
+gated_delta_rule_forward = define(
+    GatedDeltaRuleForward,
+    GATED_FORWARD,
+    returns=pair_made(empty_results),
+    limited=_LIMITED,
+    backward=partial(_gradients, gated_delta_rule_backward),
+)
+kimi_delta_attention_backward = define(
+    KimiDeltaAttentionBackward,
+    KIMI_BACKWARD,
+    returns=several_made(6, empty_gradients),
+    limited=_LIMITED,
+)
+kimi_delta_attention_forward = define(
+    KimiDeltaAttentionForward,
+    KIMI_FORWARD,
+    returns=pair_made(empty_results),
+    limited=_LIMITED,
+    backward=partial(_gradients, kimi_delta_attention_backward),
+)

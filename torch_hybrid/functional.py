@@ -1,0 +1,189 @@
+"""Recurrences and convolutions to train with: differentiable functions that mutate nothing.
+
+Tokens of several sequences lie in a row, and a :class:`~torch_hybrid.Packing` says where each
+begins; states go in and come out. A forward is one op in a graph, and so is its backward: both
+compile with ``fullgraph=True``, and no packing of as many tokens recompiles. Rows of a packing have
+the bits, gradients too, that each sequence has alone. Two runs have the same bits.
+
+For the backward, a function saves its tensor arguments and nothing else: states within sequences
+are recomputed. A derivative of a derivative, forward-mode derivatives and transforms of
+``torch.func`` raise NotImplementedError. ``torch.autocast`` does not reach into a function.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.causal_conv1d.training import causal_conv1d_forward
+from torch_hybrid.ops.core.autograd import check_no_tangents
+from torch_hybrid.ops.core.registration import first_impl
+from torch_hybrid.ops.delta_rule.training import (
+    gated_delta_rule_forward,
+    kimi_delta_attention_forward,
+)
+from torch_hybrid.packing import Packing
+
+__all__ = ["causal_conv1d", "gated_delta_rule", "kimi_delta_attention"]
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packing: Packing | None = None,
+    initial_state: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    qk_l2norm: bool = False,
+    output_final_state: bool = True,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run the gated delta rule, differentiable in all its floating point tensors.
+
+    Per value head: ``S = e^g S; u = beta (v - S k); S = S + u k^T; o = scale S q``, by chunks.
+    Value head ``j`` reads key head ``j // (HV // H)``. Sums are float32, of float64 float64.
+
+    Args:
+        q: [T, H, K] queries: float32, bfloat16, or float64 (by "torch"). Rows of a token are
+            contiguous, tokens may lie any distance apart; so for k and v.
+        k: [T, H, K] keys, in q's dtype.
+        v: [T, HV, V] values, in q's dtype; HV is a multiple of H.
+        g: [T, HV] natural-log decay, at most 0; float32, or float64 beside float64.
+        beta: [T, HV] step size, in g's dtype.
+        packing: of T tokens in N sequences at most; None for one sequence.
+        initial_state: [N, HV, V, K] in g's dtype, N the packing's capacity; None for zeros.
+        scale: factor on q; None for ``K ** -0.5``.
+        qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
+        output_final_state: whether to return final states: a packing of default capacity has room
+            for T of them.
+        impl: "cpp", "triton_rounded" (bfloat16; states are kept in float16), "triton" or "torch";
+            None for the first that serves. A backward takes the implementation of that name, or
+            the first that serves.
+
+    Returns:
+        [T, HV, V] outputs in v's dtype, and the final states [N, HV, V, K] in g's dtype, or None.
+        That of an empty sequence is its initial one.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device is not as above, or ``impl`` is unknown.
+        NotImplementedError: an argument carries a forward-mode tangent.
+
+    From "Gated Delta Networks" (arXiv 2412.06464), as used by Qwen3-Next.
+    """
+    check_no_tangents("gated_delta_rule", q, k, v, g, beta, initial_state)
+    o, final_state = gated_delta_rule_forward(
+        *(q, k, v, g, beta, _offsets(packing, q), initial_state),
+        scale=k.shape[-1] ** -0.5 if scale is None else scale,
+        qk_l2norm=qk_l2norm,
+        output_final_state=output_final_state,
+        impl=_first("gated_delta_rule_forward", k, v) if impl is None else impl,
+    )
+    return o, final_state if output_final_state else None
+
+
+def kimi_delta_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packing: Packing | None = None,
+    initial_state: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    qk_l2norm: bool = False,
+    output_final_state: bool = True,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run Kimi delta attention, differentiable in all its floating point tensors.
+
+    Per head: ``S = S diag(e^g); u = beta (v - S k); S = S + u k^T; o = scale S q``, by chunks.
+    Arguments, results and errors are those of :func:`gated_delta_rule`, but:
+
+    Args:
+        v: [T, H, V] values: as many heads as of keys.
+        g: [T, H, K] natural-log decay of each channel, at most 0; rows as for q.
+        beta: [T, H] step size.
+
+    From "Kimi Linear" (arXiv 2510.26692); also the linear layers of Ling-3.
+    """
+    check_no_tangents("kimi_delta_attention", q, k, v, g, beta, initial_state)
+    op = "kimi_delta_attention_forward"
+    o, final_state = kimi_delta_attention_forward(
+        *(q, k, v, g, beta, _offsets(packing, q), initial_state),
+        scale=k.shape[-1] ** -0.5 if scale is None else scale,
+        qk_l2norm=qk_l2norm,
+        output_final_state=output_final_state,
+        impl=_first(op, k, v) if impl is None else impl,
+    )
+    return o, final_state if output_final_state else None
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    packing: Packing | None = None,
+    initial_state: Tensor | None = None,
+    activation: Literal["silu"] | None = None,
+    *,
+    output_final_state: bool = True,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Convolve each channel of each sequence with its own short filter over the past.
+
+    ``y[t] = act(bias + sum_w weight[:, w] * x[t - W + 1 + w])``, where the inputs before the first
+    token of a sequence come from its state. Differentiable in all its floating point tensors.
+
+    Args:
+        x: [T, C] inputs: float32, bfloat16, or float64 (by "torch"); tokens may lie any distance
+            apart, the channels of one are contiguous.
+        weight: [C, W] filter of each channel, oldest tap first, in x's dtype; W from 2 to 16.
+        bias: [C] in x's dtype, or None.
+        packing: of T tokens in N sequences at most; None for one sequence.
+        initial_state: [N, W - 1, C] the inputs before each sequence, oldest first, in x's dtype;
+            None for zeros.
+        activation: "silu" or None.
+        output_final_state: whether to return the last inputs of each sequence.
+        impl: as in :func:`gated_delta_rule`.
+
+    Returns:
+        [T, C] outputs in x's dtype, and the last inputs [N, W - 1, C] of each sequence, or None.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device is not as above, or ``impl`` is unknown.
+        NotImplementedError: an argument carries a forward-mode tangent.
+    """
+    check_no_tangents("causal_conv1d", x, weight, bias, initial_state)
+    y, final_state = causal_conv1d_forward(
+        *(x, weight, bias, _offsets(packing, x), initial_state),
+        activation="none" if activation is None else activation,
+        output_final_state=output_final_state,
+        impl=first_impl("causal_conv1d_forward", x.device, x.dtype) if impl is None else impl,
+    )
+    return y, final_state if output_final_state else None
+
+
+def _offsets(packing: Packing | None, rows: Tensor) -> Tensor:
+    """Return the offsets of the sequences among rows, those of one sequence by default."""
+    if packing is None:
+        return torch.arange(2, dtype=torch.int32, device=rows.device) * rows.shape[0]
+    if packing.num_tokens != rows.shape[0]:
+        raise ValueError(
+            f"packing must be of the {rows.shape[0]} tokens given, got {packing.num_tokens}"
+        )
+    if packing.cu_seqlens.device != rows.device:
+        raise ValueError(
+            f"packing must be on {rows.device}, got {packing.cu_seqlens.device}; `to` moves it"
+        )
+    return packing.cu_seqlens
+
+
+def _first(op: str, k: Tensor, v: Tensor) -> str:
+    """Find the first implementation that serves heads of these sizes."""
+    return first_impl(op, k.device, k.dtype, head_k_dim=k.shape[-1], head_v_dim=v.shape[-1])
