@@ -39,6 +39,7 @@ from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, seq
 from torch_hybrid.ops.triton.state import zero_rows
 
 _EPSILON = 1e-6
+_PIECES: tl.constexpr = tl.constexpr(NUM_PIECES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +275,7 @@ def _systems_kernel(
     among = tl.where(row[:, None] > row[None, :], b_kk * decay, 0.0)
     system = among * b_beta[:, None]
     if EXACT:
-        solved = dot(among, inverse(system, scratch + place * 16 * C, C, NUM_PIECES), zeros)
+        solved = dot(among, inverse(system, scratch + place * 16 * C, C, _PIECES), zeros)
     else:
         solved = rounded_inverse((-system).to(tl.float16), C).to(tl.float16)
         solved = dot(among.to(tl.float16), solved, zeros)
