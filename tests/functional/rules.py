@@ -63,24 +63,26 @@ class Rule:
             final.append(S)
         return torch.cat(out), torch.stack(final)
 
+    def chunks(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """Find transformers' chunks in torch."""
+        if self.by_channel:
+            from transformers.models.kimi_linear import modeling_kimi_linear
+
+            return modeling_kimi_linear.chunk_kimi_delta_attention
+        from transformers.models.qwen3_next import modeling_qwen3_next
+
+        return modeling_qwen3_next.torch_chunk_gated_delta_rule
+
     def theirs(
         self, xs: Tensors, lengths: Sequence[int], *, qk_l2norm: bool
     ) -> tuple[Tensor, Tensor]:
         """Run transformers' chunks in torch, sequence by sequence: their states are [K, V]."""
-        if self.by_channel:
-            from transformers.models.kimi_linear.modeling_kimi_linear import (
-                chunk_kimi_delta_attention as chunks,
-            )
-        else:
-            from transformers.models.qwen3_next.modeling_qwen3_next import (
-                torch_chunk_gated_delta_rule as chunks,
-            )
         out, final = [xs[2].new_empty(0, *xs[2].shape[1:])], []
         rows = zip(*(x.split(list(lengths)) for x in xs[:5]), strict=True)
         for S, parts in zip(xs[5], rows, strict=True):
             if len(parts[0]):
                 named = dict(zip(("query", "key", "value", "g", "beta"), parts, strict=True))
-                o, S_end = chunks(
+                o, S_end = self.chunks()(
                     **{name: x[None] for name, x in named.items()},
                     initial_state=S.mT[None],
                     output_final_state=True,
