@@ -31,7 +31,7 @@ def on_a_cpu() -> Iterator[object]:
             yield pytest.param(name, marks=pytest.mark.skipif(bool(why), reason=why or ""))
 
 
-on_each = pytest.mark.parametrize("impl", on_a_cpu())
+on_each = pytest.mark.parametrize("impl", [*on_a_cpu()])
 
 
 def inputs(dtype: torch.dtype = torch.float32, width: int = 4) -> Tensors:

@@ -38,7 +38,7 @@ def on_a_cpu() -> Iterator[object]:
                 yield pytest.param(RULES[rule], name, id=f"{rule}, {name}", marks=mark)
 
 
-on_each = pytest.mark.parametrize(("rule", "impl"), on_a_cpu())
+on_each = pytest.mark.parametrize(("rule", "impl"), [*on_a_cpu()])
 
 
 @pytest.mark.parametrize("qk_l2norm", [False, True])
@@ -177,6 +177,29 @@ def test_rows_apart_and_results_that_nobody_asks_for(rule: Rule, impl: str) -> N
     o, final = rule.function(*leaves[:5], packing(lengths), impl=impl, output_final_state=False)
     assert final is None
     assert_same_bits(o, run(zeros, 0))
+
+
+@on_each
+def test_padding_and_no_tokens(rule: Rule, impl: str) -> None:
+    """Rows behind the last sequence are not read and have no gradient; T may be 0."""
+    xs = rule.inputs((9,))
+    packed = packing((9,))
+    packed.cu_seqlens[1] = 5
+    for x in xs[:5]:
+        x[5:] = torch.nan
+    o, final, *grads = with_gradients(
+        lambda x: rule.function(*x[:5], packed, x[5], qk_l2norm=True, impl=impl),
+        xs,
+        [torch.ones(xs[2].shape), torch.ones(xs[5].shape)],
+    )
+    assert all(x.isfinite().all() for x in (o, final, *grads))
+    assert all(not x[5:].any() for x in (o, *grads[:5]))
+    none = rule.inputs((0,))
+    o, final, *grads = with_gradients(
+        lambda x: rule.function(*x[:5], packing((0,)), x[5], impl=impl), none, weights(none)
+    )
+    assert_same_bits(final, none[5])
+    assert [x.shape for x in grads] == [x.shape for x in none]
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -187,9 +187,9 @@ def _convolution() -> _Made:
 
 
 def _trained(inputs: Any, *, by: str) -> _Made:
-    """A forward without a pool, or its backward: slots of the pool become states of sequences."""
+    """A forward without a pool, or its backward."""
     rows = inputs.args()[:5]
-    initial = inputs.state[: len(inputs.cu_seqlens) - 1].clone()
+    initial = torch.randn_like(inputs.state[: len(inputs.cu_seqlens) - 1])
     options = {"scale": inputs.scale, "qk_l2norm": inputs.qk_l2norm}
     if by == "forward":
         return (*rows, inputs.cu_seqlens, initial), {**options, "output_final_state": True}, {}
@@ -208,7 +208,7 @@ def _trained_kimi(by: str) -> _Made:
 
 def _trained_convolution(by: str) -> _Made:
     inputs = convolution.make_inputs(convolution.Case(**_LENGTHS))
-    initial = inputs.conv_state[: len(inputs.cu_seqlens) - 1].clone()
+    initial = torch.randn_like(inputs.conv_state[: len(inputs.cu_seqlens) - 1])
     args = (inputs.x, inputs.weight, inputs.bias, inputs.cu_seqlens, initial)
     if by == "forward":
         return args, {"activation": "silu", "output_final_state": True}, {}

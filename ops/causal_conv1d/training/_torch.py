@@ -24,12 +24,13 @@ def causal_conv1d_backward(x: CausalConv1dBackward) -> tuple[Tensor, ...]:
     starts = x.cu_seqlens.long() + torch.arange(x.num_seqs + 1, device=x.x.device) * past
     state_rows = starts[:-1, None] + of_state
     padded = x.x.new_zeros(num_tokens + (x.num_seqs + 1) * past, channels, dtype=work)
-    padded[window + past] = x.x.to(work)
+    is_padding = (seq == x.num_seqs)[:, None]
+    padded[window + past] = x.x.to(work).masked_fill(is_padding, 0.0)
     if x.initial_state is not None:
         padded[state_rows] = x.initial_state.to(work)
 
     taps = x.weight.to(work).T
-    dy = x.dout.to(work).masked_fill((seq == x.num_seqs)[:, None], 0.0)
+    dy = x.dout.to(work).masked_fill(is_padding, 0.0)
     if x.silu:
         y = torch.zeros_like(dy) if x.bias is None else x.bias.to(work).expand_as(dy).clone()
         for w, tap in enumerate(taps):

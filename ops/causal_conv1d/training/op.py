@@ -51,8 +51,8 @@ class TrainedConv1d(Op):
     x: Annotated[Tensor, Rows("C")]
     weight: Annotated[Tensor, Dense("C", "W")]
     bias: Annotated[Tensor | None, Dense("C")]
-    cu_seqlens: Annotated[Tensor, Index("M", counts=True)]
-    initial_state: Annotated[Tensor | None, Dense("M - 1", "W - 1", "C")]
+    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
+    initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "W - 1", "C")]
     activation: str = field(kw_only=True)
 
     @property
@@ -116,7 +116,7 @@ class CausalConv1dBackward(TrainedConv1d):
     """
 
     dout: Annotated[Tensor, Rows("C")]
-    dfinal_state: Annotated[Tensor | None, Dense("M - 1", "W - 1", "C")]
+    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "W - 1", "C")]
 
 
 def empty_results(x: CausalConv1dForward) -> tuple[Tensor, Tensor]:

@@ -82,8 +82,8 @@ class TrainedDeltaRule(Op):
     v: Annotated[Tensor, Rows("HV", "V")]
     g: Annotated[Tensor, Rows("...")]  # [T, HV], or [T, HV, K] where channels decay on their own
     beta: Annotated[Tensor, Rows("HV", dtype="work")]
-    cu_seqlens: Annotated[Tensor, Index("M", counts=True)]
-    initial_state: Annotated[Tensor | None, Dense("M - 1", "HV", "V", "K", dtype="work")]
+    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
+    initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "HV", "V", "K", dtype="work")]
     scale: float = field(kw_only=True)
     qk_l2norm: bool = field(kw_only=True)
 
@@ -169,7 +169,7 @@ class GatedDeltaRuleBackward(TrainedDeltaRule):
 
     g: Annotated[Tensor, Rows("HV", dtype="work")]
     dout: Annotated[Tensor, Rows("HV", "V")]
-    dfinal_state: Annotated[Tensor | None, Dense("M - 1", "HV", "V", "K", dtype="work")]
+    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "HV", "V", "K", dtype="work")]
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -182,7 +182,7 @@ class KimiDeltaAttentionBackward(TrainedDeltaRule):
 
     g: Annotated[Tensor, Rows("HV", "K", dtype="work")]
     dout: Annotated[Tensor, Rows("HV", "V")]
-    dfinal_state: Annotated[Tensor | None, Dense("M - 1", "HV", "V", "K", dtype="work")]
+    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "HV", "V", "K", dtype="work")]
 
 
 def empty_results(x: GatedDeltaRuleForward | KimiDeltaAttentionForward) -> tuple[Tensor, Tensor]:
