@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.causal_conv1d.training.op import CausalConv1dBackward
 from torch_hybrid.ops.core.autocast import without_autocast
+from torch_hybrid.ops.pointwise import sigmoid
 
 
 @without_autocast
@@ -35,7 +36,7 @@ def causal_conv1d_backward(x: CausalConv1dBackward) -> tuple[Tensor, ...]:
         y = torch.zeros_like(dy) if x.bias is None else x.bias.to(work).expand_as(dy).clone()
         for w, tap in enumerate(taps):
             y.addcmul_(padded[window + w], tap)
-        gate = y.sigmoid()
+        gate = sigmoid(y)
         dy = dy * gate * (1 + y * (1 - gate))
     dpadded = torch.zeros_like(padded)
     if x.dfinal_state is not None:
