@@ -207,11 +207,11 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Call the backward op on what its forward saved."""
     v, initial_state, options = ctx.saved_tensors[2], ctx.saved_tensors[6], ctx.options
-    wants_final = options["output_final_state"] and dfinal_state is not None
+    dfinal = dfinal_state if options["output_final_state"] else None
     *grads, dstate = backward(
         *ctx.saved_tensors,
         torch.zeros_like(v) if dout is None else dout.contiguous(),
-        dfinal_state.contiguous() if wants_final else None,
+        None if dfinal is None else dfinal.contiguous(),
         scale=options["scale"],
         qk_l2norm=options["qk_l2norm"],
         impl=same_or_first_impl(backward.__name__, options["impl"], v.device, v.dtype),
