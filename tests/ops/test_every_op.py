@@ -21,7 +21,7 @@ WITHOUT_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", [op for op in CALLS if not op.endswith("_forward")])
 def test_a_backward_names_the_op(op: str) -> None:
     call = call_of(op).changed()
     floats = [x for x in tree_leaves(call.given) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -32,7 +32,8 @@ def test_a_backward_names_the_op(op: str) -> None:
     assert bool(outs) == (op not in WITHOUT_GRADIENTS)
     for out in outs:
         with pytest.raises(
-            NotImplementedError, match=f"torch_hybrid::{op_of(op)} is inference only"
+            NotImplementedError,
+            match=f"torch_hybrid::{op_of(op)} (is inference only|has no derivative)",
         ):
             out.sum().backward()
 

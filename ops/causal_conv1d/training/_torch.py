@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.causal_conv1d.training.op import CausalConv1dBackward
 from torch_hybrid.ops.core.autocast import without_autocast
+from torch_hybrid.ops.pointwise import sigmoid
 
 
 @without_autocast
@@ -24,17 +25,18 @@ def causal_conv1d_backward(x: CausalConv1dBackward) -> tuple[Tensor, ...]:
     starts = x.cu_seqlens.long() + torch.arange(x.num_seqs + 1, device=x.x.device) * past
     state_rows = starts[:-1, None] + of_state
     padded = x.x.new_zeros(num_tokens + (x.num_seqs + 1) * past, channels, dtype=work)
-    padded[window + past] = x.x.to(work)
+    is_padding = (seq == x.num_seqs)[:, None]
+    padded[window + past] = x.x.to(work).masked_fill(is_padding, 0.0)
     if x.initial_state is not None:
         padded[state_rows] = x.initial_state.to(work)
 
     taps = x.weight.to(work).T
-    dy = x.dout.to(work).masked_fill((seq == x.num_seqs)[:, None], 0.0)
+    dy = x.dout.to(work).masked_fill(is_padding, 0.0)
     if x.silu:
         y = torch.zeros_like(dy) if x.bias is None else x.bias.to(work).expand_as(dy).clone()
         for w, tap in enumerate(taps):
             y.addcmul_(padded[window + w], tap)
-        gate = y.sigmoid()
+        gate = sigmoid(y)
         dy = dy * gate * (1 + y * (1 - gate))
     dpadded = torch.zeros_like(padded)
     if x.dfinal_state is not None:

@@ -6,7 +6,9 @@ own, which is given what the forward was given, and convolves again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -51,8 +53,8 @@ class TrainedConv1d(Op):
     x: Annotated[Tensor, Rows("C")]
     weight: Annotated[Tensor, Dense("C", "W")]
     bias: Annotated[Tensor | None, Dense("C")]
-    cu_seqlens: Annotated[Tensor, Index("M", counts=True)]
-    initial_state: Annotated[Tensor | None, Dense("M - 1", "W - 1", "C")]
+    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
+    initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "W - 1", "C")]
     activation: str = field(kw_only=True)
 
     @property
@@ -116,7 +118,7 @@ class CausalConv1dBackward(TrainedConv1d):
     """
 
     dout: Annotated[Tensor, Rows("C")]
-    dfinal_state: Annotated[Tensor | None, Dense("M - 1", "W - 1", "C")]
+    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "W - 1", "C")]
 
 
 def empty_results(x: CausalConv1dForward) -> tuple[Tensor, Tensor]:
@@ -132,25 +134,35 @@ def empty_gradients(x: TrainedConv1d) -> tuple[Tensor, ...]:
 
 
 def _gradients(
-    ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None
+    backward: Callable[..., tuple[Tensor, ...]],
+    ctx: Any,
+    dout: Tensor | None,
+    dfinal_state: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Call the backward op on what the forward saved."""
     x, _, bias, _, initial_state = ctx.saved_tensors
-    wants_final = ctx.options["output_final_state"] and dfinal_state is not None
-    dx, dweight, dbias, dstate = causal_conv1d_backward(
+    dfinal = dfinal_state if ctx.options["output_final_state"] else None
+    dx, dweight, dbias, dstate = backward(
         *ctx.saved_tensors,
         torch.zeros_like(x) if dout is None else dout.contiguous(),
-        dfinal_state.contiguous() if wants_final and dfinal_state is not None else None,
+        None if dfinal is None else dfinal.contiguous(),
         activation=ctx.options["activation"],
         impl=same_or_first_impl("causal_conv1d_backward", ctx.options["impl"], x.device, x.dtype),
     )
-    dbias, dstate = (None if bias is None else dbias), (None if initial_state is None else dstate)
-    return dx, dweight, dbias, None, dstate
+    no_bias, no_state = bias is None, initial_state is None
+    return dx, dweight, None if no_bias else dbias, None, None if no_state else dstate
 
 
 causal_conv1d_backward = define(
-    CausalConv1dBackward, BACKWARD, returns=several_made(4, empty_gradients)
+    CausalConv1dBackward,
+    BACKWARD,
+    returns=several_made(4, empty_gradients),
+    flops="6 * T * C * W",
 )
 causal_conv1d_forward = define(
-    CausalConv1dForward, FORWARD, returns=pair_made(empty_results), backward=_gradients
+    CausalConv1dForward,
+    FORWARD,
+    returns=pair_made(empty_results),
+    backward=partial(_gradients, causal_conv1d_backward),
+    flops="2 * T * C * W",
 )

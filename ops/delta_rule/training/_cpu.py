@@ -24,7 +24,7 @@ def _launcher(cls: type[Op], source: str) -> Callable[[Any], tuple[Tensor, ...]]
     launch = cpp_launcher(
         cls,
         Path(__file__).with_name(source),
-        sizes="T=num_tokens M-1=num_seqs H=num_k_heads HV=num_v_heads K=k_dim V=v_dim",
+        sizes="T=num_tokens num_offsets-1=num_seqs H=num_k_heads HV=num_v_heads K=k_dim V=v_dim",
         values={
             "g_dim": "x.g.shape[2] if x.g.ndim == 3 else 1",
             "chunk_size": str(DEFAULT_CHUNK_SIZE),

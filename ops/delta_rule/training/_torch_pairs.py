@@ -121,4 +121,5 @@ def _parts(rows: Tensor, half: int) -> tuple[Tensor, Tensor]:
 def _between(products: Tensor, half: int) -> Tensor:
     """View products [X, H, C, C] of late rows with early ones: [X, H, blocks, half, half]."""
     blocks = products.unflatten(3, (-1, 2, half)).unflatten(2, (-1, 2, half))
-    return blocks[..., 1, :, :, 0, :].diagonal(dim1=2, dim2=4).movedim(-1, 2)
+    between: Tensor = blocks[..., 1, :, :, 0, :].diagonal(dim1=2, dim2=4)
+    return between.movedim(-1, 2)

@@ -99,8 +99,8 @@ class TrainedDeltaRule(Op):
     v: Annotated[Tensor, Rows("HV", "V")]
     g: Annotated[Tensor, Rows("...")]  # [T, HV], or [T, HV, K] where channels decay on their own
     beta: Annotated[Tensor, Rows("HV", dtype="work")]
-    cu_seqlens: Annotated[Tensor, Index("M", counts=True)]
-    initial_state: Annotated[Tensor | None, Dense("M - 1", "HV", "V", "K", dtype="work")]
+    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
+    initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "HV", "V", "K", dtype="work")]
     scale: float = field(kw_only=True)
     qk_l2norm: bool = field(kw_only=True)
 
@@ -186,7 +186,7 @@ class GatedDeltaRuleBackward(TrainedDeltaRule):
 
     g: Annotated[Tensor, Rows("HV", dtype="work")]
     dout: Annotated[Tensor, Rows("HV", "V")]
-    dfinal_state: Annotated[Tensor | None, Dense("M - 1", "HV", "V", "K", dtype="work")]
+    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "HV", "V", "K", dtype="work")]
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -199,7 +199,7 @@ class KimiDeltaAttentionBackward(TrainedDeltaRule):
 
     g: Annotated[Tensor, Rows("HV", "K", dtype="work")]
     dout: Annotated[Tensor, Rows("HV", "V")]
-    dfinal_state: Annotated[Tensor | None, Dense("M - 1", "HV", "V", "K", dtype="work")]
+    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "HV", "V", "K", dtype="work")]
 
 
 def empty_results(x: GatedDeltaRuleForward | KimiDeltaAttentionForward) -> tuple[Tensor, Tensor]:
@@ -224,11 +224,11 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Call the backward op on what its forward saved."""
     v, initial_state, options = ctx.saved_tensors[2], ctx.saved_tensors[6], ctx.options
-    wants_final = options["output_final_state"] and dfinal_state is not None
+    dfinal = dfinal_state if options["output_final_state"] else None
     *grads, dstate = backward(
         *ctx.saved_tensors,
         torch.zeros_like(v) if dout is None else dout.contiguous(),
-        dfinal_state.contiguous() if wants_final else None,
+        None if dfinal is None else dfinal.contiguous(),
         scale=options["scale"],
         qk_l2norm=options["qk_l2norm"],
         impl=same_or_first_impl(
@@ -246,6 +246,7 @@ gated_delta_rule_backward = define(
     GATED_BACKWARD,
     returns=several_made(6, empty_gradients),
     limited=_LIMITED,
+    flops="16 * T * HV * V * K",
 )
 gated_delta_rule_forward = define(
     GatedDeltaRuleForward,
@@ -253,12 +254,14 @@ gated_delta_rule_forward = define(
     returns=pair_made(empty_results),
     limited=_LIMITED,
     backward=partial(_gradients, gated_delta_rule_backward),
+    flops="6 * T * HV * V * K",
 )
 kimi_delta_attention_backward = define(
     KimiDeltaAttentionBackward,
     KIMI_BACKWARD,
     returns=several_made(6, empty_gradients),
     limited=_LIMITED,
+    flops="16 * T * HV * V * K",
 )
 kimi_delta_attention_forward = define(
     KimiDeltaAttentionForward,
@@ -266,4 +269,5 @@ kimi_delta_attention_forward = define(
     returns=pair_made(empty_results),
     limited=_LIMITED,
     backward=partial(_gradients, kimi_delta_attention_backward),
+    flops="6 * T * HV * V * K",
 )
