@@ -135,10 +135,11 @@ def _gradients(
     ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Call the backward op on what the forward saved."""
-    x, _, bias, _, initial_state = ctx.saved_tensors
+    saved = ctx.saved_tensors  # which activation checkpointing gives once
+    x, _, bias, _, initial_state = saved
     wants_final = ctx.options["output_final_state"] and dfinal_state is not None
     dx, dweight, dbias, dstate = causal_conv1d_backward(
-        *ctx.saved_tensors,
+        *saved,
         torch.zeros_like(x) if dout is None else dout.contiguous(),
         dfinal_state.contiguous() if wants_final and dfinal_state is not None else None,
         activation=ctx.options["activation"],

@@ -190,10 +190,11 @@ def _gradients(
     dfinal_state: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Call the backward op on what its forward saved."""
-    v, initial_state, options = ctx.saved_tensors[2], ctx.saved_tensors[6], ctx.options
+    saved = ctx.saved_tensors  # which activation checkpointing gives once
+    v, initial_state, options = saved[2], saved[6], ctx.options
     wants_final = options["output_final_state"] and dfinal_state is not None
     *grads, dstate = backward(
-        *ctx.saved_tensors,
+        *saved,
         torch.zeros_like(v) if do is None else do.contiguous(),
         dfinal_state.contiguous() if wants_final else None,
         scale=options["scale"],
