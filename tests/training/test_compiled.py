@@ -1,0 +1,50 @@
+"""Forward, loss and backward are one graph, and no packing of as many tokens makes another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.training.twins import FAMILIES, flattened, furthest, grads, make_rows, make_twin
+
+TOKENS = 128
+
+
+def draw_lengths(seed: int) -> list[int]:
+    """Draw lengths of TOKENS in all: 1 to TOKENS sequences."""
+    generator = torch.Generator().manual_seed(seed)
+    most = [1, 8, 40, TOKENS][seed % 4]
+    cuts = torch.randperm(TOKENS - 1, generator=generator)[: TOKENS // most - 1] + 1
+    return torch.tensor([0, *cuts.sort().values, TOKENS]).diff().tolist()
+
+
+def compiled_steps(twin: Any, backend: str, num_steps: int) -> float:
+    """Train on new packings, with two warm-ups; return how far gradients are from eager's."""
+    torch._dynamo.reset()
+    counters.clear()
+    step = torch.compile(twin, fullgraph=True, backend=backend)
+    worst = 0.0
+    for seed in range(num_steps):
+        sent = flattened(make_rows(draw_lengths(seed), seed))
+        with torch.compiler.set_stance("default" if seed < 2 else "fail_on_recompile"):
+            made = grads(twin, step(**sent).loss)
+        worst = max(worst, furthest(made, grads(twin, twin(**sent).loss)))
+    return worst
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_graph_has_the_gradients_of_eager(family: str):
+    assert compiled_steps(make_twin(family), "aot_eager", 3) < 1e-5
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_twenty_packings_compile_nothing():
+    assert compiled_steps(make_twin(), "aot_eager", 22) < 1e-5
+
+
+@pytest.mark.slow
+def test_inductor_has_the_gradients_of_eager():
+    assert compiled_steps(make_twin("qwen3_next"), "inductor", 4) < 1e-4

@@ -1,0 +1,46 @@
+"""Each family trains packed as transformers trains its sequences one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.training.twins import FAMILIES, LENGTHS, flattened, furthest, grads, make_pair, make_rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_sequences_are_those_of_transformers_one_by_one(family: str):
+    theirs, ours = make_pair(family)
+    rows = make_rows()
+    sent = flattened(rows)
+    packed = ours(**sent, skip_logits=False)
+    single = [theirs(row, labels=row, use_cache=False) for row in rows]
+    torch.testing.assert_close(
+        packed.logits[0], torch.cat([each.logits[0] for each in single]), atol=2e-4, rtol=2e-4
+    )
+    num_labels = sum(LENGTHS) - len(LENGTHS)
+    pairs = zip(single, LENGTHS, strict=True)
+    loss = sum(each.loss * ((n - 1) / num_labels) for each, n in pairs if n > 1)
+    torch.testing.assert_close(packed.loss, loss)
+    fused = ours(**sent)
+    assert fused.logits is None
+    torch.testing.assert_close(fused.loss, loss)
+    assert furthest(grads(ours, fused.loss), grads(theirs, loss)) < 2e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_shapes_and_flags_of_parameters_stay(family: str):
+    theirs, ours = make_pair(family)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
+    assert type(ours).__name__ == type(theirs).__name__
+    assert isinstance(ours, type(theirs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_and_its_caches_are_those_of_transformers(family: str):
+    theirs, ours = make_pair(family)
+    prompt = make_rows([9])[0]
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    tokens = [model.eval().generate(prompt, **options) for model in (theirs, ours)]
+    assert torch.equal(*tokens)
