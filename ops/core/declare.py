@@ -590,12 +590,17 @@ def cpp_launcher(
         values: expressions of ``x``, an instance of ``cls``, by the struct's names of them.
         numbers: options and values that the struct has as doubles.
         out: field that the result has shape and dtype of, or what makes the result from an instance
-            of ``cls``. Several are named as in the struct: ``"out=o_a lse=lse_a"``.
+            of ``cls``. Several are named as in the struct: ``"out=o_a lse=lse_a"``; one like a
+            field that is None is None.
     """
     declaration = Declaration(cls)
     if isinstance(out, str):
         named = [each.rpartition("=") for each in out.split()]
-        results = {name or "out": f"x.{of}.new_empty(x.{of}.shape)" for name, _, of in named}
+        results = {
+            name or "out": f"None if x.{of} is None else " * (of in declaration.optional)
+            + f"x.{of}.new_empty(x.{of}.shape)"
+            for name, _, of in named
+        }
     else:
         results = {"out": "make(x)"}
     run = kernel(

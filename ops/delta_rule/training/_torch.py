@@ -44,7 +44,7 @@ class _Given:
     q: Tensor
     k: Tensor
     v: Tensor
-    do: Tensor
+    dout: Tensor
     beta: Tensor  # [X, HV, C, 1]; 0 past the end of a sequence
     g: Tensor  # [X, HV, C, K or 1]; 0 there
     since_start: Tensor  # decay from the start of the chunk to each row, like g
@@ -79,9 +79,9 @@ def _gather(x: DeltaRuleBackward, chunks: Chunks) -> _Given:
         return tensor[chunks.token].to(x.work).transpose(1, 2)
 
     q_rows, k_rows, v = rows(x.q), rows(x.k), rows(x.v)
-    g, beta, do = (
+    g, beta, dout = (
         torch.where(is_real, rows(each), 0.0)
-        for each in (x.g if x.g.ndim == 3 else x.g[..., None], x.beta[..., None], x.do)
+        for each in (x.g if x.g.ndim == 3 else x.g[..., None], x.beta[..., None], x.dout)
     )
     q, k = q_rows, k_rows
     if x.qk_l2norm:
@@ -100,7 +100,7 @@ def _gather(x: DeltaRuleBackward, chunks: Chunks) -> _Given:
         q=q,
         k=k,
         v=v,
-        do=do,
+        dout=dout,
         beta=beta,
         g=g,
         since_start=since_start,
@@ -138,8 +138,8 @@ def _scan_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of the state at the end of each chunk, of v_new, and of the first."""
     dinitial = x.states() if x.dfinal_state is None else x.dfinal_state.clone()
-    dv_new = given.pairs.qk.mT @ given.do
-    reads = given.do.mT @ (given.q * given.since_start)
+    dv_new = given.pairs.qk.mT @ given.dout
+    reads = given.dout.mT @ (given.q * given.since_start)
     dstates, writes = torch.empty_like(reads), given.k * given.to_end
     dS = dinitial[seqs.slots]
     for c in reversed(_steps(seqs, chunks)):
@@ -162,8 +162,8 @@ def _inside_chunks(
     dsystem = -(dx @ v_new.mT).tril(-1)
     error = given.v - k * E @ S.mT
     dv = beta * dx
-    dk_read, dq_read, dk_write = -dv @ S, given.do @ S, v_new @ dS
-    pairs = given.pairs.gradients(beta * dsystem, (given.do @ v_new.mT).tril())
+    dk_read, dq_read, dk_write = -dv @ S, given.dout @ S, v_new @ dS
+    pairs = given.pairs.gradients(beta * dsystem, (given.dout @ v_new.mT).tril())
     yield E * dq_read + pairs.q
     yield E * dk_read + F * dk_write + pairs.k
     yield dv

@@ -53,8 +53,24 @@ KIMI_FORWARD = _by_pool(KIMI_CHUNK_IMPLEMENTATIONS, "kimi_delta_attention_forwar
 _TORCH_BACKWARD = Implementation(
     capability=_TORCH_CAPABILITY, launcher=f"{_FOLDER}._torch:delta_rule_backward"
 )
-GATED_BACKWARD: dict[str, Implementation] = {"torch": _TORCH_BACKWARD}
-KIMI_BACKWARD: dict[str, Implementation] = {"torch": _TORCH_BACKWARD}
+
+
+def _cpp_backward(launcher: str) -> Implementation:
+    return Implementation(
+        capability=GATED_CHUNK_IMPLEMENTATIONS["cpp"].capability,
+        launcher=f"{_FOLDER}._cpu:{launcher}",
+        checks_indices=True,
+    )
+
+
+GATED_BACKWARD: dict[str, Implementation] = {
+    "cpp": _cpp_backward("gated_delta_rule_backward"),
+    "torch": _TORCH_BACKWARD,
+}
+KIMI_BACKWARD: dict[str, Implementation] = {
+    "cpp": _cpp_backward("kimi_delta_attention_backward"),
+    "torch": _TORCH_BACKWARD,
+}
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -143,7 +159,7 @@ class GatedDeltaRuleBackward(TrainedDeltaRule):
 
     Args:
         q, k, v, g, beta, cu_seqlens, initial_state, scale, qk_l2norm: those of the forward.
-        do: [T, HV, V] gradient of the outputs, in v's dtype.
+        dout: [T, HV, V] gradient of the outputs, in v's dtype.
         dfinal_state: [N, HV, V, K] gradient of the final states, or None for zeros.
         impl: a name in GATED_BACKWARD.
 
@@ -152,7 +168,7 @@ class GatedDeltaRuleBackward(TrainedDeltaRule):
     """
 
     g: Annotated[Tensor, Rows("HV", dtype="work")]
-    do: Annotated[Tensor, Rows("HV", "V")]
+    dout: Annotated[Tensor, Rows("HV", "V")]
     dfinal_state: Annotated[Tensor | None, Dense("M - 1", "HV", "V", "K", dtype="work")]
 
 
@@ -165,7 +181,7 @@ class KimiDeltaAttentionBackward(TrainedDeltaRule):
     """
 
     g: Annotated[Tensor, Rows("HV", "K", dtype="work")]
-    do: Annotated[Tensor, Rows("HV", "V")]
+    dout: Annotated[Tensor, Rows("HV", "V")]
     dfinal_state: Annotated[Tensor | None, Dense("M - 1", "HV", "V", "K", dtype="work")]
 
 
@@ -186,7 +202,7 @@ def empty_gradients(x: TrainedDeltaRule) -> tuple[Tensor, ...]:
 def _gradients(
     backward: Callable[..., tuple[Tensor, ...]],
     ctx: Any,
-    do: Tensor | None,
+    dout: Tensor | None,
     dfinal_state: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Call the backward op on what its forward saved."""
@@ -195,7 +211,7 @@ def _gradients(
     wants_final = options["output_final_state"] and dfinal_state is not None
     *grads, dstate = backward(
         *saved,
-        torch.zeros_like(v) if do is None else do.contiguous(),
+        torch.zeros_like(v) if dout is None else dout.contiguous(),
         dfinal_state.contiguous() if wants_final else None,
         scale=options["scale"],
         qk_l2norm=options["qk_l2norm"],
