@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
+import torch_hybrid as th
+from tests.tiny_models import FEWEST_LAYERS
+from tests.tiny_vision import make_seen, make_vision_model
 from tests.training.twins import FAMILIES, LENGTHS, flattened, furthest, grads, make_pair, make_rows
 
 
@@ -44,3 +49,19 @@ def test_generation_and_its_caches_are_those_of_transformers(family: str):
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     tokens = [model.eval().generate(prompt, **options) for model in (theirs, ours)]
     assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_models_that_see_train_with_images_and_packed_texts(family: str):
+    theirs = make_vision_model(family, **FEWEST_LAYERS[family]).requires_grad_().train()
+    ours = th.make_trainable(copy.deepcopy(theirs))
+    seen = make_seen(family, [5, (4, 8), 7]).asked(family)
+    labels = seen["input_ids"]
+    mine, other = ours(**seen, labels=labels), theirs(**seen, labels=labels, use_cache=False)
+    torch.testing.assert_close(mine.loss, other.loss)
+    assert furthest(grads(ours, mine.loss), grads(theirs, other.loss)) < 2e-4
+    rows = make_rows()
+    sent = flattened(rows)
+    packed = ours(sent["input_ids"], position_ids=sent["position_ids"]).logits[0]
+    single = torch.cat([theirs(row, use_cache=False).logits[0] for row in rows])
+    torch.testing.assert_close(packed, single, atol=2e-4, rtol=2e-4)

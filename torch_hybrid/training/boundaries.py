@@ -29,7 +29,7 @@ def packing_of(inputs: Mapping[str, Any]) -> Packing:
     x = inputs.get("input_ids")
     x = inputs["inputs_embeds"] if x is None else x
     num_rows, num_tokens = x.shape[:2]
-    packing = inputs.get("packing")
+    packing: Packing | None = inputs.get("packing")
     if packing is not None:
         if packing.num_tokens != num_rows * num_tokens:
             raise ValueError(

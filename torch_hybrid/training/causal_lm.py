@@ -45,7 +45,7 @@ class CausalLM(nn.Module):
             return super().forward(labels=labels, **inputs)
         return self.without_logits(labels, **inputs)
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def without_logits(
         self,
         labels: Tensor,

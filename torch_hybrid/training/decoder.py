@@ -18,7 +18,7 @@ ATTENTION = "torch_hybrid"
 
 
 def hand_down_packing(
-    decoder: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    decoder: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
     """Make the packing of a call, and hand it to the layers in place of masks.
 
@@ -39,7 +39,7 @@ def hand_down_packing(
     return (), {**{k: v for k, v in inputs.items() if k not in STATED}, "packing": packing}
 
 
-def _keeps_a_cache(decoder: nn.Module, inputs: dict[str, Any]) -> bool:
+def _keeps_a_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
     if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
         return True
     if decoder.training or inputs.get("use_cache") is not None:

@@ -25,13 +25,14 @@ class LossHead(nn.Linear):
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
-        return _summed(
+        total: Tensor = _summed(
             hidden.flatten(0, -2),
             weight,
             targets.flatten(),
             torch.is_grad_enabled() and hidden.requires_grad,
             torch.is_grad_enabled() and weight.requires_grad,
         )[0]
+        return total
 
 
 def _rows_of_chunk(hidden: Tensor, weight: Tensor) -> int:

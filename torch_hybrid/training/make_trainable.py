@@ -37,7 +37,8 @@ def make_trainable(model: M) -> M:
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import TWINS, Twin
 
-    modules = list(model.modules())
+    modules: list[Any] = list(model.modules())
+    twins: dict[str, Any] = dict(TWINS)
     if any(isinstance(module, Twin) for module in modules):
         return model
     decoders = [each for each in modules if TWINS.keys() & set(_layer_parts(each))]
@@ -52,10 +53,11 @@ def make_trainable(model: M) -> M:
         decoder.register_forward_pre_hook(hand_down_packing, with_kwargs=True)
     for module in modules:
         children = dict(module.named_children())
-        if type(module).__name__ in TWINS:
-            module.__class__ = _in_front(TWINS[type(module).__name__], type(module))
+        theirs: Any = type(module)
+        if (twin := twins.get(theirs.__name__)) is not None:
+            module.__class__ = _in_front(twin, theirs)
         elif type(children.get("lm_head")) is nn.Linear and children["lm_head"].bias is None:
-            module.__class__ = _in_front(CausalLM, type(module))
+            module.__class__ = _in_front(CausalLM, theirs)
             children["lm_head"].__class__ = LossHead
     _install_capturing_hooks(model)
     return model
@@ -69,7 +71,7 @@ def _layer_parts(module: nn.Module) -> Iterator[str]:
 
 
 @cache
-def _in_front(ours: type[nn.Module], theirs: type[nn.Module]) -> type[nn.Module]:
+def _in_front(ours: Any, theirs: Any) -> Any:
     """Make a class under the name of ``theirs`` whose forward is that of ``ours``.
 
     Trainers read the arguments of a model from the signature of its forward.
@@ -84,7 +86,7 @@ def _in_front(ours: type[nn.Module], theirs: type[nn.Module]) -> type[nn.Module]
     )
 
 
-def _check_weights(model: nn.Module) -> None:
+def _check_weights(model: Any) -> None:
     """Raise UnsupportedError for quantized weights that are no base under PEFT."""
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):

@@ -6,6 +6,7 @@ A twin is a class in front of a mixer's own. With a packing it computes by
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch.nn.functional import softplus
 
 from torch_hybrid.functional import causal_conv1d, gated_delta_rule, kimi_delta_attention
 from torch_hybrid.packing import Packing
+
+Submodule = Callable[..., Tensor]
 
 
 class Projected(NamedTuple):
@@ -43,7 +46,7 @@ class Twin(nn.Module):
             own: Tensor = super().forward(hidden_states, cache_params, attention_mask, **options)
             return own
         mixed = self.mix(self.project(hidden_states.flatten(0, 1)), packing)
-        return mixed.unflatten(0, hidden_states.shape[:2])
+        return mixed.view(hidden_states.shape)
 
     def project(self, x: Tensor) -> Projected:
         """Project tokens [T, D]."""
@@ -59,7 +62,8 @@ class Twin(nn.Module):
         qkv, _ = causal_conv1d(
             qkv, weight, packing=packing, activation="silu", output_final_state=False
         )
-        return qkv.split(widths, -1)
+        parts: tuple[Tensor, ...] = qkv.split(widths, -1)
+        return parts
 
 
 class GatedDeltaNet(Twin):
@@ -71,12 +75,12 @@ class GatedDeltaNet(Twin):
     head_v_dim: int
     A_log: Tensor
     dt_bias: Tensor
-    norm: nn.Module
-    out_proj: nn.Module
-    in_proj_qkv: nn.Module
-    in_proj_z: nn.Module
-    in_proj_b: nn.Module
-    in_proj_a: nn.Module
+    norm: Submodule
+    out_proj: Submodule
+    in_proj_qkv: Submodule
+    in_proj_z: Submodule
+    in_proj_b: Submodule
+    in_proj_a: Submodule
 
     def project(self, x: Tensor) -> Projected:
         return self.decayed(
@@ -104,8 +108,9 @@ class GatedDeltaNet(Twin):
 class JointGatedDeltaNet(GatedDeltaNet):
     """Gated delta rule as in Qwen3-Next, whose projections interleave the inputs by key heads."""
 
-    in_proj_qkvz: nn.Module
-    in_proj_ba: nn.Module
+    in_proj_qkvz: Submodule
+    in_proj_ba: Submodule
+    fix_query_key_value_ordering: Callable[..., tuple[Tensor, ...]]
 
     def project(self, x: Tensor) -> Projected:
         parts = self.fix_query_key_value_ordering(
@@ -118,14 +123,14 @@ class JointGatedDeltaNet(GatedDeltaNet):
 class SeparateGatedDeltaNet(GatedDeltaNet):
     """Gated delta rule as in OLMo Hybrid, where beta may reach 2."""
 
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
-    a_proj: nn.Module
-    b_proj: nn.Module
-    g_proj: nn.Module
-    o_norm: nn.Module
-    o_proj: nn.Module
+    q_proj: Submodule
+    k_proj: Submodule
+    v_proj: Submodule
+    a_proj: Submodule
+    b_proj: Submodule
+    g_proj: Submodule
+    o_norm: Submodule
+    o_proj: Submodule
     allow_neg_eigval: bool
 
     def project(self, x: Tensor) -> Projected:
@@ -142,14 +147,14 @@ class KimiDeltaAttention(Twin):
 
     qkv_dim: int
     head_dim: int
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
-    b_proj: nn.Module
-    g_proj: nn.Module
-    forget_gate: nn.Module
-    o_norm: nn.Module
-    o_proj: nn.Module
+    q_proj: Submodule
+    k_proj: Submodule
+    v_proj: Submodule
+    b_proj: Submodule
+    g_proj: Submodule
+    forget_gate: Submodule
+    o_norm: Submodule
+    o_proj: Submodule
 
     def project(self, x: Tensor) -> Projected:
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
@@ -172,8 +177,8 @@ class KimiDeltaAttention(Twin):
 class LowRankGateKimiDeltaAttention(KimiDeltaAttention):
     """Kimi delta attention as in Kimi Linear, whose output gate has a low rank."""
 
-    g_a_proj: nn.Module
-    g_b_proj: nn.Module
+    g_a_proj: Submodule
+    g_b_proj: Submodule
 
     def gate(self, x: Tensor) -> Tensor:
         return self.g_b_proj(self.g_a_proj(x))
@@ -190,7 +195,7 @@ TWINS: dict[str, type[Twin]] = {
 
 
 def _by_head(x: Tensor, head_dim: int) -> Tensor:
-    return x.unflatten(-1, (-1, head_dim))
+    return x.view(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)
 
 
 def _dtype(x: Tensor) -> torch.dtype:

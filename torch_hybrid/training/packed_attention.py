@@ -34,7 +34,8 @@ def packed_attention(
         [T, H, V].
     """
     if q.device.type == "cpu" and not dropout:
-        return _by_sequence(q, k, v, cu_seqlens, scale)[0]
+        out: Tensor = _by_sequence(q, k, v, cu_seqlens, scale)[0]
+        return out
     if q.is_cuda and not dropout and q.dtype in _VARLEN_DTYPES:
         return _varlen(q, k, v, cu_seqlens, scale)
     return _masked(q, k, v, cu_seqlens, scale, dropout)
@@ -61,7 +62,9 @@ def _masked(
     seq = torch.searchsorted(cu_seqlens, row, right=True)
     sees = (seq[:, None] == seq) & (row[:, None] >= row)
     out = scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
         attn_mask=sees,
         dropout_p=dropout,
         scale=scale,
