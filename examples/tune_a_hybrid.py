@@ -2,9 +2,9 @@
 
     python examples/tune_a_hybrid.py
 
-The checkpoint answers with what a key was bound to, where writes are ``<write> key value``. Here
-they are ``<write> value key``: it must learn which of two symbols is the key. A step packs prompts
-of several lengths in one row. ``torch_hybrid/demo/task.py`` describes the task.
+The checkpoint answers with what a key was bound to by ``<write> key value``, where ``<ask> key``
+asks. Here tokens that it never saw there stand for both marks, and it recalls half as much. A step
+packs prompts of several lengths in one row. ``torch_hybrid/demo/task.py`` describes the task.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch_hybrid as th
 from torch_hybrid.demo.task import RECALL, checkpoint_path, make_bindings
 
 IGNORED = -100  # the label of tokens that are not to be predicted
+WRITE, ASK = RECALL.pad, RECALL.bos  # the marks of the changed task
 CHAINS, CHAIN_LEN = 6, 8  # queries after the writes of a prompt, each with its answers
 PROJECTIONS = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -30,12 +31,12 @@ PROJECTIONS = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_
 def make_prompt(rng: np.random.Generator, num_writes: int) -> tuple[Tensor, Tensor]:
     """Make the tokens [length] of a prompt of the changed task, and the labels of its answers."""
     bindings = make_bindings(rng, 1, num_writes)
-    write, key, value = bindings.writes.reshape(-1, 3).T
-    tokens = [[RECALL.bos], np.stack([write, value, key], 1).ravel()]
+    writes = np.where(bindings.writes == RECALL.write, WRITE, bindings.writes)
+    tokens = [[RECALL.bos], writes[0]]
     labels = [np.full(1 + 3 * num_writes, IGNORED)]
     for _ in range(CHAINS):
         chain = bindings.chains(rng, CHAIN_LEN)[0]
-        tokens += [[RECALL.ask], chain]
+        tokens += [[ASK], chain]
         labels += [[IGNORED, IGNORED], chain[1:]]
     return torch.from_numpy(np.concatenate(tokens)), torch.from_numpy(np.concatenate(labels))
 
@@ -70,7 +71,7 @@ def draw(losses: list[float], width: int = 60) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tune the demo's model to a changed task.")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--prompts", type=int, default=12, help="prompts of a step")
     parser.add_argument("--lr", type=float, default=1e-2)
     args = parser.parse_args()
