@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import torch_hybrid as th
-from tests.tiny_models import FEWEST_LAYERS
+from tests.tiny_models import FEWEST_LAYERS, in_double
 from tests.tiny_vision import make_seen, make_vision_model
 from tests.training.twins import FAMILIES, LENGTHS, flattened, furthest, grads, make_pair, make_rows
 
@@ -65,3 +67,24 @@ def test_models_that_see_train_with_images_and_packed_texts(family: str):
     packed = ours(sent["input_ids"], position_ids=sent["position_ids"]).logits[0]
     single = torch.cat([theirs(row, use_cache=False).logits[0] for row in rows])
     torch.testing.assert_close(packed, single, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_as_near_to_float64_as_those_of_transformers(family: str):
+    theirs, ours = make_pair(family)
+    rows = make_rows([130, 1, 70])
+    exact = in_double(theirs)
+    exact.set_experts_implementation("eager")  # grouped products have no float64
+
+    def one_by_one(model: Any) -> dict[str, Tensor]:
+        losses = [model(row, labels=row, use_cache=False).loss for row in rows if row.shape[1] > 1]
+        return grads(model, (129 * losses[0] + 69 * losses[1]) / 198)
+
+    expected = one_by_one(exact)
+    mine = error(grads(ours, ours(**flattened(rows)).loss), expected)
+    assert mine < 2 * error(one_by_one(theirs), expected)
+
+
+def error(these: dict[str, Tensor], those: dict[str, Tensor]) -> float:
+    """Compute the largest error of a parameter's gradient, as a share of the gradient's length."""
+    return max(float((these[n] - that).norm() / that.norm()) for n, that in those.items())
