@@ -99,6 +99,34 @@ def test_adapters_train_save_and_merge(tmp_path: Path):
     torch.testing.assert_close(loss_of(merged), loss_of(again), atol=1e-4, rtol=1e-4)
 
 
+def test_what_was_tuned_is_served():
+    adapted = peft.get_peft_model(make_twin(), peft.LoraConfig(target_modules=TARGETS, **LORA))
+    prompt = make_rows([20])[0]
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    expected = adapted.eval().generate(input_ids=prompt, **options)[0, 20:].tolist()
+    runner = th.Runner(th.adapt(adapted), max_seqs=1, max_tokens=32, kv_tokens=64, compile=False)
+    sampling = th.Sampling(max_new_tokens=4, temperature=0.0)
+    (out,) = th.Engine(runner).generate(prompt.tolist(), sampling)
+    assert out.tokens == expected
+
+
+def test_another_attention_is_refused():
+    twin = make_twin()
+    twin.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="got attn_implementation 'sdpa'"):
+        loss_of(twin)
+
+
+def test_adapters_of_experts_train(tmp_path: Path):
+    twin = make_twin("qwen3_next")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(target_modules=[], target_parameters=targets, **LORA)
+    adapted = peft.get_peft_model(twin, config)
+    made = grads(adapted, loss_of(adapted))
+    assert made
+    assert all("experts" in name and grad.any() for name, grad in made.items())
+
+
 def test_make_trainable_takes_a_model_of_peft():
     theirs, twin = make_pair()
     adapted = peft.get_peft_model(theirs, peft.LoraConfig(target_modules=TARGETS, r=4))

@@ -14,7 +14,7 @@ from torch_hybrid.packing import Packing
 from torch_hybrid.training.boundaries import STATED, named, packing_of
 from torch_hybrid.training.packed_attention import packed_attention
 
-ATTENTION = "torch_hybrid"
+ATTENTION = "torch_hybrid_packed"  # of our attention function in transformers
 
 
 def hand_down_packing(
@@ -24,10 +24,18 @@ def hand_down_packing(
 
     A call that makes or has a cache runs as transformers has it: ``use_cache`` is True, or in
     evaluation nothing says otherwise and no boundaries are given.
+
+    Raises:
+        ValueError: boundaries contradict each other, or the attention was changed since.
     """
     inputs = named(args, options, last="use_cache")
     if _keeps_a_cache(decoder, inputs):
         return (), inputs
+    if decoder.config._attn_implementation != ATTENTION:
+        raise ValueError(
+            f"attention that keeps sequences apart is {ATTENTION!r}, "
+            f"got attn_implementation {decoder.config._attn_implementation!r}"
+        )
     packing = packing_of(inputs)
     if inputs.get("position_ids") is None:
         x = inputs.get("input_ids")

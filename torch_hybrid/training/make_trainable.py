@@ -63,6 +63,26 @@ def make_trainable(model: M) -> M:
     return model
 
 
+def undo_make_trainable(model: nn.Module) -> None:
+    """Give modules their own classes and attention back, in place; of other models, do nothing."""
+    if "torch_hybrid.training.mixers" not in sys.modules:  # then no model was made trainable
+        return
+    from torch_hybrid.training.causal_lm import CausalLM
+    from torch_hybrid.training.decoder import hand_down_packing
+    from torch_hybrid.training.linear_cross_entropy import LossHead
+    from torch_hybrid.training.mixers import Twin
+
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if isinstance(module, Twin | CausalLM | LossHead):
+            module.__class__ = type(module).__bases__[-1]
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if hook is hand_down_packing:
+                del module._forward_pre_hooks[number]
+                del module._forward_pre_hooks_with_kwargs[number]
+                module.set_attn_implementation("sdpa")
+
+
 def _layer_parts(module: nn.Module) -> Iterator[str]:
     """Name the classes of the parts of a decoder's layers; of other modules, none."""
     layers = dict(module.named_children()).get("layers")
