@@ -55,7 +55,8 @@ def test_a_saved_twin_is_a_model_of_transformers(tmp_path: Path):
     assert loaded.config.architectures == [type(theirs).__name__]
 
 
-def test_trainer_takes_flattened_batches(tmp_path: Path):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_trainer_takes_flattened_batches(tmp_path: Path, compiled: bool):
     twin = make_twin()
     args = tf.TrainingArguments(
         str(tmp_path),
@@ -69,6 +70,8 @@ def test_trainer_takes_flattened_batches(tmp_path: Path):
         use_cpu=True,
         eval_strategy="steps",
         eval_steps=12,
+        torch_compile=compiled,
+        torch_compile_backend="aot_eager" if compiled else None,
     )
     rows = [{"input_ids": list(range(8, 17 + 5 * n))} for n in range(8)]
     collate = tf.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
@@ -159,7 +162,7 @@ def test_bfloat16_models_train():
     assert abs(loss_of(twin.bfloat16()) - exact) < 0.05
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "qwen4_exp", "glm5_next"])
 def test_auxiliary_loss_of_experts_is_that_of_transformers(family: str):
     theirs, twin = make_pair(family)
     row = make_rows([50])[0]
@@ -168,6 +171,11 @@ def test_auxiliary_loss_of_experts_is_that_of_transformers(family: str):
     torch.testing.assert_close(mine.aux_loss, other.aux_loss)
     torch.testing.assert_close(mine.loss, other.loss)
     assert furthest(grads(twin, mine.loss), grads(theirs, other.loss)) < 2e-4
+
+
+def test_models_without_an_auxiliary_loss_have_none():
+    twin = make_twin("kimi_linear")
+    assert torch.equal(loss_of(twin, output_router_logits=True), loss_of(twin))
 
 
 def test_dropout_of_attention_is_of_training_alone():

@@ -21,6 +21,12 @@ def draw_lengths(seed: int) -> list[int]:
     return torch.tensor([0, *cuts.sort().values, TOKENS]).diff().tolist()
 
 
+def error(these: dict[str, torch.Tensor], those: dict[str, torch.Tensor]) -> float:
+    """Compute the largest error of a gradient, as a share of the largest gradient."""
+    most = max(float(each.abs().max()) for each in those.values())
+    return max(float((these[name] - that).abs().max()) for name, that in those.items()) / most
+
+
 def compiled_steps(twin: Any, backend: str, num_steps: int) -> float:
     """Train on new packings, with two warm-ups; return how far gradients are from eager's."""
     torch._dynamo.reset()
@@ -48,3 +54,16 @@ def test_twenty_packings_compile_nothing():
 @pytest.mark.slow
 def test_inductor_has_the_gradients_of_eager():
     assert compiled_steps(make_twin("qwen3_next"), "inductor", 4) < 1e-4
+
+
+@pytest.mark.slow
+def test_inductor_rounds_bfloat16_no_worse_than_eager_with_checkpointing():
+    twin, sent = make_twin(), flattened(make_rows(draw_lengths(2)))
+    exact = grads(twin, twin(**sent).loss)
+    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch._dynamo.reset()
+    step = torch.compile(twin, fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager, compiled = twin(**sent).loss, step(**sent).loss
+    limit = 1.5 * error(grads(twin, eager), exact)
+    assert error(grads(twin, compiled), exact) < limit

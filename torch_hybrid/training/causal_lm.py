@@ -58,7 +58,7 @@ class CausalLM(nn.Module):
         **inputs: Any,
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Compute the loss as transformers does, by chunks of logits."""
-        config = self.config.get_text_config()
+        config: Any = self.config.get_text_config()
         if output_router_logits is None:  # a field that dense models have not
             output_router_logits = getattr(config, "output_router_logits", False)
         outputs = self.model(
@@ -71,14 +71,15 @@ class CausalLM(nn.Module):
             num_items_in_batch = (targets != IGNORED).sum()
         loss = total / num_items_in_batch
         states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
-        if not output_router_logits:
+        balance = vars(sys.modules[type(self).__module__]).get("load_balancing_loss_func")
+        if not output_router_logits or balance is None:
             return CausalLMOutputWithPast(loss=loss, **states)
-        theirs = sys.modules[type(self).__module__]
-        aux_loss = theirs.load_balancing_loss_func(
-            outputs.router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
+        sizes = self if "num_experts" in vars(self) else config
+        aux_loss = balance(
+            outputs.router_logits, sizes.num_experts, sizes.num_experts_per_tok, attention_mask
         )
         return MoeCausalLMOutputWithPast(
-            loss=loss + config.router_aux_loss_coef * aux_loss,
+            loss=loss + sizes.router_aux_loss_coef * aux_loss,
             aux_loss=aux_loss,
             router_logits=outputs.router_logits,
             **states,

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from torch_hybrid.packing import Packing
-from torch_hybrid.training.boundaries import STATED, named, packing_of
+from torch_hybrid.training.boundaries import STATED, check_rows_alone, named, packing_of
 from torch_hybrid.training.packed_attention import packed_attention
 
 ATTENTION = "torch_hybrid_packed"  # of our attention function in transformers
@@ -31,6 +31,11 @@ def hand_down_packing(
     inputs = named(args, options, last="use_cache")
     if _keeps_a_cache(decoder, inputs):
         return (), inputs
+    inputs["use_cache"] = False
+    if attends_to_picked_blocks(decoder):  # in blocks that begin where a row does
+        inputs["packing"] = packing_of(inputs)
+        check_rows_alone(inputs, inputs["packing"])
+        return (), inputs
     if decoder.config._attn_implementation != ATTENTION:
         raise ValueError(
             f"attention that keeps sequences apart is {ATTENTION!r}, "
@@ -43,8 +48,12 @@ def hand_down_packing(
         inputs["position_ids"] = packing.positions.view(x.shape[:2])
     kinds = decoder.config.layer_types
     inputs["attention_mask"] = dict.fromkeys(kinds)  # None for each kind of layer
-    inputs["use_cache"] = False
     return (), {**{k: v for k, v in inputs.items() if k not in STATED}, "packing": packing}
+
+
+def attends_to_picked_blocks(decoder: Any) -> bool:
+    """Tell whether transformers' own attention stays, which knows no packed sequences."""
+    return "indexed_attention" in decoder.config.layer_types
 
 
 def _keeps_a_cache(decoder: Any, inputs: dict[str, Any]) -> bool:

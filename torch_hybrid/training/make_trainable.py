@@ -22,6 +22,9 @@ def make_trainable(model: M) -> M:
     transformers send. With ``labels=`` a training step makes no whole logits. ``generate`` and
     other calls with a cache run as transformers has them. A second call changes nothing.
 
+    Models that attend to picked blocks (Qwen4-Exp, GLM-5.3) keep transformers' attention, and take
+    rows of one sequence each, padded at either side.
+
     Args:
         model: a model of transformers, or of PEFT around one; changed in place.
 
@@ -33,7 +36,12 @@ def make_trainable(model: M) -> M:
             and are no frozen base under PEFT.
     """
     from torch_hybrid.training.causal_lm import CausalLM
-    from torch_hybrid.training.decoder import ATTENTION, hand_down_packing, register_attention
+    from torch_hybrid.training.decoder import (
+        ATTENTION,
+        attends_to_picked_blocks,
+        hand_down_packing,
+        register_attention,
+    )
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import TWINS, Twin
 
@@ -49,7 +57,8 @@ def make_trainable(model: M) -> M:
     _check_weights(model)
     register_attention()
     for decoder in decoders:
-        decoder.set_attn_implementation(ATTENTION)
+        if not attends_to_picked_blocks(decoder):
+            decoder.set_attn_implementation(ATTENTION)
         decoder.register_forward_pre_hook(hand_down_packing, with_kwargs=True)
     for module in modules:
         children = dict(module.named_children())

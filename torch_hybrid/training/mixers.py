@@ -188,8 +188,10 @@ TWINS: dict[str, type[Twin]] = {
     "Qwen3NextGatedDeltaNet": JointGatedDeltaNet,
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
     "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
+    "Qwen4ExpTextGatedDeltaNet": GatedDeltaNet,
     "OlmoHybridGatedDeltaNet": SeparateGatedDeltaNet,
     "KimiLinearDeltaAttention": LowRankGateKimiDeltaAttention,
+    "Glm5NextTextLinearAttention": LowRankGateKimiDeltaAttention,
     "BailingHybridDeltaAttention": KimiDeltaAttention,
 }
 
