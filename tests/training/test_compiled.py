@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ TOKENS = 128
 
 
 def draw_lengths(seed: int) -> list[int]:
-    """Draw lengths of TOKENS in all: 1 to TOKENS sequences."""
+    """Draw lengths of TOKENS in all: 1 to TOKENS / 2 sequences, many of one token among these."""
     generator = torch.Generator().manual_seed(seed)
-    most = [1, 8, 40, TOKENS][seed % 4]
+    most = [2, 8, 40, TOKENS][seed % 4]
     cuts = torch.randperm(TOKENS - 1, generator=generator)[: TOKENS // most - 1] + 1
     return torch.tensor([0, *cuts.sort().values, TOKENS]).diff().tolist()
 
@@ -49,6 +50,31 @@ def test_one_graph_has_the_gradients_of_eager(family: str):
 
 def test_twenty_packings_compile_nothing():
     assert compiled_steps(make_twin(), "aot_eager", 22) < 1e-5
+
+
+def test_layers_compile_one_by_one_into_a_graph_of_each_kind():
+    kinds = ["linear_attention", "full_attention"]
+    twin = make_twin(num_hidden_layers=6, layer_types=kinds * 3)
+    plain = copy.deepcopy(twin)
+    torch._dynamo.reset()
+    counters.clear()
+    for layer in twin.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    for seed in range(5):
+        sent = flattened(make_rows(draw_lengths(seed), seed))
+        with torch.compiler.set_stance("default" if seed < 2 else "fail_on_recompile"):
+            made = grads(twin, twin(**sent).loss)
+        assert furthest(made, grads(plain, plain(**sent).loss)) < 1e-5
+    assert counters["stats"]["unique_graphs"] == len(kinds)
+
+
+def test_router_logits_in_a_graph():
+    twin = make_twin("qwen3_next", output_router_logits=True)
+    sent = flattened(make_rows([20, 9]))
+    torch._dynamo.reset()
+    made = torch.compile(twin, fullgraph=True, backend="aot_eager")(**sent)
+    torch.testing.assert_close(made.loss, twin(**sent).loss)
+    assert made.aux_loss > 0
 
 
 @pytest.mark.slow

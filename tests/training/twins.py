@@ -56,6 +56,7 @@ def grads(model: Any, loss: Tensor) -> dict[str, Tensor]:
 def furthest(these: dict[str, Tensor], those: dict[str, Tensor]) -> float:
     """Compute the largest difference of named tensors, as a share of the tensor's largest value."""
     assert these.keys() == those.keys()
+    assert all(each.isfinite().all() for each in those.values())
     shares = (
         (these[name] - that).abs().max() / that.abs().max().clamp(min=1e-6)
         for name, that in those.items()

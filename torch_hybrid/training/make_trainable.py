@@ -60,6 +60,7 @@ def make_trainable(model: M) -> M:
         if not attends_to_picked_blocks(decoder):
             decoder.set_attn_implementation(ATTENTION)
         decoder.register_forward_pre_hook(hand_down_packing, with_kwargs=True)
+        _install_capturing_hooks(decoder)
     for module in modules:
         children = dict(module.named_children())
         theirs: Any = type(module)
@@ -68,7 +69,6 @@ def make_trainable(model: M) -> M:
         elif type(children.get("lm_head")) is nn.Linear and children["lm_head"].bias is None:
             module.__class__ = _in_front(CausalLM, theirs)
             children["lm_head"].__class__ = LossHead
-    _install_capturing_hooks(model)
     return model
 
 
@@ -127,14 +127,13 @@ def _check_weights(model: Any) -> None:
         )
 
 
-def _install_capturing_hooks(model: nn.Module) -> None:
-    """Install now the hooks by which transformers collects router logits.
+def _install_capturing_hooks(decoder: Any) -> None:
+    """Install now the hooks by which transformers collects router logits, if its config asks.
 
-    It would do so in the first call, where a graph cannot have it.
+    It would do so in the first call, where a graph cannot have it. Layers with these hooks are not
+    compiled one by one, so other models go without.
     """
-    from transformers import PreTrainedModel
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            maybe_install_capturing_hooks(module)
+    if decoder.config.to_dict().get("output_router_logits"):
+        maybe_install_capturing_hooks(decoder)
