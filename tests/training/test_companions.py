@@ -198,3 +198,13 @@ def test_quantized_weights_are_refused():
     model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(th.UnsupportedError, match="call get_peft_model first"):
         th.make_trainable(model)
+
+
+def test_quantized_weights_train_as_a_frozen_base():
+    model = make_model("qwen3_next_dense", num_hidden_layers=2)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    config = peft.LoraConfig(target_modules=["in_proj_ba"], r=4)
+    adapted = th.make_trainable(peft.get_peft_model(model, config)).train()
+    assert grads(adapted, loss_of(adapted)).keys() == {
+        name for name, _ in adapted.named_parameters() if "lora" in name
+    }
