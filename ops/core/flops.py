@@ -95,6 +95,16 @@ def delta_rule(
     return 6 * v[0] * state[1] * state[2] * state[3]
 
 
+def trained_delta_rule(q: Shape, k: Shape, v: Shape, *_: Any, **_options: Any) -> int:
+    """Count the products with the state of a forward."""
+    return 6 * v[0] * v[1] * v[2] * k[2]
+
+
+def delta_rule_backward(q: Shape, k: Shape, v: Shape, *_: Any, **_options: Any) -> int:
+    """Count two products with the state again, and the gradients of three."""
+    return 16 * v[0] * v[1] * v[2] * k[2]
+
+
 def delta_step(
     qkv: Shape,
     z: Shape,
@@ -242,6 +252,12 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "ragged_attention_with_lse": ragged_attention,
     "merge_states": nothing,
     "causal_conv1d": causal_conv1d,
+    "causal_conv1d_forward": causal_conv1d,
+    "causal_conv1d_backward": lambda *args, **_: 3 * causal_conv1d(*args),
+    "gated_delta_rule_forward": trained_delta_rule,
+    "gated_delta_rule_backward": delta_rule_backward,
+    "kimi_delta_attention_forward": trained_delta_rule,
+    "kimi_delta_attention_backward": delta_rule_backward,
     "recurrent_gated_delta_rule": delta_rule,
     "chunk_gated_delta_rule": delta_rule,
     "gated_delta_step": delta_step,

@@ -186,6 +186,36 @@ def _convolution() -> _Made:
     return inputs.args(), inputs.options(), _slots(inputs.conv_state)
 
 
+def _trained(inputs: Any, *, by: str) -> _Made:
+    """A forward without a pool, or its backward: slots of the pool become states of sequences."""
+    rows = inputs.args()[:5]
+    initial = inputs.state[: len(inputs.cu_seqlens) - 1].clone()
+    options = {"scale": inputs.scale, "qk_l2norm": inputs.qk_l2norm}
+    if by == "forward":
+        return (*rows, inputs.cu_seqlens, initial), {**options, "output_final_state": True}, {}
+    grads = torch.randn_like(inputs.v), torch.randn_like(initial)
+    return (*rows, inputs.cu_seqlens, initial, *grads), options, {}
+
+
+def _trained_gated(by: str) -> _Made:
+    return _trained(gated_delta.make_inputs(DeltaCase(**_LENGTHS)), by=by)
+
+
+def _trained_kimi(by: str) -> _Made:
+    case = kimi_delta.case(*_LENGTHS["lengths"], num_padding_tokens=3)
+    return _trained(kimi_delta.make_inputs(case), by=by)
+
+
+def _trained_convolution(by: str) -> _Made:
+    inputs = convolution.make_inputs(convolution.Case(**_LENGTHS))
+    initial = inputs.conv_state[: len(inputs.cu_seqlens) - 1].clone()
+    args = (inputs.x, inputs.weight, inputs.bias, inputs.cu_seqlens, initial)
+    if by == "forward":
+        return args, {"activation": "silu", "output_final_state": True}, {}
+    grads = torch.randn_like(inputs.x), torch.randn_like(initial)
+    return (*args, *grads), {"activation": "silu"}, {}
+
+
 def _ngram_embedding() -> _Made:
     inputs = ngrams.make_inputs(ngrams.Case(lengths=(5, 0, 1, 19), num_new=1), padding=_PADDING)
     num_rows, size = len(inputs.table), int(inputs.head_sizes[0])
@@ -282,6 +312,8 @@ def _without_indices(*args: Any, **options: Any) -> _Made:
 CALLS: dict[str, Callable[[], _Made]] = {
     "block_attention": _block_attention,
     "causal_conv1d": _convolution,
+    "causal_conv1d_backward": lambda: _trained_convolution("backward"),
+    "causal_conv1d_forward": lambda: _trained_convolution("forward"),
     "chunk_gated_delta_rule": lambda: _gated_delta(chunk_size=16),
     "chunk_kimi_delta_attention": lambda: _kimi_delta(chunk_size=16),
     "chunk_selective_scan": lambda: _scan(chunk_size=16),
@@ -294,6 +326,8 @@ CALLS: dict[str, Callable[[], _Made]] = {
         has_wide_top_p=True,
     ),
     "fused_experts": _fused_experts,
+    "gated_delta_rule_backward": lambda: _trained_gated("backward"),
+    "gated_delta_rule_forward": lambda: _trained_gated("forward"),
     "gated_delta_step": lambda: _recurrent(
         gated_delta_step.make_inputs(gated_delta_step.case(**_ONE_EACH, has_bias=True))
     ),
@@ -301,6 +335,8 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "gated_pooling": _gated_pooling,
     "gather_latents": _gather_latents,
     "head_linear": lambda: _without_indices(torch.randn(5, 3, 32), torch.randn(3, 16, 32)),
+    "kimi_delta_attention_backward": lambda: _trained_kimi("backward"),
+    "kimi_delta_attention_forward": lambda: _trained_kimi("forward"),
     "kimi_delta_step": lambda: _recurrent(
         kimi_delta_step.make_inputs(
             kimi_delta_step.case(1, 1, 0, 1, num_padding_tokens=3, has_bias=True)

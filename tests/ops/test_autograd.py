@@ -219,7 +219,8 @@ def test_every_op_is_registered_so():
 
     keys = ["AutogradCPU", "AutogradCUDA", "Autograd", "FuncTorchDynamicLayerFrontMode"]
     assert {name: [has(name, key) for key in keys] for name in public_ops()} == {
-        name: [True] * len(keys) for name in REGISTERED
+        # Those with a backward are registered by torch, under the one key.
+        name: [not name.endswith("_forward")] * 2 + [True] * 2 for name in REGISTERED
     }
 
 

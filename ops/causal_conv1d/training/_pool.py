@@ -28,4 +28,4 @@ def causal_conv1d_forward(x: CausalConv1dForward, *, by: Implementation) -> tupl
             impl=x.impl,
         )
     )
-    return out, pool[1:] if x.output_final_state else x.states(0)
+    return out, pool[1:].clone() if x.output_final_state else x.states(0)

@@ -47,7 +47,7 @@ def _run(
             impl=x.impl,
         )
     )
-    return out, pool[1:] if x.output_final_state else pool.new_empty(0, *pool.shape[1:])
+    return out, pool[1:].clone() if x.output_final_state else pool.new_empty(0, *pool.shape[1:])
 
 
 def _pool(x: GatedDeltaRuleForward | KimiDeltaAttentionForward, num_slots: int) -> Tensor:

@@ -1,0 +1,68 @@
+"""Functions to train with in one graph, forward and backward: no packing of one T recompiles."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_hybrid as th
+from tests.functional.rules import RULES, Rule, offsets
+from tests.ops.contract import assert_same_bits
+from torch_hybrid.functional import causal_conv1d
+
+NUM_TOKENS = 192
+
+
+def packings(count: int) -> list[th.Packing]:
+    """Make packings of one sequence, of all sequences of one token, and of any between."""
+    draw = random.Random(0)
+    found = [offsets((NUM_TOKENS,)), offsets((1,) * NUM_TOKENS)]
+    while len(found) < count:
+        cuts = draw.sample(range(NUM_TOKENS + 1), draw.randrange(1, 30))
+        found.append(torch.tensor([0, *sorted(cuts), NUM_TOKENS]))
+    return [th.Packing(each) for each in found]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_no_packing_recompiles(rule: Rule, backend: str) -> None:
+    torch.manual_seed(0)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packing: th.Packing):
+        weight = torch.ones(rule.num_v_heads * rule.v_dim, 4)
+        o, _ = rule.function(q, k, v, g, beta, packing, qk_l2norm=True, output_final_state=False)
+        y, _ = causal_conv1d(
+            o.flatten(1), weight, None, packing, activation="silu", output_final_state=False
+        )
+        return y.square().mean()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    for n, packing in enumerate(packings(20)):
+        xs = [x.requires_grad_() for x in rule.inputs((NUM_TOKENS,))[:5]]
+        with torch.compiler.set_stance("fail_on_recompile" if n else "default"):
+            ours = torch.autograd.grad(compiled(*xs, packing), xs)
+        plain = torch.autograd.grad(loss(*xs, packing), xs)
+        for a, b in zip(ours, plain, strict=True):
+            if backend == "aot_eager":
+                assert_same_bits(a, b)
+            else:
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
+
+
+def test_other_numbers_of_tokens_share_a_graph() -> None:
+    """After a second T, whose sizes become symbols."""
+    rule = RULES["gated"]
+
+    def loss(*xs: Tensor) -> Tensor:
+        return rule.function(*xs, output_final_state=False)[0].square().mean()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for n, num_tokens in enumerate((64, 96, 33, 128)):
+        xs = [x.requires_grad_() for x in rule.inputs((num_tokens,))[:5]]
+        with torch.compiler.set_stance("fail_on_recompile" if n > 1 else "default"):
+            torch.autograd.grad(compiled(*xs), xs)

@@ -1,0 +1,150 @@
+"""What functions to train with refuse: bad arguments, and derivatives that they do not have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import torch_hybrid as th
+from tests.functional.rules import RULES, Rule, packing
+from torch_hybrid.functional import causal_conv1d, gated_delta_rule, kimi_delta_attention
+
+each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def leaves(rule: Rule) -> list[Tensor]:
+    return [x.requires_grad_() for x in rule.inputs((5,))]
+
+
+@each_rule
+def test_second_derivatives(rule: Rule) -> None:
+    xs = leaves(rule)
+    o, _ = rule.function(*xs[:5])
+    (dq,) = torch.autograd.grad(o.square().sum(), xs[:1], create_graph=True)
+    name = f"torch_hybrid::{rule.function.__name__}"
+    text = f"{name}_backward has no derivative: {name} can be differentiated once. "
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(text)}"):
+        dq.sum().backward()
+
+
+@each_rule
+def test_forward_mode(rule: Rule) -> None:
+    q, *rest = (x.detach() for x in leaves(rule)[:5])
+    text = f"{rule.function.__name__} has no forward-mode derivative; use a backward"
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=f"^{re.escape(text)}$"),
+    ):
+        rule.function(forward_ad.make_dual(q, torch.ones_like(q)), *rest)
+
+
+@each_rule
+def test_transforms(rule: Rule) -> None:
+    q, *rest = (x.detach() for x in leaves(rule)[:5])
+    text = (
+        f"torch_hybrid::{rule.function.__name__}_forward differentiates by backward() alone: no "
+        "transform of torch.func (grad, vjp, jvp, vmap) can pass through it"
+    )
+    with pytest.raises(NotImplementedError, match=re.escape(text)):
+        torch.func.grad(lambda q: rule.function(q, *rest)[0].sum())(q)
+
+
+def test_nothing_is_mutated() -> None:
+    xs = leaves(RULES["gated"])
+    before = [x.detach().clone() for x in xs]
+    o, final = gated_delta_rule(*xs[:5], None, xs[5])
+    (o.sum() + final.sum()).backward()
+    assert all(torch.equal(a, b) for a, b in zip(xs, before, strict=True))
+
+
+def replaced(at: int, by: Callable[[Tensor], Tensor], rule: str = "gated") -> list[Tensor]:
+    xs = RULES[rule].inputs((5,))
+    xs[at] = by(xs[at])
+    return xs
+
+
+def delta(
+    at: int, by: Callable[[Tensor], Tensor], rule: str = "gated", **options: Any
+) -> Callable[[], object]:
+    xs = replaced(at, by, rule)
+    return lambda: RULES[rule].function(*xs[:5], initial_state=xs[5], **options)
+
+
+BAD: Mapping[str, tuple[Callable[[], object], str]] = {
+    "k": (delta(1, lambda k: k[:4]), "k must have shape [5, 2, 16], got [4, 2, 16]"),
+    "g": (delta(3, lambda g: g[..., None]), "g must have shape [5, 4], got [5, 4, 1]"),
+    "g of kimi": (
+        delta(3, lambda g: g[..., 0], "kimi"),
+        "g must have shape [5, 3, 16], got [5, 3]",
+    ),
+    "beta": (
+        delta(4, Tensor.bfloat16),
+        "beta must have dtype torch.float32, got torch.bfloat16",
+    ),
+    "v": (delta(2, Tensor.double), "v must have dtype torch.float32, got torch.float64"),
+    "heads": (
+        lambda: gated_delta_rule(
+            *(x[:, :3] if n > 1 else x for n, x in enumerate(RULES["gated"].inputs((5,))[:5]))
+        ),
+        "v must have a multiple of the 2 heads of k, got 3",
+    ),
+    "states": (
+        delta(5, lambda s: s[:0]),
+        "initial_state must have shape [1, 4, 24, 16], got [0, 4, 24, 16]",
+    ),
+    "layout": (
+        delta(0, lambda q: q.mT.contiguous().mT),
+        "q must have contiguous rows, got strides [32, 1, 2]",
+    ),
+    "float64 by cpp": (
+        lambda: gated_delta_rule(*RULES["gated"].inputs((5,), torch.float64)[:5], impl="cpp"),
+        "impl 'cpp' takes ['torch.bfloat16', 'torch.float32'], got tensors of torch.float64",
+    ),
+    "impl": (
+        delta(0, Tensor.clone, impl="cuda"),
+        "impl must be one of ['cpp', 'triton', 'torch'], got 'cuda'",
+    ),
+    "packing": (
+        lambda: kimi_delta_attention(*RULES["kimi"].inputs((5,))[:5], packing((3, 4))),
+        "packing must be of the 5 tokens given, got 7",
+    ),
+    "device": (
+        lambda: gated_delta_rule(*RULES["gated"].inputs((5,))[:5], packing((5,)).to("meta")),
+        "packing must be on cpu, got meta; `to` moves it",
+    ),
+    "activation": (
+        lambda: causal_conv1d(torch.ones(3, 2), torch.ones(2, 4), activation="gelu"),
+        "activation must be one of ['none', 'silu'], got 'gelu'",
+    ),
+    "width": (
+        lambda: causal_conv1d(torch.ones(3, 2), torch.ones(2, 1)),
+        "weight must have width 2 to 16, got 1",
+    ),
+    "bias": (
+        lambda: causal_conv1d(torch.ones(3, 2), torch.ones(2, 4), torch.ones(3)),
+        "bias must have shape [2], got [3]",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments_are_refused(what: str) -> None:
+    run, text = BAD[what]
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        run()
+
+
+def test_offsets_out_of_range_are_refused() -> None:
+    """Of a packing that was changed after it was made, by the forward."""
+    xs = RULES["gated"].inputs((5,))
+    wrong = th.Packing(torch.tensor([0, 5]), capacity=1)
+    wrong.cu_seqlens[1] = 9
+    for impl in ("cpp", "torch"):
+        with pytest.raises(ValueError, match=re.escape("cu_seqlens must rise from 0 to at most 5")):
+            gated_delta_rule(*xs[:5], wrong, impl=impl)
