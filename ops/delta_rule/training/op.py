@@ -97,10 +97,10 @@ class TrainedDeltaRule(Op):
         """Dtype of states and sums: float32, or float64."""
         return torch.promote_types(self.v.dtype, torch.float32)
 
-    def states(self) -> Tensor:
-        """Make a zero state for each sequence."""
+    def states(self, num_states: int) -> Tensor:
+        """Make zero states; a packing has room for many more sequences than there are."""
         _, num_heads, v_dim = self.v.shape
-        return self.v.new_zeros(self.num_seqs, num_heads, v_dim, self.k.shape[2], dtype=self.work)
+        return self.v.new_zeros(num_states, num_heads, v_dim, self.k.shape[2], dtype=self.work)
 
     def check(self) -> None:
         """Raise ValueError unless key heads divide the value heads."""
@@ -195,7 +195,7 @@ def empty_results(x: GatedDeltaRuleForward | KimiDeltaAttentionForward) -> tuple
 
 def empty_gradients(x: TrainedDeltaRule) -> tuple[Tensor, ...]:
     """Make the tensors that a backward returns."""
-    states = x.states()[:0] if x.initial_state is None else x.initial_state
+    states = x.states(0) if x.initial_state is None else x.initial_state
     return tuple(each.new_empty(each.shape) for each in (x.q, x.k, x.v, x.g, x.beta, states))
 
 
