@@ -22,6 +22,7 @@ PRINTED = {
     "own_op": "compiled and exported agree with eager",
     "runner_by_hand": "chunks against one piece",
     "serve_checkpoint": "length after",
+    "tune_a_hybrid": "recall after 120 steps",
     "write_a_pass": "with the pass and without: 0.0e+00",
 }
 # Its compile is the first call of a process that has imported no more than it needs: once for every

@@ -41,6 +41,7 @@ from torch_hybrid.specs import (
     ShortConvolutionSpec,
     TimeMixSpec,
 )
+from torch_hybrid.training.make_trainable import make_trainable
 
 __all__ = [
     "Agreement",
@@ -90,6 +91,7 @@ __all__ = [
     "kv_scales",
     "make_backends",
     "make_batch",
+    "make_trainable",
     "plan_all",
     "quantize",
     "select",

@@ -33,6 +33,7 @@ from torch_hybrid.models.transformers_hooks import (
     register_attention,
 )
 from torch_hybrid.specs import LatentSpec
+from torch_hybrid.training.make_trainable import undo_make_trainable
 
 
 @in_isolation
@@ -52,6 +53,8 @@ def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
     if isinstance(hf_model, nn.Module):
         replace_inference_tensors(hf_model)
     hf_model = merge_adapters(hf_model)
+    if isinstance(hf_model, nn.Module):
+        undo_make_trainable(hf_model)
     names = [base.__name__ for base in type(hf_model).__mro__]
     is_causal = any(name.endswith("ForCausalLM") for name in names)
     if not is_causal and "GenerationMixin" not in names:

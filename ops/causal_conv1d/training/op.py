@@ -140,10 +140,11 @@ def _gradients(
     dfinal_state: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Call the backward op on what the forward saved."""
-    x, _, bias, _, initial_state = ctx.saved_tensors
+    saved = ctx.saved_tensors  # which activation checkpointing gives once
+    x, _, bias, _, initial_state = saved
     dfinal = dfinal_state if ctx.options["output_final_state"] else None
     dx, dweight, dbias, dstate = backward(
-        *ctx.saved_tensors,
+        *saved,
         torch.zeros_like(x) if dout is None else dout.contiguous(),
         None if dfinal is None else dfinal.contiguous(),
         activation=ctx.options["activation"],

@@ -123,9 +123,10 @@ def _scan_states(
     x: DeltaRuleBackward, seqs: Sequences, chunks: Chunks, given: _Given
 ) -> tuple[Tensor, Tensor]:
     """Recompute the state at the start of each chunk, and what each row adds to it."""
-    states = given.u.new_empty(len(chunks.token), *x.states().shape[1:])
+    states = given.u.new_empty(len(chunks.token), *x.states(0).shape[1:])
     v_new, writes = torch.empty_like(given.u), given.k * given.to_end
-    S = (x.states() if x.initial_state is None else x.initial_state)[seqs.slots]
+    initial = x.initial_state
+    S = x.states(len(seqs.slots)) if initial is None else initial[seqs.slots]
     for c in _steps(seqs, chunks):
         states[c] = S_0 = S[: len(c)]
         v_new[c] = added = given.u[c] - given.w[c] @ S_0.mT
@@ -137,18 +138,21 @@ def _scan_gradients(
     x: DeltaRuleBackward, seqs: Sequences, chunks: Chunks, given: _Given
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of the state at the end of each chunk, of v_new, and of the first."""
-    dinitial = x.states() if x.dfinal_state is None else x.dfinal_state.clone()
     dv_new = given.pairs.qk.mT @ given.dout
     reads = given.dout.mT @ (given.q * given.since_start)
     dstates, writes = torch.empty_like(reads), given.k * given.to_end
-    dS = dinitial[seqs.slots]
+    dfinal = x.dfinal_state
+    dS = x.states(len(seqs.slots)) if dfinal is None else dfinal[seqs.slots]
     for c in reversed(_steps(seqs, chunks)):
         n = len(c)
         dstates[c] = dS_end = dS[:n]
         dv_new[c] = dadded = dv_new[c] + writes[c] @ dS_end.mT
         dS[:n] = reads[c] + given.whole[c] * dS_end - dadded.mT @ given.w[c]
+    if x.initial_state is None:
+        return dstates, dv_new, x.states(0)
+    dinitial = x.states(x.num_seqs) if dfinal is None else dfinal.clone()
     dinitial[seqs.slots] = dS
-    return dstates, dv_new, dinitial if x.initial_state is not None else dinitial[:0].clone()
+    return dstates, dv_new, dinitial
 
 
 def _inside_chunks(

@@ -114,10 +114,10 @@ class TrainedDeltaRule(Op):
         """Dtype of states and sums: float32, or float64."""
         return torch.promote_types(self.v.dtype, torch.float32)
 
-    def states(self) -> Tensor:
-        """Make a zero state for each sequence."""
+    def states(self, num_states: int) -> Tensor:
+        """Make zero states; a packing has room for many more sequences than there are."""
         _, num_heads, v_dim = self.v.shape
-        return self.v.new_zeros(self.num_seqs, num_heads, v_dim, self.k.shape[2], dtype=self.work)
+        return self.v.new_zeros(num_states, num_heads, v_dim, self.k.shape[2], dtype=self.work)
 
     def check(self) -> None:
         """Raise ValueError unless key heads divide the value heads."""
@@ -212,7 +212,7 @@ def empty_results(x: GatedDeltaRuleForward | KimiDeltaAttentionForward) -> tuple
 
 def empty_gradients(x: TrainedDeltaRule) -> tuple[Tensor, ...]:
     """Make the tensors that a backward returns."""
-    states = x.states()[:0] if x.initial_state is None else x.initial_state
+    states = x.states(0) if x.initial_state is None else x.initial_state
     return tuple(each.new_empty(each.shape) for each in (x.q, x.k, x.v, x.g, x.beta, states))
 
 
@@ -223,17 +223,18 @@ def _gradients(
     dfinal_state: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Call the backward op on what its forward saved."""
-    v, initial_state, options = ctx.saved_tensors[2], ctx.saved_tensors[6], ctx.options
+    saved = ctx.saved_tensors  # which activation checkpointing gives once
+    v, initial_state, options = saved[2], saved[6], ctx.options
     dfinal = dfinal_state if options["output_final_state"] else None
     *grads, dstate = backward(
-        *ctx.saved_tensors,
+        *saved,
         torch.zeros_like(v) if dout is None else dout.contiguous(),
         None if dfinal is None else dfinal.contiguous(),
         scale=options["scale"],
         qk_l2norm=options["qk_l2norm"],
         impl=same_or_first_impl(
             *(backward.__name__, options["impl"], v.device, v.dtype),
-            head_k_dim=ctx.saved_tensors[1].shape[2],
+            head_k_dim=saved[1].shape[2],
             head_v_dim=v.shape[2],
         ),
     )

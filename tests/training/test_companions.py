@@ -1,0 +1,210 @@
+"""Trainer, PEFT, checkpoints, checkpointing, autocast and experts go on working with twins."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as tf
+
+import torch_hybrid as th
+from tests.tiny_models import make_model
+from tests.training.twins import flattened, furthest, grads, make_pair, make_rows, make_twin
+
+LORA = {"r": 4, "init_lora_weights": False}
+TARGETS = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]
+
+
+def loss_of(model: Any, **options: Any) -> torch.Tensor:
+    return model(**flattened(make_rows()), **options).loss
+
+
+def test_a_second_call_changes_nothing():
+    twin = make_twin()
+    hooks, kind = len(twin.model._forward_pre_hooks), type(twin)
+    assert th.make_trainable(twin) is twin
+    assert (len(twin.model._forward_pre_hooks), type(twin)) == (hooks, kind)
+
+
+def test_a_copy_trains_as_the_model(tmp_path: Path):
+    twin = make_twin()
+    assert torch.equal(loss_of(copy.deepcopy(twin)), loss_of(twin))
+
+
+def test_an_optimizer_made_before_trains_the_twin():
+    model = make_model("qwen3_next_dense", num_hidden_layers=2).requires_grad_().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    th.make_trainable(model)
+    before = loss_of(model)
+    before.backward()
+    optimizer.step()
+    assert loss_of(model) < before
+
+
+def test_a_saved_twin_is_a_model_of_transformers(tmp_path: Path):
+    theirs, twin = make_pair()
+    twin.save_pretrained(tmp_path)
+    loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(theirs)
+    row = make_rows([20])[0]
+    torch.testing.assert_close(loaded(row).logits, theirs.eval()(row).logits)
+    assert loaded.config.architectures == [type(theirs).__name__]
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_trainer_takes_flattened_batches(tmp_path: Path, compiled: bool):
+    twin = make_twin()
+    args = tf.TrainingArguments(
+        str(tmp_path),
+        max_steps=12,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        eval_strategy="steps",
+        eval_steps=12,
+        torch_compile=compiled,
+        torch_compile_backend="aot_eager" if compiled else None,
+    )
+    rows = [{"input_ids": list(range(8, 17 + 5 * n))} for n in range(8)]
+    collate = tf.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    trainer = tf.Trainer(twin, args, collate, rows, rows[:2])
+    trainer.remove_callback(tf.trainer_callback.PrinterCallback)
+    trainer.train()
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    assert losses[-1] < losses[0] / 2
+    evaluated = [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
+    assert evaluated[0] < losses[0] / 2
+
+
+def test_adapters_train_save_and_merge(tmp_path: Path):
+    theirs, twin = make_pair()
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(twin, peft.LoraConfig(target_modules=TARGETS, **LORA))
+    reference = peft.get_peft_model(theirs, peft.LoraConfig(target_modules=TARGETS, **LORA))
+    reference.load_state_dict(adapted.state_dict())
+    row = make_rows([40])[0]
+    mine = grads(adapted, adapted(input_ids=row, labels=row).loss)
+    assert all("lora" in name for name in mine)
+    other = grads(reference, reference(input_ids=row, labels=row, use_cache=False).loss)
+    assert furthest(mine, other) < 2e-4
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(make_twin(), tmp_path).train()
+    torch.testing.assert_close(loss_of(again), loss_of(adapted))
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(loss_of(merged), loss_of(again), atol=1e-4, rtol=1e-4)
+
+
+def test_what_was_tuned_is_served():
+    adapted = peft.get_peft_model(make_twin(), peft.LoraConfig(target_modules=TARGETS, **LORA))
+    prompt = make_rows([20])[0]
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    expected = adapted.eval().generate(input_ids=prompt, **options)[0, 20:].tolist()
+    runner = th.Runner(th.adapt(adapted), max_seqs=1, max_tokens=32, kv_tokens=64, compile=False)
+    sampling = th.Sampling(max_new_tokens=4, temperature=0.0)
+    (out,) = th.Engine(runner).generate(prompt.tolist(), sampling)
+    assert out.tokens == expected
+
+
+def test_another_attention_is_refused():
+    twin = make_twin()
+    twin.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="got attn_implementation 'sdpa'"):
+        loss_of(twin)
+
+
+def test_adapters_of_experts_train(tmp_path: Path):
+    twin = make_twin("qwen3_next")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(target_modules=[], target_parameters=targets, **LORA)
+    adapted = peft.get_peft_model(twin, config)
+    made = grads(adapted, loss_of(adapted))
+    assert made
+    assert all("experts" in name and grad.any() for name, grad in made.items())
+
+
+def test_make_trainable_takes_a_model_of_peft():
+    theirs, twin = make_pair()
+    adapted = peft.get_peft_model(theirs, peft.LoraConfig(target_modules=TARGETS, r=4))
+    assert th.make_trainable(adapted) is adapted
+    torch.testing.assert_close(loss_of(adapted), loss_of(twin))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_keeps_gradients(use_reentrant: bool):
+    twin = make_twin()
+    plain = grads(twin, loss_of(twin))
+    options = {"use_reentrant": use_reentrant}
+    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    twin.enable_input_require_grads()
+    assert furthest(grads(twin, loss_of(twin)), plain) < 1e-6
+
+
+def test_autocast_is_near_float32():
+    twin = make_twin()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(twin)
+    assert loss.dtype == torch.float32
+    assert abs(loss - loss_of(twin)) < 0.05
+    assert grads(twin, loss).keys() == dict(twin.named_parameters()).keys()
+
+
+def test_bfloat16_models_train():
+    twin = make_twin()
+    exact = loss_of(twin)
+    assert abs(loss_of(twin.bfloat16()) - exact) < 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "qwen4_exp", "glm5_next"])
+def test_auxiliary_loss_of_experts_is_that_of_transformers(family: str):
+    theirs, twin = make_pair(family)
+    row = make_rows([50])[0]
+    options = {"labels": row, "output_router_logits": True}
+    other, mine = theirs(row, use_cache=False, **options), twin(row, **options)
+    torch.testing.assert_close(mine.aux_loss, other.aux_loss)
+    torch.testing.assert_close(mine.loss, other.loss)
+    assert furthest(grads(twin, mine.loss), grads(theirs, other.loss)) < 2e-4
+
+
+def test_models_without_an_auxiliary_loss_have_none():
+    twin = make_twin("kimi_linear")
+    assert torch.equal(loss_of(twin, output_router_logits=True), loss_of(twin))
+
+
+def test_dropout_of_attention_is_of_training_alone():
+    twin = make_twin(attention_dropout=0.5)
+    torch.manual_seed(0)
+    assert not torch.equal(loss_of(twin), loss_of(twin))
+    twin.eval()
+    assert torch.equal(loss_of(twin), loss_of(twin))
+
+
+def test_other_models_are_refused_by_name():
+    with pytest.raises(
+        th.UnsupportedError, match=r"Qwen3ForCausalLM has no mixer .*Qwen3NextGated"
+    ):
+        th.make_trainable(make_model("qwen3"))
+
+
+def test_quantized_weights_are_refused():
+    model = make_model("qwen3_next_dense", num_hidden_layers=2)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(th.UnsupportedError, match="call get_peft_model first"):
+        th.make_trainable(model)
+
+
+def test_quantized_weights_train_as_a_frozen_base():
+    model = make_model("qwen3_next_dense", num_hidden_layers=2)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    config = peft.LoraConfig(target_modules=["in_proj_ba"], r=4)
+    adapted = th.make_trainable(peft.get_peft_model(model, config)).train()
+    assert grads(adapted, loss_of(adapted)).keys() == {
+        name for name, _ in adapted.named_parameters() if "lora" in name
+    }

@@ -1,0 +1,106 @@
+"""Each family trains packed as transformers trains its sequences one by one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_hybrid as th
+from tests.tiny_models import FEWEST_LAYERS, in_double
+from tests.tiny_vision import make_seen, make_vision_model
+from tests.training.twins import FAMILIES, LENGTHS, flattened, furthest, grads, make_pair, make_rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_sequences_are_those_of_transformers_one_by_one(family: str):
+    theirs, ours = make_pair(family)
+    rows = make_rows()
+    sent = flattened(rows)
+    packed = ours(**sent, skip_logits=False)
+    single = [theirs(row, labels=row, use_cache=False) for row in rows]
+    torch.testing.assert_close(
+        packed.logits[0], torch.cat([each.logits[0] for each in single]), atol=2e-4, rtol=2e-4
+    )
+    num_labels = sum(LENGTHS) - len(LENGTHS)
+    pairs = zip(single, LENGTHS, strict=True)
+    loss = sum(each.loss * ((n - 1) / num_labels) for each, n in pairs if n > 1)
+    torch.testing.assert_close(packed.loss, loss)
+    fused = ours(**sent)
+    assert fused.logits is None
+    torch.testing.assert_close(fused.loss, loss)
+    assert furthest(grads(ours, fused.loss), grads(theirs, loss)) < 2e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_shapes_and_flags_of_parameters_stay(family: str):
+    theirs, ours = make_pair(family)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
+    assert type(ours).__name__ == type(theirs).__name__
+    assert isinstance(ours, type(theirs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_and_its_caches_are_those_of_transformers(family: str):
+    theirs, ours = make_pair(family)
+    prompt = make_rows([9])[0]
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    tokens = [model.eval().generate(prompt, **options) for model in (theirs, ours)]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_models_that_see_train_with_images_and_packed_texts(family: str):
+    theirs = make_vision_model(family, **FEWEST_LAYERS[family]).requires_grad_().train()
+    ours = th.make_trainable(copy.deepcopy(theirs))
+    seen = make_seen(family, [5, (4, 8), 7]).asked(family)
+    labels = seen["input_ids"]
+    mine, other = ours(**seen, labels=labels), theirs(**seen, labels=labels, use_cache=False)
+    torch.testing.assert_close(mine.loss, other.loss)
+    assert furthest(grads(ours, mine.loss), grads(theirs, other.loss)) < 2e-4
+    rows = make_rows()
+    sent = flattened(rows)
+    packed = ours(sent["input_ids"], position_ids=sent["position_ids"]).logits[0]
+    single = torch.cat([theirs(row, use_cache=False).logits[0] for row in rows])
+    torch.testing.assert_close(packed, single, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_as_near_to_float64_as_those_of_transformers(family: str):
+    theirs, ours = make_pair(family)
+    rows = make_rows([130, 1, 70])
+    exact = in_double(theirs)
+    exact.set_experts_implementation("eager")  # grouped products have no float64
+
+    def one_by_one(model: Any) -> dict[str, Tensor]:
+        losses = [model(row, labels=row, use_cache=False).loss for row in rows if row.shape[1] > 1]
+        return grads(model, (129 * losses[0] + 69 * losses[1]) / 198)
+
+    expected = one_by_one(exact)
+    mine = error(grads(ours, ours(**flattened(rows)).loss), expected)
+    assert mine < 2 * error(one_by_one(theirs), expected)
+
+
+def error(these: dict[str, Tensor], those: dict[str, Tensor]) -> float:
+    """Compute the largest error of a parameter's gradient, as a share of the gradient's length."""
+    return max(float((these[n] - that).norm() / that.norm()) for n, that in those.items())
+
+
+@pytest.mark.parametrize("family", ["qwen4_exp", "glm5_next"])
+def test_models_that_pick_blocks_train_by_rows(family: str):
+    theirs, ours = make_pair(family, layer_types=["linear_attention", "indexed_attention"])
+    ids = torch.cat([torch.zeros(1, 5, dtype=torch.long), make_rows([30])[0]], 1)
+    both, mask = torch.cat([ids, make_rows([35], seed=1)[0]]), torch.ones(2, 35, dtype=torch.long)
+    mask[0, :5] = 0
+    labels = both.masked_fill(mask.cumsum(1) < 2, -100)  # a first token is of no prediction
+    sent = {"input_ids": both, "attention_mask": mask, "labels": labels}
+    mine, other = ours(**sent), theirs(**sent, use_cache=False)
+    torch.testing.assert_close(mine.loss, other.loss)
+    assert furthest(grads(ours, mine.loss), grads(theirs, other.loss)) < 2e-4
+    packing = th.Packing(torch.tensor([0, 30, 70]))
+    with pytest.raises(ValueError, match="one sequence in a row, got packed ones"):
+        ours(both, packing=packing)

@@ -1,0 +1,122 @@
+"""Boundaries of packed sequences, in all the ways that callers of transformers state them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from torch_hybrid.packing import Packing
+
+# Arguments that say no more than boundaries; layers need not see them.
+STATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def packing_of(inputs: Mapping[str, Any]) -> Packing:
+    """Make the packing of a model's inputs, without a read on the host inside a graph.
+
+    A token begins a sequence where any of ``position_ids``, ``seq_idx``, ``cu_seq_lens_q`` and
+    ``attention_mask`` says so. Padding is a sequence too, which no other token sees.
+
+    Raises:
+        ValueError: a mask has holes, or is none of tokens; it disagrees with ``seq_idx``; or a
+            packing or offsets are of another number of tokens. In a graph or on a GPU:
+            RuntimeError, of those that depend on values.
+    """
+    x = inputs.get("input_ids")
+    x = inputs["inputs_embeds"] if x is None else x
+    num_rows, num_tokens = x.shape[:2]
+    packing: Packing | None = inputs.get("packing")
+    if packing is not None:
+        if packing.num_tokens != num_rows * num_tokens:
+            raise ValueError(
+                f"packing must be of the {num_rows * num_tokens} tokens of the inputs, "
+                f"got one of {packing.num_tokens}"
+            )
+        return packing
+    row = torch.arange(num_tokens, device=x.device).expand(num_rows, num_tokens)
+    return Packing.from_seq_idx(_starts(inputs, row).flatten().cumsum(0))
+
+
+def check_rows_alone(inputs: Mapping[str, Any], packing: Packing) -> None:
+    """Raise ValueError, or fail as ``packing_of`` does, if a row has more than one sequence."""
+    given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask")}
+    rows = packing_of(given)
+    is_same = packing.capacity == rows.capacity and (packing.cu_seqlens == rows.cu_seqlens).all()
+    _require(
+        torch.as_tensor(is_same),
+        "a model that attends to picked blocks must have one sequence in a row, got packed ones",
+    )
+
+
+def _starts(inputs: Mapping[str, Any], row: Tensor) -> Tensor:
+    """Mark the tokens [B, T] that begin a sequence."""
+    starts = row == 0
+    position, seq_idx = inputs.get("position_ids"), inputs.get("seq_idx")
+    mask, offsets = inputs.get("attention_mask"), inputs.get("cu_seq_lens_q")
+    if position is not None and position.ndim == 3:
+        # Axes of images and videos say nothing of boundaries; the first of four is the text's.
+        position = position[0] if len(position) == 4 else None
+    if position is not None:
+        starts = starts | _after_first(position.diff() != 1)
+    if seq_idx is not None:
+        starts = starts | _changes(seq_idx)
+    if mask is not None:
+        starts = starts | _of_mask(mask, seq_idx, row)
+    if offsets is not None:
+        starts = starts | _of_offsets(offsets, starts)
+    return starts
+
+
+def _of_mask(mask: Any, seq_idx: Tensor | None, row: Tensor) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.shape != row.shape:
+        came = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask must have shape {tuple(row.shape)}, got {came}")
+    is_token = mask != 0
+    changes = _changes(is_token)
+    rises = (changes & is_token).sum(-1)
+    _require((rises <= 1).all(), "attention_mask must have no holes between tokens of a row")
+    if seq_idx is not None:
+        agrees = ~(changes & ~_changes(seq_idx)).any()
+        _require(agrees, "attention_mask must change only where seq_idx does")
+    return changes
+
+
+def _of_offsets(offsets: Tensor, starts: Tensor) -> Tensor:
+    end = starts.numel()
+    # A diff of two offsets has a size of 1, for which a graph is compiled anew.
+    rises = (offsets == offsets.cummax(0).values).all()
+    fits = (offsets[0] == 0) & (offsets[-1] == end) & rises
+    _require(fits, f"cu_seq_lens_q must rise from 0 to the {end} tokens of the inputs")
+    marks = torch.zeros(end + 1, dtype=torch.bool, device=starts.device)
+    return marks.index_fill(0, offsets.long(), True)[:end].view(starts.shape)
+
+
+def _changes(x: Tensor) -> Tensor:
+    """Mark values that differ from the one before, and the first of each row."""
+    return _after_first(x.diff() != 0)
+
+
+def _after_first(marks: Tensor) -> Tensor:
+    return pad(marks, (1, 0), value=True)
+
+
+def _require(holds: Tensor, message: str) -> None:
+    """Raise ValueError at once on a CPU; elsewhere leave an assertion to the device."""
+    if torch.compiler.is_compiling() or holds.device.type != "cpu":
+        torch._assert_async(holds, message)
+    elif not holds:
+        raise ValueError(message)
+
+
+_POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
+
+
+def named(args: tuple[Any, ...], options: Mapping[str, Any], *, last: str) -> dict[str, Any]:
+    """Name positional arguments as models and decoders of transformers do."""
+    if len(args) > len(_POSITIONAL) + 1:
+        raise TypeError(f"arguments after {last} must be named, got {len(args)} positional ones")
+    return {**dict(zip((*_POSITIONAL, last), args, strict=False)), **options}

@@ -1,0 +1,86 @@
+"""Causal language models whose loss is computed without whole logits."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from torch_hybrid.training.boundaries import named, packing_of
+from torch_hybrid.training.linear_cross_entropy import IGNORED, LossHead
+
+
+class CausalLM(nn.Module):
+    """Class in front of a causal language model's own, for calls with labels.
+
+    In training they return a loss and no logits; ``skip_logits=False`` brings logits, and True
+    leaves them out in evaluation too. The first token of a sequence is no label.
+    """
+
+    config: Any
+    lm_head: nn.Module
+    model: nn.Module
+
+    def forward(
+        self,
+        *args: Any,
+        labels: Tensor | None = None,
+        skip_logits: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """Run the model's own forward, or compute its loss a chunk of rows at a time."""
+        inputs = {"labels": labels, **named(args, options, last="labels")}
+        labels = inputs.pop("labels")
+        if labels is None or inputs.get("use_cache") or inputs.get("past_key_values") is not None:
+            return super().forward(labels=labels, **inputs)
+        inputs["packing"] = packing_of(inputs)
+        labels = labels.masked_fill((inputs["packing"].positions == 0).view(labels.shape), IGNORED)
+        skip = self.training if skip_logits is None else skip_logits
+        keeps = inputs.get("logits_to_keep", 0)
+        if not skip or isinstance(keeps, Tensor) or keeps or type(self.lm_head) is not LossHead:
+            return super().forward(labels=labels, **inputs)
+        return self.without_logits(labels, **inputs)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def without_logits(
+        self,
+        labels: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        **inputs: Any,
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+        """Compute the loss as transformers does, by chunks of logits."""
+        config: Any = self.config.get_text_config()
+        if output_router_logits is None:  # a field that dense models have not
+            output_router_logits = getattr(config, "output_router_logits", False)
+        outputs = self.model(
+            attention_mask=attention_mask, output_router_logits=output_router_logits, **inputs
+        )
+        targets = pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        targets = targets if shift_labels is None else shift_labels
+        total = self.lm_head(outputs[0], targets)
+        if num_items_in_batch is None:
+            num_items_in_batch = (targets != IGNORED).sum()
+        loss = total / num_items_in_batch
+        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+        balance = vars(sys.modules[type(self).__module__]).get("load_balancing_loss_func")
+        if not output_router_logits or balance is None:
+            return CausalLMOutputWithPast(loss=loss, **states)
+        sizes = self if "num_experts" in vars(self) else config
+        aux_loss = balance(
+            outputs.router_logits, sizes.num_experts, sizes.num_experts_per_tok, attention_mask
+        )
+        return MoeCausalLMOutputWithPast(
+            loss=loss + sizes.router_aux_loss_coef * aux_loss,
+            aux_loss=aux_loss,
+            router_logits=outputs.router_logits,
+            **states,
+        )

@@ -1,0 +1,107 @@
+"""Hook before a decoder of transformers: one packing for all of its layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from torch_hybrid.packing import Packing
+from torch_hybrid.training.boundaries import STATED, check_rows_alone, named, packing_of
+from torch_hybrid.training.packed_attention import packed_attention
+
+ATTENTION = "torch_hybrid_packed"  # of our attention function in transformers
+
+
+def hand_down_packing(
+    decoder: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Make the packing of a call, and hand it to the layers in place of masks.
+
+    A call that makes or has a cache runs as transformers has it: ``use_cache`` is True, or in
+    evaluation nothing says otherwise and no boundaries are given.
+
+    Raises:
+        ValueError: boundaries contradict each other, or the attention was changed since.
+    """
+    inputs = named(args, options, last="use_cache")
+    if _keeps_a_cache(decoder, inputs):
+        return (), inputs
+    inputs["use_cache"] = False
+    if attends_to_picked_blocks(decoder):  # in blocks that begin where a row does
+        inputs["packing"] = packing_of(inputs)
+        check_rows_alone(inputs, inputs["packing"])
+        return (), inputs
+    if decoder.config._attn_implementation != ATTENTION:
+        raise ValueError(
+            f"attention that keeps sequences apart is {ATTENTION!r}, "
+            f"got attn_implementation {decoder.config._attn_implementation!r}"
+        )
+    packing = packing_of(inputs)
+    if inputs.get("position_ids") is None:
+        x = inputs.get("input_ids")
+        x = inputs["inputs_embeds"] if x is None else x
+        inputs["position_ids"] = packing.positions.view(x.shape[:2])
+    kinds = decoder.config.layer_types
+    inputs["attention_mask"] = dict.fromkeys(kinds)  # None for each kind of layer
+    return (), {**{k: v for k, v in inputs.items() if k not in STATED}, "packing": packing}
+
+
+def attends_to_picked_blocks(decoder: Any) -> bool:
+    """Tell whether transformers' own attention stays, which knows no packed sequences."""
+    return "indexed_attention" in decoder.config.layer_types
+
+
+def _keeps_a_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
+    if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
+        return True
+    if decoder.training or inputs.get("use_cache") is not None:
+        return False
+    states = any(inputs.get(name) is not None for name in ("packing", "position_ids", *STATED))
+    return not states and bool(decoder.config.use_cache)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packing: Packing | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend within sequences if there is a packing, else as transformers' SDPA does.
+
+    Args:
+        query: [B, H, T, K]. key [B, HKV, T, K] and value [B, HKV, T, V].
+
+    Returns:
+        [B, T, H, V], and no weights.
+    """
+    if packing is None:
+        out, _ = sdpa_attention_forward(
+            *(module, query, key, value, attention_mask),
+            scaling=scaling,
+            dropout=dropout,
+            **options,
+        )
+        return out, None
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = packed_attention(q, k, v, packing.cu_seqlens, scale=scale, dropout=dropout)
+    return out.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def register_attention() -> None:
+    """Make the attention known to transformers by its name."""
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)

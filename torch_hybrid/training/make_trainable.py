@@ -1,0 +1,139 @@
+"""The way in: a model of transformers becomes one that trains packed sequences in one graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache, wraps
+from typing import Any, TypeVar
+
+from torch import nn
+
+from torch_hybrid.errors import UnsupportedError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def make_trainable(model: M) -> M:
+    """Exchange the classes of a transformers model's mixers for ones that train packed sequences.
+
+    Parameters keep their names, shapes and flags, so ``state_dict``, ``save_pretrained``, PEFT and
+    optimizers made before go on working. Calls take ``packing=`` besides all that collators of
+    transformers send. With ``labels=`` a training step makes no whole logits. ``generate`` and
+    other calls with a cache run as transformers has them. A second call changes nothing.
+
+    Models that attend to picked blocks (Qwen4-Exp, GLM-5.3) keep transformers' attention, and take
+    rows of one sequence each, padded at either side.
+
+    Args:
+        model: a model of transformers, or of PEFT around one; changed in place.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        UnsupportedError: the model has no mixer that is trained here, or its weights are quantized
+            and are no frozen base under PEFT.
+    """
+    from torch_hybrid.training.causal_lm import CausalLM
+    from torch_hybrid.training.decoder import (
+        ATTENTION,
+        attends_to_picked_blocks,
+        hand_down_packing,
+        register_attention,
+    )
+    from torch_hybrid.training.linear_cross_entropy import LossHead
+    from torch_hybrid.training.mixers import TWINS, Twin
+
+    modules: list[Any] = list(model.modules())
+    twins: dict[str, Any] = dict(TWINS)
+    if any(isinstance(module, Twin) for module in modules):
+        return model
+    decoders = [each for each in modules if TWINS.keys() & set(_layer_parts(each))]
+    if not decoders:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no mixer that is trained; these are {sorted(TWINS)}"
+        )
+    _check_weights(model)
+    register_attention()
+    for decoder in decoders:
+        if not attends_to_picked_blocks(decoder):
+            decoder.set_attn_implementation(ATTENTION)
+        decoder.register_forward_pre_hook(hand_down_packing, with_kwargs=True)
+        _install_capturing_hooks(decoder)
+    for module in modules:
+        children = dict(module.named_children())
+        theirs: Any = type(module)
+        if (twin := twins.get(theirs.__name__)) is not None:
+            module.__class__ = _in_front(twin, theirs)
+        elif type(children.get("lm_head")) is nn.Linear and children["lm_head"].bias is None:
+            module.__class__ = _in_front(CausalLM, theirs)
+            children["lm_head"].__class__ = LossHead
+    return model
+
+
+def undo_make_trainable(model: nn.Module) -> None:
+    """Give modules their own classes and attention back, in place; of other models, do nothing."""
+    if "torch_hybrid.training.mixers" not in sys.modules:  # then no model was made trainable
+        return
+    from torch_hybrid.training.causal_lm import CausalLM
+    from torch_hybrid.training.decoder import hand_down_packing
+    from torch_hybrid.training.linear_cross_entropy import LossHead
+    from torch_hybrid.training.mixers import Twin
+
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if isinstance(module, Twin | CausalLM | LossHead):
+            module.__class__ = type(module).__bases__[-1]
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if hook is hand_down_packing:
+                del module._forward_pre_hooks[number]
+                del module._forward_pre_hooks_with_kwargs[number]
+                module.set_attn_implementation("sdpa")
+
+
+def _layer_parts(module: nn.Module) -> Iterator[str]:
+    """Name the classes of the parts of a decoder's layers; of other modules, none."""
+    layers = dict(module.named_children()).get("layers")
+    for layer in layers.children() if layers is not None else ():
+        yield from (type(part).__name__ for part in layer.children())
+
+
+@cache
+def _in_front(ours: Any, theirs: Any) -> Any:
+    """Make a class under the name of ``theirs`` whose forward is that of ``ours``.
+
+    Trainers read the arguments of a model from the signature of its forward.
+    """
+
+    @wraps(theirs.forward)
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        return ours.forward(self, *args, **options)
+
+    return type(
+        theirs.__name__, (ours, theirs), {"__module__": theirs.__module__, "forward": forward}
+    )
+
+
+def _check_weights(model: Any) -> None:
+    """Raise UnsupportedError for quantized weights that are no base under PEFT."""
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        return
+    if "quantization_config" in model.config.to_dict():
+        raise UnsupportedError(
+            "quantized weights train as the frozen base of an adapter alone: "
+            "call get_peft_model first, and make_trainable on what it returns"
+        )
+
+
+def _install_capturing_hooks(decoder: Any) -> None:
+    """Install now the hooks by which transformers collects router logits, if its config asks.
+
+    It would do so in the first call, where a graph cannot have it. Layers with these hooks are not
+    compiled one by one, so other models go without.
+    """
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    if decoder.config.to_dict().get("output_router_logits"):
+        maybe_install_capturing_hooks(decoder)
