@@ -108,7 +108,7 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
     ),
     "impl": (
         delta(0, Tensor.clone, impl="cuda"),
-        "impl must be one of ['cpp', 'triton', 'torch'], got 'cuda'",
+        "impl must be one of ['cpp', 'triton_rounded', 'triton', 'torch'], got 'cuda'",
     ),
     "packing": (
         lambda: kimi_delta_attention(*RULES["kimi"].inputs((5,))[:5], packing((3, 4))),

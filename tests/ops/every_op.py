@@ -84,6 +84,11 @@ def op_of(name: str) -> str:
     return name.partition(",")[0]
 
 
+def torch_form(op: str) -> str:
+    """Name of an op's implementation in torch, by chunks where it has two."""
+    return [name for name in REGISTERED[op] if name.endswith("torch")][-1]
+
+
 def impls_on_a_host(name: str) -> dict[str, str]:
     """The implementations whose indices are on the host, each with why it cannot run here, or "".
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.ops.contract import pool_clones
-from tests.ops.every_op import CALLS, call_of, impls_on_a_host, op_of
+from tests.ops.every_op import CALLS, call_of, impls_on_a_host, op_of, torch_form
 
 # They return integers, or nothing.
 WITHOUT_GRADIENTS = {
@@ -28,7 +28,8 @@ def test_a_backward_names_the_op(op: str) -> None:
     pools = {id(pool) for pool in call.mutated()}
     for x in floats:
         x.requires_grad_(id(x) not in pools)
-    outs = [x for x in tree_leaves(call.run("torch")) if isinstance(x, Tensor) and x.requires_grad]
+    results = tree_leaves(call.run(torch_form(op_of(op))))
+    outs = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
     assert bool(outs) == (op not in WITHOUT_GRADIENTS)
     for out in outs:
         with pytest.raises(

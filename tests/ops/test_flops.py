@@ -15,7 +15,7 @@ import torch_hybrid as th
 from tests.export.test_export import planned
 from tests.layers.test_kimi_delta_attention import SPEC as KIMI
 from tests.layers.test_mamba2 import SPEC as MAMBA2
-from tests.ops.every_op import CALLS, call_of, op_of
+from tests.ops.every_op import CALLS, call_of, op_of, torch_form
 from tests.ops.test_autograd import DELTA, DIM, LAYERS
 from torch_hybrid.ops.core.declare import DECLARED
 from torch_hybrid.ops.core.registration import REGISTERED
@@ -73,12 +73,13 @@ def test_scales_count_nothing():
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_op_counts_if_its_torch_form_multiplies(name: str):
-    call = call_of(name)
-    in_torch = DECLARED[op_of(name)].cls(**{**call.given, "impl": "torch"})
+    call, op = call_of(name), op_of(name)
+    impl = torch_form(op)
+    in_torch = DECLARED[op].cls(**{**call.given, "impl": impl})
     with FlopCounterMode(display=False) as ours, torch.no_grad():
-        call.changed().run("torch")
+        call.changed().run(impl)
     with FlopCounterMode(display=False) as torchs, torch.no_grad():
-        REGISTERED[op_of(name)]["torch"].load()(in_torch)
+        REGISTERED[op][impl].load()(in_torch)
     assert (ours.get_total_flops() > 0) >= (torchs.get_total_flops() > 0)
 
 
