@@ -41,6 +41,14 @@ OPS: dict[str, tuple[str, ...]] = {
     "rg_lru": ("rg_lru",),
     "time_mix": ("wkv",),
     "convolution of the mixers, gated or not": ("causal_conv1d",),
+    "to train with": (
+        "gated_delta_rule_forward",
+        "gated_delta_rule_backward",
+        "kimi_delta_attention_forward",
+        "kimi_delta_attention_backward",
+        "causal_conv1d_forward",
+        "causal_conv1d_backward",
+    ),
     "around the mixers": (
         "linear",
         "fused_experts",

@@ -269,7 +269,7 @@ def test_explain_shows_layers_implementations_and_pools(run, checkpoint, tmp_pat
         "layers LF",
         "gated_delta_rule",
         "paged_attention",
-        "cpp: torch was asked for",
+        "chunk_cpp: chunk_torch was",
         "Pools of",
         f"timeline written to {trace}",
     ):

@@ -135,20 +135,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     def recording(implementation: Implementation) -> Callable[..., object]:
         launch = load(implementation)
-        # One launcher serves an op with and without log-sum-exp.
-        name = implementation.launcher.rpartition(":")[2].removesuffix("_with_lse")
 
-        def call(*args: object, **options: object) -> object:
-            given = args[0]
-            tensors = (
-                (getattr(given, name) for name in Declaration(type(given)).kinds)
-                if isinstance(given, Op)
-                else args
-            )
+        def call(given: Op) -> object:
+            declaration = Declaration(type(given))
+            tensors = (getattr(given, name) for name in declaration.kinds)
             offsets = [a for a in tensors if isinstance(a, Tensor) and a.dtype is torch.int32]
             if offsets:
-                made.append((name, offsets[0].data_ptr()))
-            return launch(*args, **options)
+                made.append((declaration.name, offsets[0].data_ptr()))
+            return launch(given)
 
         return call
 

@@ -34,6 +34,7 @@ from tests.ops.delta_rule import step_gated_cases as gdn_step
 from tests.ops.delta_rule import step_kimi_cases as kda_step
 from tests.ops.delta_rule.cases import Case as DeltaCase
 from tests.ops.delta_rule.kernels import on_device
+from tests.ops.delta_rule.test_gated_triton_backward import gradients, make_backward
 from tests.ops.fused_experts import cases as experts
 from tests.ops.gated_pooling import cases as pooling
 from tests.ops.latent_attention import cases as latents
@@ -273,6 +274,7 @@ def on_hopper() -> Iterator[tuple[str, Call]]:
     rounded = delta_op.GATED_IMPLEMENTATIONS["chunk_triton_rounded"].load()
     rule = gdn.make_inputs(DeltaCase(**heads, **LENGTHS), torch.bfloat16)
     yield "gated_delta_rule, rounded", lambda device: rounded(on_device(rule, device))
+    yield "gated_delta_rule_backward", lambda device: gradients(make_backward(device=device))
 
 
 def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -17,6 +17,7 @@ from torch_hybrid import ops
 OPS = Path(ops.__path__[0])
 
 Kernel = tuple[str, str]  # its module in ops ("ssd._triton"), and its name: "walk" of _walk_kernel
+PACKAGE = f"{ops.__name__}."
 
 
 def all_kernels(*, gluon: bool = True) -> set[Kernel]:
@@ -27,9 +28,9 @@ def all_kernels(*, gluon: bool = True) -> set[Kernel]:
 @cache
 def _jits() -> dict[Kernel, str]:
     """What makes each of them a kernel."""
-    sources = {file: file.read_text(encoding="utf-8") for file in OPS.glob("*/*.py")}
+    sources = {file: file.read_text(encoding="utf-8") for file in OPS.rglob("*.py")}
     return {
-        (f"{file.parent.name}.{file.stem}", short_name(node.name)): jit
+        (".".join(file.relative_to(OPS).with_suffix("").parts), short_name(node.name)): jit
         for file, source in sources.items()
         if "_kernel(" in source
         for node in ast.walk(ast.parse(source))
@@ -54,7 +55,7 @@ def launched_kernels(*, dry: bool = False) -> Iterator[set[Kernel]]:
 
     def noting(run: Callable[..., Any]) -> Callable[..., Any]:
         def noted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            module = ".".join(kernel.fn.__module__.split(".")[-2:])
+            module = kernel.fn.__module__.removeprefix(PACKAGE)
             seen.add((module, short_name(kernel.fn.__name__)))
             return None if dry else run(kernel, *args, **kwargs)
 

@@ -70,6 +70,13 @@ def _cpp_backward(launcher: str) -> Implementation:
     )
 
 
+def _triton_backward_missing() -> str | None:
+    """Say why Triton's backward cannot be used here; None when it can."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10:
+        return "Triton 3.7.1 fails to compile it for this GPU"
+    return triton_missing()
+
+
 GATED_BACKWARD: dict[str, Implementation] = {
     "cpp": _cpp_backward("gated_delta_rule_backward"),
     "triton": Implementation(
@@ -78,7 +85,7 @@ GATED_BACKWARD: dict[str, Implementation] = {
             dtypes=frozenset({torch.float32, torch.bfloat16}),
             limits={"head_k_dim": 256},
             cuda_graph=True,
-            available=triton_missing,
+            available=_triton_backward_missing,
         ),
         launcher=f"{_FOLDER}._triton_gated:gated_delta_rule_backward",
     ),

@@ -122,10 +122,10 @@ def test_the_schedule_of_a_model():
         schedule(traced.module.graph),
         """\
 a0   linear
-a1   causal_conv1d, chunk_gated_delta_rule
+a1   causal_conv1d, gated_delta_rule
 b0                                           linear
 a2   7 linear
-b1                                           causal_conv1d, chunk_gated_delta_rule
+b1                                           causal_conv1d, gated_delta_rule
 a3   paged_attention
 b2                                           7 linear
 a4   4 linear
@@ -280,8 +280,8 @@ def test_two_ranks_serve_a_shared_model_by_one_schedule(ranks):
     assert_expected_inline(
         served[0].schedule,
         """\
-a0   linear, causal_conv1d, chunk_gated_delta_rule, linear, all_reduce
-b0                                           linear, causal_conv1d, chunk_gated_delta_rule, linear, all_reduce
+a0   linear, causal_conv1d, gated_delta_rule, linear, all_reduce
+b0                                           linear, causal_conv1d, gated_delta_rule, linear, all_reduce
 a1   wait_tensor, 2 linear, all_reduce
 b1                                           wait_tensor, 2 linear, all_reduce
 a2   wait_tensor, linear, paged_attention, linear, all_reduce
