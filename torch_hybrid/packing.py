@@ -22,7 +22,8 @@ class Packing:
         cu_seqlens: [N + 1] int32 or int64 offsets of the sequences, from 0 to T; empty sequences
             are allowed.
         capacity: most sequences, at least N; by default T, which holds any packing. Initial and
-            final states have as many rows.
+            final states have as many rows. On a GPU a rule has a chunk in store for each, so that
+            memory and launches grow with it: give the most that your packings hold.
         num_tokens: T. By default the last offset, which is read; so it must be given inside a graph
             and for offsets on a GPU, whose values are not checked.
 
