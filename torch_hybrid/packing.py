@@ -133,15 +133,15 @@ class Packing:
                 raise _too_many(num_seqs, capacity)
         # Tokens that begin nothing write to one element more, which is left out. In a graph, an
         # element past that is an error of the index.
-        token = torch.arange(num_tokens, device=like.device)
-        offsets = torch.full((capacity + 2,), num_tokens, device=like.device)
+        token = torch.arange(num_tokens, dtype=torch.int64, device=like.device)
+        offsets = torch.full((capacity + 2,), num_tokens, dtype=torch.int64, device=like.device)
         index = torch.where(is_first, ordinal, capacity + 1)
         packing = object.__new__(cls)
         packing._plan(offsets.index_put((index,), token)[: capacity + 1], num_tokens)
         return packing
 
     def _plan(self, offsets: Tensor, num_tokens: int) -> None:
-        token = torch.arange(num_tokens, device=offsets.device)
+        token = torch.arange(num_tokens, dtype=torch.int64, device=offsets.device)
         offsets = offsets.long()
         self.sequences = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
         self.positions = token - offsets[self.sequences]

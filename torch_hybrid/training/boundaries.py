@@ -37,7 +37,7 @@ def packing_of(inputs: Mapping[str, Any]) -> Packing:
                 f"got one of {packing.num_tokens}"
             )
         return packing
-    row = torch.arange(num_tokens, device=x.device).expand(num_rows, num_tokens)
+    row = torch.arange(num_tokens, dtype=torch.int64, device=x.device).expand(num_rows, num_tokens)
     return Packing.from_seq_idx(_starts(inputs, row).flatten().cumsum(0))
 
 
@@ -47,7 +47,7 @@ def check_rows_alone(inputs: Mapping[str, Any], packing: Packing) -> None:
     rows = packing_of(given)
     is_same = packing.capacity == rows.capacity and (packing.cu_seqlens == rows.cu_seqlens).all()
     _require(
-        torch.as_tensor(is_same),
+        torch.as_tensor(is_same, dtype=torch.bool, device=rows.cu_seqlens.device),
         "a model that attends to picked blocks must have one sequence in a row, got packed ones",
     )
 

@@ -19,10 +19,13 @@ def causal_conv1d_backward(x: CausalConv1dBackward) -> tuple[Tensor, ...]:
     """
     (num_tokens, channels), past = x.x.shape, x.weight.shape[1] - 1
     work = torch.promote_types(x.x.dtype, torch.float32)
-    token = torch.arange(num_tokens, device=x.x.device)
+    token = torch.arange(num_tokens, dtype=torch.int64, device=x.x.device)
     seq = torch.searchsorted(x.cu_seqlens[1:], token.to(torch.int32), right=True)
-    window, of_state = token + seq * past, torch.arange(past, device=x.x.device)
-    starts = x.cu_seqlens.long() + torch.arange(x.num_seqs + 1, device=x.x.device) * past
+    window, of_state = token + seq * past, torch.arange(past, dtype=torch.int64, device=x.x.device)
+    starts = (
+        x.cu_seqlens.long()
+        + torch.arange(x.num_seqs + 1, dtype=torch.int64, device=x.x.device) * past
+    )
     state_rows = starts[:-1, None] + of_state
     padded = x.x.new_zeros(num_tokens + (x.num_seqs + 1) * past, channels, dtype=work)
     is_padding = (seq == x.num_seqs)[:, None]
