@@ -352,45 +352,53 @@ def convolve(
     if plan.replay is not None and input_gate is not None:
         x, input_gate = input_gate * x, None  # records keep gated inputs
     of_outputs = {"output_gate": output_gate, "token_taps": token_taps}
-    given = {
-        "weight": weight,
-        "bias": bias,
-        "conv_state": cache["conv"],
-        "activation": activation,
-        "input_gate": input_gate,
-    }
-    reading = {name: tensor for name, tensor in of_outputs.items() if tensor is not None}
-    return run_rule(conv.causal_conv1d, {"x": x}, reading, given, plan, cache, RECORDS)
+    return run_rule(
+        conv.causal_conv1d,
+        (x,),
+        (weight, bias, cache["conv"]),
+        plan,
+        cache,
+        reading={name: tensor for name, tensor in of_outputs.items() if tensor is not None},
+        options={"activation": activation, "input_gate": input_gate},
+        records=RECORDS,
+    )
+
+
+_NOTHING: Mapping[str, Any] = {}
 
 
 def run_rule(
     op: Callable[..., Tensor],
-    advancing: Mapping[str, Tensor],
-    reading: Mapping[str, Tensor],
-    given: Mapping[str, object],
+    advancing: Sequence[Tensor],
+    given: Sequence[Tensor | None],
     plan: RecurrentPlan,
     cache: LayerCache,
+    *,
+    reading: Mapping[str, Tensor] = _NOTHING,
+    options: Mapping[str, object] = _NOTHING,
     records: str = STATE_RECORDS,
 ) -> Tensor:
     """Run an op over a step's tokens, whose states or last inputs are in ``given``.
 
     Args:
         op: public function; the plan names its implementation.
-        advancing: [T, ...] each, arguments that states depend on.
-        reading: [T, ...] each, arguments that outputs alone depend on.
-        given: other arguments, but for sequences and slots. Pools among them are mutated.
+        advancing: [T, ...] each, the first arguments, which states depend on.
+        given: arguments that follow, up to those of sequences. Pools among them are mutated.
         plan, cache, records: as ``walk`` takes them.
+        reading: [T, ...] each, arguments that outputs alone depend on.
+        options: other arguments.
     """
 
     def run(advanced: Sequence[Tensor], read: Sequence[Tensor], at: At) -> Tensor:
         return op(
-            **dict(zip(advancing, advanced, strict=True)),
+            *advanced,
+            *given,
+            at.cu_seqlens,
+            at.initial_indices,
+            at.state_indices,
             **dict(zip(reading, read, strict=True)),
-            **given,
-            cu_seqlens=at.cu_seqlens,
-            initial_indices=at.initial_indices,
-            state_indices=at.state_indices,
+            **options,
             impl=plan.statics.impl(op.__name__),
         )
 
-    return walk(run, [*advancing.values()], [*reading.values()], plan, cache, records)
+    return walk(run, advancing, [*reading.values()], plan, cache, records)

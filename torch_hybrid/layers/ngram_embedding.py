@@ -70,15 +70,14 @@ class NgramEmbedding(nn.Module):
         Returns:
             [T, channels].
         """
-        given = {
-            "table": self.table,
-            "multipliers": self.multipliers,
-            "head_sizes": self.head_sizes,
-            "head_offsets": self.head_offsets,
-            "history": cache["tokens"],
-            "eos": self.eos,
-        }
-        rows = run_rule(ngram_embedding, {"tokens": tokens}, {}, given, plan, cache)
+        rows = run_rule(
+            ngram_embedding,
+            (tokens,),
+            (self.table, self.multipliers, self.head_sizes, self.head_offsets, cache["tokens"]),
+            plan,
+            cache,
+            options={"eos": self.eos},
+        )
         value = self.value_proj(rows)[:, None]
         width = value.shape[-1]
         keys = self.key_norm(self.key_proj(rows)) * self.stream_norm(streams)

@@ -83,8 +83,7 @@ class RgLru(nn.Module):
         mixed = convolve(mixed, self.conv_weight, self.conv_bias, plan, cache, activation="none")
         gates = self.gates(mixed.view(-1, spec.num_heads, spec.head_dim))
         log_a = -_SHARPNESS * F.softplus(self.a_param.float())
-        given = {"log_a": log_a, "state": cache["state"]}
-        h = run_rule(rg_lru, {"x": mixed, "gates": gates}, {}, given, plan, cache)
+        h = run_rule(rg_lru, (mixed, gates), (log_a, cache["state"]), plan, cache)
         out: Tensor = self.out_proj(h * F.gelu(y, approximate="tanh"))
         return out
 

@@ -72,8 +72,7 @@ class TimeMix(nn.Module):
         for_key, for_value, for_receptance = self.shift(x, plan, cache)
         k, v = self.key(for_key), self.value(for_value)
         log_decay, bonus = -self.time_decay.float().exp(), self.time_first.float()
-        given = {"log_decay": log_decay, "bonus": bonus, "state": cache["state"]}
-        mean = run_rule(wkv, {"k": k, "v": v}, {}, given, plan, cache)
+        mean = run_rule(wkv, (k, v), (log_decay, bonus, cache["state"]), plan, cache)
         out: Tensor = self.out_proj(self.receptance(for_receptance).sigmoid() * mean)
         return out
 
