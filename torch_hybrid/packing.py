@@ -78,7 +78,7 @@ class Packing:
             ValueError, CapacityError: as above.
         """
         _check_form("position_ids", position_ids, (1, 2))
-        return cls._from_starts(position_ids.diff() != 1, position_ids, capacity)
+        return cls.from_starts(after_first(position_ids.diff() != 1), capacity)
 
     @classmethod
     def from_seq_idx(cls, seq_idx: Tensor, capacity: int | None = None) -> Packing:
@@ -92,7 +92,7 @@ class Packing:
             ValueError, CapacityError: as above.
         """
         _check_form("seq_idx", seq_idx, (1, 2))
-        return cls._from_starts(seq_idx.diff() != 0, seq_idx, capacity)
+        return cls.from_starts(after_first(seq_idx.diff() != 0), capacity)
 
     @classmethod
     def from_attention_mask(cls, attention_mask: Tensor, capacity: int | None = None) -> Packing:
@@ -118,23 +118,30 @@ class Packing:
                 raise ValueError(
                     f"attention_mask must have one run of tokens in a row, got holes in rows {rows}"
                 )
-        return cls._from_starts(changes, is_token, capacity)
+        return cls.from_starts(after_first(changes), capacity)
 
     @classmethod
-    def _from_starts(cls, starts: Tensor, like: Tensor, capacity: int | None) -> Packing:
-        """Plan sequences that begin at the first token of a row, and where ``starts`` says."""
-        is_first = torch.nn.functional.pad(starts, (1, 0), value=True).flatten()
-        num_tokens = like.numel()
+    def from_starts(cls, starts: Tensor, capacity: int | None = None) -> Packing:
+        """Plan sequences by their first tokens.
+
+        Args:
+            starts: [T] or [B, T] bools, true at the first token of each sequence and of each row.
+            capacity: as above.
+
+        Raises:
+            CapacityError: as above.
+        """
+        is_first, num_tokens, device = starts.flatten(), starts.numel(), starts.device
         capacity = num_tokens if capacity is None else capacity
         ordinal = is_first.cumsum(0) - 1
-        if like.device.type == "cpu" and not torch.compiler.is_compiling() and num_tokens:
+        if device.type == "cpu" and not torch.compiler.is_compiling() and num_tokens:
             num_seqs = int(ordinal[-1]) + 1
             if num_seqs > capacity:
                 raise _too_many(num_seqs, capacity)
         # Tokens that begin nothing write to one element more, which is left out. In a graph, an
         # element past that is an error of the index.
-        token = torch.arange(num_tokens, dtype=torch.int64, device=like.device)
-        offsets = torch.full((capacity + 2,), num_tokens, dtype=torch.int64, device=like.device)
+        token = torch.arange(num_tokens, dtype=torch.int64, device=device)
+        offsets = torch.full((capacity + 2,), num_tokens, dtype=torch.int64, device=device)
         index = torch.where(is_first, ordinal, capacity + 1)
         packing = object.__new__(cls)
         packing._plan(offsets.index_put((index,), token)[: capacity + 1], num_tokens)
@@ -160,6 +167,11 @@ class Packing:
     def to(self, device: torch.device | str) -> Packing:
         """Copy the plan to a device: made and checked on the host, it needs no read there."""
         return _unflatten([each.to(device) for each in _flatten(self)[0]], None)
+
+
+def after_first(marks: Tensor) -> Tensor:
+    """Put a mark before each row of ``marks [..., T - 1]``: its first token begins a sequence."""
+    return torch.nn.functional.pad(marks, (1, 0), value=True)
 
 
 _FIELDS = ("cu_seqlens", "positions", "sequences")

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from torch_hybrid.packing import Packing
+from torch_hybrid.packing import Packing, after_first
 
 # Arguments that say no more than boundaries; layers need not see them.
 STATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -38,7 +37,7 @@ def packing_of(inputs: Mapping[str, Any]) -> Packing:
             )
         return packing
     row = torch.arange(num_tokens, dtype=torch.int64, device=x.device).expand(num_rows, num_tokens)
-    return Packing.from_seq_idx(_starts(inputs, row).flatten().cumsum(0))
+    return Packing.from_starts(_starts(inputs, row))
 
 
 def check_rows_alone(inputs: Mapping[str, Any], packing: Packing) -> None:
@@ -61,7 +60,7 @@ def _starts(inputs: Mapping[str, Any], row: Tensor) -> Tensor:
         # Axes of images and videos say nothing of boundaries; the first of four is the text's.
         position = position[0] if len(position) == 4 else None
     if position is not None:
-        starts = starts | _after_first(position.diff() != 1)
+        starts = starts | after_first(position.diff() != 1)
     if seq_idx is not None:
         starts = starts | _changes(seq_idx)
     if mask is not None:
@@ -97,11 +96,7 @@ def _of_offsets(offsets: Tensor, starts: Tensor) -> Tensor:
 
 def _changes(x: Tensor) -> Tensor:
     """Mark values that differ from the one before, and the first of each row."""
-    return _after_first(x.diff() != 0)
-
-
-def _after_first(marks: Tensor) -> Tensor:
-    return pad(marks, (1, 0), value=True)
+    return after_first(x.diff() != 0)
 
 
 def _require(holds: Tensor, message: str) -> None:
