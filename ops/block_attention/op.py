@@ -16,7 +16,7 @@ from torch_hybrid.ops.core.capability import (
 )
 from torch_hybrid.ops.core.declare import Index, Op, Pool, Rows, define, like
 from torch_hybrid.ops.core.page_bounds import check_page_indices
-from torch_hybrid.ops.core.registration import check_scale, check_shapes
+from torch_hybrid.ops.core.registration import check_groups, check_scale, check_shapes
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -144,10 +144,7 @@ class BlockAttention(Op):
             }
         )
         num_kv_heads = heads[0] if heads else 1
-        if num_q_heads % num_kv_heads:
-            raise ValueError(
-                f"q heads must be a multiple of the {num_kv_heads} key heads, got {num_q_heads}"
-            )
+        check_groups("q heads must be", num_q_heads, num_kv_heads, "key heads")
 
     def check_indices(self) -> None:
         """Raise ValueError unless every index that a call uses is inside its pool, and every block

@@ -134,6 +134,12 @@ def check_shapes(expected: Mapping[str, tuple[Tensor | None, Sequence[int]]]) ->
             raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
 
 
+def check_groups(what: str, size: int, num_groups: int, groups: str) -> None:
+    """Raise ValueError unless groups divide a size: ``what`` a multiple of the 2 ``groups``."""
+    if num_groups < 1 or size % num_groups:
+        raise ValueError(f"{what} a multiple of the {num_groups} {groups}, got {size}")
+
+
 def check_dtypes(expected: Mapping[str, tuple[Tensor | None, torch.dtype]]) -> None:
     """Raise ValueError for the first tensor whose dtype is not the expected one."""
     for name, (tensor, dtype) in expected.items():

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
 from torch_hybrid.ops.core.declare import Index, OneOf, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
+from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
@@ -207,11 +208,7 @@ class GatedDeltaRule(DeltaRule):
 
     def check(self) -> None:
         """Raise ValueError unless key heads divide the value heads."""
-        num_k_heads, num_v_heads = self.k.shape[1], self.v.shape[1]
-        if num_v_heads % num_k_heads:
-            raise ValueError(
-                f"v must have a multiple of the {num_k_heads} heads of k, got {num_v_heads}"
-            )
+        check_groups("v must have", self.v.shape[1], self.k.shape[1], "heads of k")
 
 
 @dataclass(slots=True, repr=False, eq=False)

@@ -29,7 +29,12 @@ from torch_hybrid.ops.core.declare import (
     pair_made,
 )
 from torch_hybrid.ops.core.page_bounds import check_page_indices
-from torch_hybrid.ops.core.registration import check_contiguous, check_scale, check_shapes
+from torch_hybrid.ops.core.registration import (
+    check_contiguous,
+    check_groups,
+    check_scale,
+    check_shapes,
+)
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
 from torch_hybrid.ops.flashinfer.library import flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.formats import fp8_kv
@@ -156,10 +161,7 @@ class Pages(Op):
     def check(self) -> None:
         """Raise ValueError unless the pool fits the heads, and options are in range."""
         num_q_heads, num_kv_heads = self.q.shape[1], self.kv.shape[3]
-        if num_q_heads % num_kv_heads:
-            raise ValueError(
-                f"q heads must be a multiple of the {num_kv_heads} key heads, got {num_q_heads}"
-            )
+        check_groups("q heads must be", num_q_heads, num_kv_heads, "key heads")
         fp8_kv.check_pool_dtype("kv", self.kv, self.q.dtype)
         fp8_kv.check_pairs(self.kv, head_dim=self.q.shape[2])
         fp8_kv.check_scales("kv_scales", self.kv, self.kv_scales, 2, num_kv_heads)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
 from torch_hybrid.ops.core.declare import Dense, Index, Op, Rows, define, pair_made
-from torch_hybrid.ops.core.registration import check_scale
+from torch_hybrid.ops.core.registration import check_groups, check_scale
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.native import compiler_missing
@@ -118,10 +118,7 @@ class RaggedAttentionWithLse(Op):
     def check(self) -> None:
         """Raise ValueError unless the heads fit each other, and the scale is positive."""
         num_heads, num_k_heads = self.q.shape[1], self.k.shape[1]
-        if num_heads % num_k_heads:
-            raise ValueError(
-                f"q heads must be a multiple of the {num_k_heads} key heads, got {num_heads}"
-            )
+        check_groups("q heads must be", num_heads, num_k_heads, "key heads")
         check_scale(self.scale)
 
     def check_indices(self) -> None:

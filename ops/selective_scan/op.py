@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
 from torch_hybrid.ops.core.declare import Dense, Index, OneOf, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
+from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -137,11 +138,7 @@ class SelectiveScan(StatefulOp):
 
     def check(self) -> None:
         """Raise ValueError unless groups divide the channels."""
-        channels, num_groups = self.x.shape[1], self.B.shape[1]
-        if num_groups < 1 or channels % num_groups:
-            raise ValueError(
-                f"x must have a multiple of the {num_groups} groups of B, got {channels}"
-            )
+        check_groups("x must have", self.x.shape[1], self.B.shape[1], "groups of B")
 
 
 selective_scan = define(

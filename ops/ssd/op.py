@@ -16,6 +16,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
 from torch_hybrid.ops.core.declare import Dense, Index, OneOf, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
+from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -125,11 +126,7 @@ class Ssd(StatefulOp):
 
     def check(self) -> None:
         """Raise ValueError unless groups divide the heads."""
-        num_groups, num_heads = self.k.shape[1], self.v.shape[1]
-        if num_heads % num_groups:
-            raise ValueError(
-                f"v must have a multiple of the {num_groups} heads of k, got {num_heads}"
-            )
+        check_groups("v must have", self.v.shape[1], self.k.shape[1], "heads of k")
 
 
 ssd = define(

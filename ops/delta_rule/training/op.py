@@ -26,7 +26,7 @@ from torch_hybrid.ops.core.declare import (
     several_made,
 )
 from torch_hybrid.ops.core.recurrence import CHUNK
-from torch_hybrid.ops.core.registration import check_shapes, same_or_first_impl
+from torch_hybrid.ops.core.registration import check_groups, check_shapes, same_or_first_impl
 from torch_hybrid.ops.core.state_bounds import check_offsets
 from torch_hybrid.ops.delta_rule.op import (
     GATED_IMPLEMENTATIONS,
@@ -128,11 +128,7 @@ class TrainedDeltaRule(Op):
 
     def check(self) -> None:
         """Raise ValueError unless key heads divide the value heads."""
-        num_k_heads, num_v_heads = self.k.shape[1], self.v.shape[1]
-        if num_v_heads % num_k_heads:
-            raise ValueError(
-                f"v must have a multiple of the {num_k_heads} heads of k, got {num_v_heads}"
-            )
+        check_groups("v must have", self.v.shape[1], self.k.shape[1], "heads of k")
 
     def check_indices(self) -> None:
         """Raise ValueError unless sequences are among the tokens."""
