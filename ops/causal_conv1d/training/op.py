@@ -6,10 +6,9 @@ own, which is given what the forward was given, and convolves again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -20,14 +19,12 @@ from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Imp
 from torch_hybrid.ops.core.declare import (
     Dense,
     Index,
-    Op,
     Rows,
     define,
     pair_made,
     several_made,
 )
-from torch_hybrid.ops.core.registration import same_or_first_impl
-from torch_hybrid.ops.core.state_bounds import check_offsets
+from torch_hybrid.ops.core.packed import PackedOp, empty_results, gradients
 
 _FOLDER = "torch_hybrid.ops.causal_conv1d.training"
 FORWARD: dict[str, Implementation] = {
@@ -47,7 +44,7 @@ BACKWARD: dict[str, Implementation] = {
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class TrainedConv1d(Op):
+class TrainedConv1d(PackedOp):
     """Arguments that the forward and its backward have."""
 
     x: Annotated[Tensor, Rows("C")]
@@ -58,19 +55,19 @@ class TrainedConv1d(Op):
     activation: str = field(kw_only=True)
 
     @property
-    def num_seqs(self) -> int:
-        """Number of sequences, empty ones included."""
-        return self.cu_seqlens.shape[0] - 1
+    def rows(self) -> Tensor:
+        """Tensor that the outputs have shape and dtype of."""
+        return self.x
 
     @property
     def silu(self) -> bool:
         """Flag of the activation SiLU."""
         return self.activation == "silu"
 
-    def states(self, num_seqs: int) -> Tensor:
-        """Make empty states of so many sequences."""
+    def states(self, num_states: int) -> Tensor:
+        """Allocate so many states [W - 1, C]."""
         channels, width = self.weight.shape
-        return self.x.new_empty(num_seqs, width - 1, channels)
+        return self.x.new_empty(num_states, width - 1, channels)
 
     def check(self) -> None:
         """Raise ValueError for filters or an activation that no implementation takes."""
@@ -78,10 +75,6 @@ class TrainedConv1d(Op):
         width = self.weight.shape[1]
         if not MIN_WIDTH <= width <= MAX_WIDTH:
             raise ValueError(f"weight must have width {MIN_WIDTH} to {MAX_WIDTH}, got {width}")
-
-    def check_indices(self) -> None:
-        """Raise ValueError unless sequences are among the tokens."""
-        check_offsets(self.cu_seqlens, num_tokens=self.x.shape[0])
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -121,37 +114,11 @@ class CausalConv1dBackward(TrainedConv1d):
     dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "W - 1", "C")]
 
 
-def empty_results(x: CausalConv1dForward) -> tuple[Tensor, Tensor]:
-    """Make the tensors that the forward returns."""
-    return x.x.new_empty(x.x.shape), x.states(x.num_seqs if x.output_final_state else 0)
-
-
 def empty_gradients(x: TrainedConv1d) -> tuple[Tensor, ...]:
     """Make the tensors that the backward returns."""
     bias = 0 if x.bias is None else x.bias.shape[0]
     states = x.states(0 if x.initial_state is None else x.num_seqs)
     return x.x.new_empty(x.x.shape), torch.empty_like(x.weight), x.weight.new_empty(bias), states
-
-
-def _gradients(
-    backward: Callable[..., tuple[Tensor, ...]],
-    ctx: Any,
-    dout: Tensor | None,
-    dfinal_state: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Call the backward op on what the forward saved."""
-    saved = ctx.saved_tensors  # which activation checkpointing gives once
-    x, _, bias, _, initial_state = saved
-    dfinal = dfinal_state if ctx.options["output_final_state"] else None
-    dx, dweight, dbias, dstate = backward(
-        *saved,
-        torch.zeros_like(x) if dout is None else dout.contiguous(),
-        None if dfinal is None else dfinal.contiguous(),
-        activation=ctx.options["activation"],
-        impl=same_or_first_impl("causal_conv1d_backward", ctx.options["impl"], x.device, x.dtype),
-    )
-    no_bias, no_state = bias is None, initial_state is None
-    return dx, dweight, None if no_bias else dbias, None, None if no_state else dstate
 
 
 causal_conv1d_backward = define(
@@ -164,6 +131,6 @@ causal_conv1d_forward = define(
     CausalConv1dForward,
     FORWARD,
     returns=pair_made(empty_results),
-    backward=partial(_gradients, causal_conv1d_backward),
+    backward=partial(gradients, causal_conv1d_backward, 0, lambda saved: {}),
     flops="2 * T * C * W",
 )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.packed import run_on_pool
 from torch_hybrid.ops.core.recurrence import CHUNK
-from torch_hybrid.ops.delta_rule.op import GatedDeltaRule, KimiDeltaAttention
+from torch_hybrid.ops.delta_rule.op import DeltaRule, GatedDeltaRule, KimiDeltaAttention
 from torch_hybrid.ops.delta_rule.training.op import (
     GatedDeltaRuleForward,
     KimiDeltaAttentionForward,
@@ -29,34 +26,13 @@ def kimi_delta_attention_forward(x: KimiDeltaAttentionForward, *, by: Implementa
     return _run(x, KimiDeltaAttention, by)
 
 
-@without_autocast
 def _run(
-    x: GatedDeltaRuleForward | KimiDeltaAttentionForward, chunk_form: Any, by: Implementation
+    x: GatedDeltaRuleForward | KimiDeltaAttentionForward, rule: type[DeltaRule], by: Implementation
 ) -> Results:
-    """Put sequence n into slot n + 1; a state that nobody asks for has no slot."""
-    slots = torch.arange(1, x.num_seqs + 1, dtype=torch.int32, device=x.v.device)
-    is_kept = x.output_final_state or x.initial_state is not None
-    pool = _pool(x, num_slots=x.num_seqs + 1 if is_kept else 1)
-    null = torch.zeros_like(slots)
-    out = by.load()(
-        chunk_form(
-            *(x.q, x.k, x.v, x.g, x.beta, pool, x.cu_seqlens),
-            null if x.initial_state is None else slots,
-            slots if is_kept else null,
-            scale=x.scale,
-            qk_l2norm=x.qk_l2norm,
-            impl=f"{CHUNK}_{x.impl}",
-        )
-    )
-    return out, pool[1:].clone() if x.output_final_state else pool.new_empty(0, *pool.shape[1:])
+    def run(pool: Tensor, initial: Tensor, final: Tensor) -> Tensor:
+        given = (x.q, x.k, x.v, x.g, x.beta, pool, x.cu_seqlens, initial, final)
+        impl = f"{CHUNK}_{x.impl}"
+        out: Tensor = by.load()(rule(*given, scale=x.scale, qk_l2norm=x.qk_l2norm, impl=impl))
+        return out
 
-
-def _pool(x: GatedDeltaRuleForward | KimiDeltaAttentionForward, num_slots: int) -> Tensor:
-    _, num_heads, v_dim = x.v.shape
-    shape = (num_slots, num_heads, v_dim, x.k.shape[2])
-    if x.initial_state is None:
-        return x.v.new_zeros(shape, dtype=x.work)
-    pool = x.v.new_empty(shape, dtype=x.work)
-    pool[0].zero_()
-    pool[1:].copy_(x.initial_state)
-    return pool
+    return run_on_pool(x, run)

@@ -126,7 +126,7 @@ def _scan_states(
     states = given.u.new_empty(len(chunks.token), *x.states(0).shape[1:])
     v_new, writes = torch.empty_like(given.u), given.k * given.to_end
     initial = x.initial_state
-    S = x.states(len(seqs.slots)) if initial is None else initial[seqs.slots]
+    S = x.states(len(seqs.slots)).zero_() if initial is None else initial[seqs.slots]
     for c in _steps(seqs, chunks):
         states[c] = S_0 = S[: len(c)]
         v_new[c] = added = given.u[c] - given.w[c] @ S_0.mT
@@ -142,7 +142,7 @@ def _scan_gradients(
     reads = given.dout.mT @ (given.q * given.since_start)
     dstates, writes = torch.empty_like(reads), given.k * given.to_end
     dfinal = x.dfinal_state
-    dS = x.states(len(seqs.slots)) if dfinal is None else dfinal[seqs.slots]
+    dS = x.states(len(seqs.slots)).zero_() if dfinal is None else dfinal[seqs.slots]
     for c in reversed(_steps(seqs, chunks)):
         n = len(c)
         dstates[c] = dS_end = dS[:n]
@@ -150,7 +150,7 @@ def _scan_gradients(
         dS[:n] = reads[c] + given.whole[c] * dS_end - dadded.mT @ given.w[c]
     if x.initial_state is None:
         return dstates, dv_new, x.states(0)
-    dinitial = x.states(x.num_seqs) if dfinal is None else dfinal.clone()
+    dinitial = x.states(x.num_seqs).zero_() if dfinal is None else dfinal.clone()
     dinitial[seqs.slots] = dS
     return dstates, dv_new, dinitial
 

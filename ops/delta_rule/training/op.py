@@ -7,10 +7,10 @@ are larger than all other tensors of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -19,15 +19,14 @@ from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Imp
 from torch_hybrid.ops.core.declare import (
     Dense,
     Index,
-    Op,
     Rows,
     define,
     pair_made,
     several_made,
 )
+from torch_hybrid.ops.core.packed import PackedOp, empty_results, gradients
 from torch_hybrid.ops.core.recurrence import CHUNK
-from torch_hybrid.ops.core.registration import check_groups, check_shapes, same_or_first_impl
-from torch_hybrid.ops.core.state_bounds import check_offsets
+from torch_hybrid.ops.core.registration import check_groups, check_shapes
 from torch_hybrid.ops.delta_rule.op import (
     GATED_IMPLEMENTATIONS,
     KIMI_IMPLEMENTATIONS,
@@ -98,7 +97,7 @@ KIMI_BACKWARD: dict[str, Implementation] = {
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class TrainedDeltaRule(Op):
+class TrainedDeltaRule(PackedOp):
     """Arguments that a forward and its backward have in both rules."""
 
     q: Annotated[Tensor, Rows("H", "K")]
@@ -112,9 +111,9 @@ class TrainedDeltaRule(Op):
     qk_l2norm: bool = field(kw_only=True)
 
     @property
-    def num_seqs(self) -> int:
-        """Number of sequences, empty ones included."""
-        return self.cu_seqlens.shape[0] - 1
+    def rows(self) -> Tensor:
+        """Tensor that the outputs have shape and dtype of."""
+        return self.v
 
     @property
     def work(self) -> torch.dtype:
@@ -122,17 +121,13 @@ class TrainedDeltaRule(Op):
         return torch.promote_types(self.v.dtype, torch.float32)
 
     def states(self, num_states: int) -> Tensor:
-        """Make zero states; a packing has room for many more sequences than there are."""
+        """Allocate so many states [HV, V, K]."""
         _, num_heads, v_dim = self.v.shape
-        return self.v.new_zeros(num_states, num_heads, v_dim, self.k.shape[2], dtype=self.work)
+        return self.v.new_empty(num_states, num_heads, v_dim, self.k.shape[2], dtype=self.work)
 
     def check(self) -> None:
         """Raise ValueError unless key heads divide the value heads."""
         check_groups("v must have", self.v.shape[1], self.k.shape[1], "heads of k")
-
-    def check_indices(self) -> None:
-        """Raise ValueError unless sequences are among the tokens."""
-        check_offsets(self.cu_seqlens, num_tokens=self.q.shape[0])
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -205,43 +200,14 @@ class KimiDeltaAttentionBackward(TrainedDeltaRule):
     dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "HV", "V", "K", dtype="work")]
 
 
-def empty_results(x: GatedDeltaRuleForward | KimiDeltaAttentionForward) -> tuple[Tensor, Tensor]:
-    """Make the tensors that a forward returns."""
-    _, num_heads, v_dim = x.v.shape
-    num_states = x.num_seqs if x.output_final_state else 0
-    states = x.v.new_empty(num_states, num_heads, v_dim, x.k.shape[2], dtype=x.work)
-    return x.v.new_empty(x.v.shape), states
-
-
 def empty_gradients(x: TrainedDeltaRule) -> tuple[Tensor, ...]:
     """Make the tensors that a backward returns."""
     states = x.states(0) if x.initial_state is None else x.initial_state
     return tuple(each.new_empty(each.shape) for each in (x.q, x.k, x.v, x.g, x.beta, states))
 
 
-def _gradients(
-    backward: Callable[..., tuple[Tensor, ...]],
-    ctx: Any,
-    dout: Tensor | None,
-    dfinal_state: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Call the backward op on what its forward saved."""
-    saved = ctx.saved_tensors  # which activation checkpointing gives once
-    v, initial_state, options = saved[2], saved[6], ctx.options
-    dfinal = dfinal_state if options["output_final_state"] else None
-    *grads, dstate = backward(
-        *saved,
-        torch.zeros_like(v) if dout is None else dout.contiguous(),
-        None if dfinal is None else dfinal.contiguous(),
-        scale=options["scale"],
-        qk_l2norm=options["qk_l2norm"],
-        impl=same_or_first_impl(
-            *(backward.__name__, options["impl"], v.device, v.dtype),
-            head_k_dim=saved[1].shape[2],
-            head_v_dim=v.shape[2],
-        ),
-    )
-    return *grads, None, None if initial_state is None else dstate
+def _head_dims(saved: Sequence[Tensor]) -> dict[str, int]:
+    return {"head_k_dim": saved[1].shape[2], "head_v_dim": saved[2].shape[2]}
 
 
 _LIMITED = {"head_k_dim": "K", "head_v_dim": "V"}
@@ -257,7 +223,7 @@ gated_delta_rule_forward = define(
     GATED_FORWARD,
     returns=pair_made(empty_results),
     limited=_LIMITED,
-    backward=partial(_gradients, gated_delta_rule_backward),
+    backward=partial(gradients, gated_delta_rule_backward, 2, _head_dims),
     flops="6 * T * HV * V * K",
 )
 kimi_delta_attention_backward = define(
@@ -272,6 +238,6 @@ kimi_delta_attention_forward = define(
     KIMI_FORWARD,
     returns=pair_made(empty_results),
     limited=_LIMITED,
-    backward=partial(_gradients, kimi_delta_attention_backward),
+    backward=partial(gradients, kimi_delta_attention_backward, 2, _head_dims),
     flops="6 * T * HV * V * K",
 )

@@ -1,0 +1,118 @@
+"""Ops over packed sequences without pools: states go in and come out, and nothing is mutated.
+
+A forward runs the kernels of an op with a pool, on a pool of its own. A backward is an op too, and
+is given what its forward was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.core.autocast import without_autocast
+from torch_hybrid.ops.core.declare import Op
+from torch_hybrid.ops.core.registration import same_or_first_impl
+from torch_hybrid.ops.core.state_bounds import check_offsets
+
+
+class PackedOp(Op):
+    """Arguments that a forward and its backward have."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        cu_seqlens: Tensor
+        initial_state: Tensor | None
+        output_final_state: bool  # of a forward alone
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences, empty ones included."""
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def rows(self) -> Tensor:
+        """Tensor that the outputs have shape and dtype of."""
+        raise NotImplementedError
+
+    def states(self, num_states: int) -> Tensor:
+        """Allocate so many states; a packing has room for many more sequences than there are."""
+        raise NotImplementedError
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless sequences are among the tokens."""
+        check_offsets(self.cu_seqlens, num_tokens=self.rows.shape[0])
+
+
+def empty_results(x: PackedOp) -> tuple[Tensor, Tensor]:
+    """Make the tensors that a forward returns."""
+    return x.rows.new_empty(x.rows.shape), x.states(x.num_seqs if x.output_final_state else 0)
+
+
+@without_autocast
+def run_on_pool(
+    x: PackedOp, run: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Put sequence n into slot n + 1; a state that nobody asks for has no slot.
+
+    Args:
+        x: arguments of the forward.
+        run: takes a pool and, of each sequence, the slots that it starts from and leaves its state
+            in; returns the outputs.
+    """
+    slots = torch.arange(1, x.num_seqs + 1, dtype=torch.int32, device=x.cu_seqlens.device)
+    is_kept = x.output_final_state or x.initial_state is not None
+    pool, null = x.states(x.num_seqs + 1 if is_kept else 1), torch.zeros_like(slots)
+    if x.initial_state is None:
+        pool.zero_()
+    else:
+        pool[0].zero_()
+        pool[1:].copy_(x.initial_state)
+    out = run(pool, null if x.initial_state is None else slots, slots if is_kept else null)
+    return out, pool[1:].clone() if x.output_final_state else x.states(0)
+
+
+def gradients(
+    backward: Callable[..., tuple[Tensor, ...]],
+    rows: int,
+    sizes: Callable[[Sequence[Tensor]], dict[str, int]],
+    ctx: Any,
+    dout: Tensor | None,
+    dfinal_state: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Call the op ``backward`` on what its forward saved.
+
+    Args:
+        backward: returns a gradient of each floating point argument, empty where that is None.
+        rows: place of the argument that the outputs are like.
+        sizes: takes what was saved; returns the sizes that implementations may limit.
+        ctx: context of the forward.
+        dout: gradient of the outputs, or None for zeros.
+        dfinal_state: gradient of the final states, or None for zeros.
+    """
+    saved = ctx.saved_tensors  # which activation checkpointing gives once
+    options = dict(ctx.options)
+    like, impl = saved[rows], options.pop("impl")
+    dfinal = dfinal_state if options.pop("output_final_state") else None
+    grads = iter(
+        backward(
+            *saved,
+            torch.zeros_like(like) if dout is None else dout.contiguous(),
+            None if dfinal is None else dfinal.contiguous(),
+            **options,
+            impl=same_or_first_impl(
+                backward.__name__, impl, like.device, like.dtype, **sizes(saved)
+            ),
+        )
+    )
+
+    def of(given: Tensor | None) -> Tensor | None:
+        if given is not None and not given.is_floating_point():
+            return None
+        grad = next(grads)
+        return None if given is None else grad
+
+    return tuple(map(of, saved))
