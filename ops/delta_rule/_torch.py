@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_hybrid.ops.delta_rule.op import DeltaRule
+from torch_hybrid.ops.delta_rule.unit_rows import l2_normalize
 from torch_hybrid.ops.ragged_chunks import (
     FULL_DECAY,
     Chunks,
@@ -21,11 +22,6 @@ from torch_hybrid.ops.ragged_chunks import (
     live_sequences,
     store_states,
 )
-
-
-def l2_normalize(x: Tensor) -> Tensor:
-    """Scale the last dimension to unit length, as the models do: 1e-6 is added to the square."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def sum_after(g: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation, check_lengths, check_width, convolve
 from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows
-from torch_hybrid.ops.delta_rule._torch import l2_normalize
+from torch_hybrid.ops.delta_rule.unit_rows import l2_normalize
 from torch_hybrid.ops.pointwise import sigmoid
 from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
 from torch_hybrid.ops.verify import StepOp, verify_by_calls

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.delta_rule._torch import l2_normalize
 from torch_hybrid.ops.delta_rule.op import DeltaRule
+from torch_hybrid.ops.delta_rule.unit_rows import l2_normalize
 
 
 def delta_rule_reference(x: DeltaRule) -> Tensor:

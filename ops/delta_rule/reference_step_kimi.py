@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.delta_rule._torch import l2_normalize
 from torch_hybrid.ops.delta_rule.op_step_kimi import KimiDeltaStep
+from torch_hybrid.ops.delta_rule.unit_rows import l2_normalize
 
 
 def kimi_delta_step_reference(x: KimiDeltaStep) -> Tensor:

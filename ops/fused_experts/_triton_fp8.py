@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.formats.block_scales import BLOCK
 from torch_hybrid.ops.fused_experts._triton_few import multiply_few
-from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
+from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored, unscaled
 from torch_hybrid.ops.fused_experts._triton_scaled import Tile, scaled_products
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.fp8 import fp8_product, readable, widen
@@ -118,12 +118,6 @@ def _add(
 
 
 @triton.jit
-def _scale(acc: tl.tensor, rows: tl.tuple, FORM: tl.constexpr) -> tl.tensor:
-    """Return sums whose products were scaled before."""
-    return acc
-
-
-@triton.jit
 def _multiply(
     rows: tl.tuple,
     p_x: tl.tensor,
@@ -171,5 +165,5 @@ def _multiply_hidden(
 
 
 _LOADER = Loader(
-    rows=_rows, add=_add, scale=_scale, multiply=_multiply, multiply_hidden=_multiply_hidden
+    rows=_rows, add=_add, scale=unscaled, multiply=_multiply, multiply_hidden=_multiply_hidden
 )

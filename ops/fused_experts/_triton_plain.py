@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.fused_experts._triton_few import multiply_few
-from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
+from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored, unscaled
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 
 _BLOCK_N = 8  # rows of weights that a program reads side by side
@@ -46,12 +46,6 @@ def _rows(
     p_w = weight + expert * (PARTS * R * K) + index_n[:, None] * K
     p_w += tl.arange(0, FORM[0])[None, :]
     return p_w, (index_n < R)[:, None], PART * R * K
-
-
-@triton.jit
-def _scale(acc: tl.tensor, rows: tl.tuple, FORM: tl.constexpr) -> tl.tensor:
-    """Return the sums: there are no scales."""
-    return acc
 
 
 @triton.jit
@@ -99,5 +93,5 @@ def _multiply_hidden(
 
 
 _LOADER = Loader(
-    rows=_rows, add=None, scale=_scale, multiply=_multiply, multiply_hidden=_multiply_hidden
+    rows=_rows, add=None, scale=unscaled, multiply=_multiply, multiply_hidden=_multiply_hidden
 )

@@ -26,6 +26,7 @@ from torch_hybrid.ops.delta_rule.training.op import (
     GatedDeltaRuleBackward,
     KimiDeltaAttentionBackward,
 )
+from torch_hybrid.ops.delta_rule.unit_rows import gradient_before, inverse_length, l2_normalize
 from torch_hybrid.ops.ragged_chunks import Chunks, Sequences, chunk_table, live_sequences
 
 DeltaRuleBackward = GatedDeltaRuleBackward | KimiDeltaAttentionBackward
@@ -85,7 +86,7 @@ def _gather(x: DeltaRuleBackward, chunks: Chunks) -> _Given:
     )
     q, k = q_rows, k_rows
     if x.qk_l2norm:
-        q, k = q * _inverse_length(q), k * _inverse_length(k)
+        q, k = l2_normalize(q), l2_normalize(k)
     q, k = (q * x.scale).repeat_interleave(group, 1), k.repeat_interleave(group, 1)
     pairs = (PairsByChannel if x.g.ndim == 3 else PairsByHead)(q, k, g)
     since_start = g.cumsum(-2).exp()
@@ -181,18 +182,13 @@ def _inside_chunks(
     yield (dx * error).sum(-1, keepdim=True) + (dsystem * given.pairs.kk).sum(-1, keepdim=True)
 
 
-def _inverse_length(x: Tensor) -> Tensor:
-    return torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
 def _of_rows(grad: Tensor, rows: Tensor, scale: float, *, normalized: bool) -> Tensor:
     """Carry a gradient of value heads [X, HV, C, K] back to rows [X, H, C, K] as they came."""
     grad = scale * grad.unflatten(1, (rows.shape[1], -1)).sum(2)
     if not normalized:
         return grad
-    inverse = _inverse_length(rows)
-    unit = rows * inverse
-    return inverse * (grad - unit * (unit * grad).sum(-1, keepdim=True))
+    inverse = inverse_length(rows)
+    return gradient_before(grad, rows * inverse, inverse)
 
 
 def _scatter(grad: Tensor, like: Tensor, chunks: Chunks) -> Tensor:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.delta_rule._triton_system import inverse, rounded_inverse
 from torch_hybrid.ops.delta_rule.training.op import GatedDeltaRuleBackward
+from torch_hybrid.ops.delta_rule.unit_rows import gradient_before, inverse_length
 from torch_hybrid.ops.triton.decays import (
     cumulate,
     decay_between,
@@ -38,7 +39,6 @@ from torch_hybrid.ops.triton.products import NUM_PIECES, dot
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.state import zero_rows
 
-_EPSILON = 1e-6
 _PIECES: tl.constexpr = tl.constexpr(NUM_PIECES)
 
 
@@ -63,14 +63,13 @@ def gated_delta_rule_backward(x: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
 
 def _normalise(rows: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows.float()
-    factor = torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPSILON)
+    factor = inverse_length(wide)
     return (wide * factor).to(rows.dtype), factor
 
 
 def _unnormalise(grad: Tensor, rows: Tensor, factor: Tensor) -> Tensor:
     """Take a gradient of normalised rows to one of the rows before."""
-    wide, unit = grad.float(), rows.float()
-    return ((wide - unit * (unit * wide).sum(-1, keepdim=True)) * factor).to(grad.dtype)
+    return gradient_before(grad.float(), rows.float(), factor).to(grad.dtype)
 
 
 def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
