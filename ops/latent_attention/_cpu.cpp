@@ -31,7 +31,6 @@ TH_CALL(Call,
   const float* pool_scale;
   const void *q_latent, *q_rope, *latent, *k_rope;
   void *pool, *out;
-  float* lse;
   int64_t page_table_row, num_tokens, num_seqs, num_pages, page_size, max_pages;
   int64_t q_latent_token, q_latent_head, q_rope_token, q_rope_head, latent_token, k_rope_token;
   int64_t num_heads, rank, rope_dim, is_bf16, is_invariant, num_threads;
@@ -101,7 +100,6 @@ template <typename T, typename Kept>
 void write_token(const Problem<T, Kept>& p, int64_t token) {
   if (p.is_padding(token)) {
     std::fill_n(p.output(token * p.num_heads), p.num_heads * p.rank, T{});
-    std::fill_n(p.lse + token * p.num_heads, p.num_heads, NO_KEY);
     return;
   }
   Kept* row = static_cast<Kept*>(p.pool) + p.slot_mapping[token] * p.width();
@@ -194,7 +192,6 @@ template <typename T, typename Kept>
 void store_row(const Problem<T, Kept>& p, const Tile& tile, int row, const float* sum, RowState state) {
   const int64_t to = p.cu_seqlens[tile.n] * p.num_heads + tile.row + row;
   scale_row(p.output(to), sum, p.kept_scale() / state.sum, p.rank);
-  p.lse[to] = state.lse();
 }
 
 // Joins the results of the splits of one tile: out[num_splits][rows][rank].

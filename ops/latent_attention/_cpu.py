@@ -16,7 +16,7 @@ _ATTEND = kernel(
     "latent_attention",
     _SOURCE,
     tensors="cu_seqlens seq_lens page_table slot_mapping pool_scale "
-    "q_latent q_rope latent k_rope pool out lse",
+    "q_latent q_rope latent k_rope pool out",
     integers="page_table_row num_tokens num_seqs num_pages page_size max_pages "
     "q_latent_token q_latent_head q_rope_token q_rope_head latent_token k_rope_token "
     "num_heads rank rope_dim is_bf16 is_invariant num_threads",
@@ -48,7 +48,6 @@ def latent_attention(x: LatentAttention, *, is_invariant: bool = False) -> Tenso
     num_tokens, num_heads, rank = q_latent.shape
     num_pages, page_size, _ = pool.shape
     out = q_latent.new_empty(q_latent.shape)
-    lse = q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
     in_range = _ATTEND(
         x.cu_seqlens,
         x.seq_lens,
@@ -61,7 +60,6 @@ def latent_attention(x: LatentAttention, *, is_invariant: bool = False) -> Tenso
         x.k_rope,
         pool,
         out,
-        lse,
         page_table.stride(0),
         num_tokens,
         x.seq_lens.shape[0],
