@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_hybrid.ops.block_attention.op import BlockAttention
 from torch_hybrid.ops.triton.devices import PROCESSORS
 from torch_hybrid.ops.triton.hopper_attention import BLOCK_M, HopperTiles
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.softmax import log2_scale
 
 _MOST_QUERIES = 31  # of a tile: a bit of a number for each
@@ -167,10 +167,7 @@ def _list_kernel(
     are listed, key by key.
     """
     tile = tl.program_id(0)
-    seq = sequence_of_block(cu_seqlens, num_seqs, tile, BLOCK_Q)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first = first_token_of_block(begin, seq, tile, BLOCK_Q)
+    seq, _begin, end, first = tokens_of_block(cu_seqlens, num_seqs, tile, BLOCK_Q)
     last = tl.minimum(first + BLOCK_Q, end) - 1
     query = first + tl.arange(0, QUERIES)
     is_query = query <= last

@@ -13,7 +13,7 @@ from torch_hybrid.ops.block_attention.op import BlockAttention
 from torch_hybrid.ops.triton.attention import attend_to_keys
 from torch_hybrid.ops.triton.devices import interpreted, launches_early
 from torch_hybrid.ops.triton.hopper_attention import HopperTiles, attend_rows
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
 
 _MOST_DIMS = 256
@@ -131,10 +131,7 @@ def _whole_kernel(
         gdc_launch_dependents()
     # The last blocks of a sequence see the most keys: they start first.
     place = tl.num_programs(0) - 1 - tl.program_id(0)
-    seq = sequence_of_block(cu_seqlens, num_seqs, place, BLOCK_Q)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first_token = first_token_of_block(begin, seq, place, BLOCK_Q)
+    seq, _begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, place, BLOCK_Q)
     row = tl.arange(0, BLOCK_M)
     token = first_token + row // GROUP
     ahead = tl.load(seq_lens + seq) - end  # of a token's number, to its position

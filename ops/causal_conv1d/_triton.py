@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.causal_conv1d.op import CausalConv1d
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 
 # Tokens of a program, and how many of them are fetched at once. No block is shorter than a state,
 # so that the first block of a sequence alone reads the state.
@@ -108,10 +108,7 @@ def _conv_kernel(
         p_zero = out + place.to(tl.int64)[:, None] * C + channel[None, :]
         tl.store(p_zero, zeros, mask=(place < last_padding)[:, None] & mask_c[None, :])
 
-    seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_T)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first_token = first_token_of_block(begin, seq, tl.program_id(0), BLOCK_T)
+    seq, begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_T)
     if first_token >= end:
         return
     initial = tl.load(initial_indices + seq).to(tl.int64)

@@ -28,7 +28,7 @@ from torch_hybrid.ops.triton.products import (
     inverse_root,
     store_pieces,
 )
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.segments import Launch
 
 
@@ -140,10 +140,7 @@ def _prepare_kernel(
     chunk = first_block + tl.program_id(0) // HV
     head_v = tl.program_id(0) % HV
     head_k = head_v // (HV // H)
-    seq = sequence_of_block(cu_seqlens, num_seqs, chunk, C)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first_token = first_token_of_block(begin, seq, chunk, C)
+    _seq, _begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, chunk, C)
     if first_token >= end:
         return
 

@@ -23,7 +23,7 @@ from torch_hybrid.ops.triton.products import (
     store_pieces,
     sum_rows,
 )
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.segments import Launch
 
 _FULL_DECAY: tl.constexpr = tl.constexpr(FULL_DECAY)
@@ -132,10 +132,7 @@ def _prepare_kernel(
     NT: tl.constexpr = max(PS, 1)  # tensors that pieces are in
     chunk = first_block + tl.program_id(0) // H
     head = tl.program_id(0) % H
-    seq = sequence_of_block(cu_seqlens, num_seqs, chunk, C)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first_token = first_token_of_block(begin, seq, chunk, C)
+    _seq, _begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, chunk, C)
     if first_token >= end:
         return
 

@@ -18,7 +18,7 @@ from torch_hybrid.ops.latent_attention.op import LatentAttention
 from torch_hybrid.ops.triton.devices import converts_fp8, interpreted
 from torch_hybrid.ops.triton.fp8 import readable
 from torch_hybrid.ops.triton.padding import set_padding
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
 # A kernel, the pool and what else it takes behind queries, and its options.
@@ -179,10 +179,7 @@ def _attend_kernel(
             tl.store(p_padding, zeros, mask=is_padding[:, None] & (index < RANK))
         tl.store(lse + row_padding, nothing, mask=is_padding)
 
-    seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first_token = first_token_of_block(begin, seq, tl.program_id(0), BLOCK_Q)
+    seq, _begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
     if first_token >= end:
         return
     token = first_token + row // BLOCK_H

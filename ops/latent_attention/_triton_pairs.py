@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from torch_hybrid.ops.triton.fp8_kv import float16_factors, widen_pairs
-from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
+from torch_hybrid.ops.triton.ragged import tokens_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish
 
 
@@ -67,10 +67,7 @@ def attend_pairs_kernel(
     head = tl.program_id(1) * BLOCK_H + row % BLOCK_H
     index = tl.arange(0, BLOCK_RANK)[None, :]
     index_rope = tl.arange(0, BLOCK_ROPE)[None, :]
-    seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first_token = first_token_of_block(begin, seq, tl.program_id(0), BLOCK_Q)
+    seq, _begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
     if first_token >= end:
         return
 

@@ -15,7 +15,7 @@ from torch_hybrid.ops.triton.attention import attend_to_keys
 from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
 from torch_hybrid.ops.triton.fp8_kv import as_float16
 from torch_hybrid.ops.triton.hopper_attention import HopperTiles, attend_rows
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.relative_bias import biases_of_rows, reach_of
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
 
@@ -183,10 +183,7 @@ def _long_kernel(
     head_kv = tl.program_id(1)
     # The last blocks of a sequence see the most keys: they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    seq = sequence_of_block(cu_seqlens, num_seqs, block, BLOCK_Q)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first_token = first_token_of_block(begin, seq, block, BLOCK_Q)
+    seq, begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, block, BLOCK_Q)
     if first_token >= end:
         return
 

@@ -18,7 +18,7 @@ from torch_hybrid.ops.paged_attention._triton_tiles import Tiles
 from torch_hybrid.ops.paged_attention.op import Pages
 from torch_hybrid.ops.triton.devices import converts_fp8, interpreted
 from torch_hybrid.ops.triton.fp8_kv import float16_factors, widen_pairs
-from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
+from torch_hybrid.ops.triton.ragged import tokens_of_block
 from torch_hybrid.ops.triton.relative_bias import (
     biases_of_rows,
     reach_of,
@@ -140,10 +140,7 @@ def _attend_kernel(
     WIDTH: tl.constexpr = D // 2 if IN_PAIRS else D  # what is fetched of a row
     head_kv = tl.program_id(1)
     split = tl.program_id(2)
-    seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first_token = first_token_of_block(begin, seq, tl.program_id(0), BLOCK_Q)
+    seq, _begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
     if first_token >= end:
         return
 

@@ -16,7 +16,7 @@ from torch_hybrid.ops.triton.attention import attend_to_keys
 from torch_hybrid.ops.triton.devices import interpreted, is_hopper
 from torch_hybrid.ops.triton.hopper_attention import BLOCK_M, HopperTiles, attend_rows
 from torch_hybrid.ops.triton.padding import set_padding
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
 
 
@@ -208,10 +208,7 @@ def _attend_kernel(
     tl.store(p_out, zeros, mask=is_padding[:, None] & mask_v[None, :])
     tl.store(lse + row_out, nothing, mask=is_padding)
 
-    seq = sequence_of_block(cu_seqlens_q, num_seqs, block, BLOCK_Q)
-    begin = tl.load(cu_seqlens_q + seq)
-    end = tl.load(cu_seqlens_q + seq + 1)
-    first_token = first_token_of_block(begin, seq, block, BLOCK_Q)
+    seq, _begin, end, first_token = tokens_of_block(cu_seqlens_q, num_seqs, block, BLOCK_Q)
     if first_token >= end:
         return
     token = first_token + row // GROUP

@@ -12,11 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from torch_hybrid.ops.select_blocks.op import SelectBlocks
 from torch_hybrid.ops.triton.block_ranks import TILE, ranks_of, take_blocks
 from torch_hybrid.ops.triton.devices import interpreted, launches_early
-from torch_hybrid.ops.triton.ragged import (
-    first_token_of_block,
-    num_blocks,
-    sequence_of_block,
-)
+from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 
 _ROWS = 64  # queries and heads that a program scores together, where there are as many
 _FEWEST_ROWS = 16  # that a product takes
@@ -136,10 +132,7 @@ def _score_kernel(
     """
     if EARLY:
         gdc_launch_dependents()
-    seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first = first_token_of_block(begin, seq, tl.program_id(0), BLOCK_Q)
+    seq, begin, end, first = tokens_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
     last = tl.minimum(first + BLOCK_Q, end) - 1
     ahead = tl.load(seq_lens + seq) - end  # of a token's number, to its position
     complete = (ahead + last + 1) // BLOCK_SIZE

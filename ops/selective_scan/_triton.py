@@ -23,6 +23,7 @@ from torch_hybrid.ops.triton.ragged import (
     first_token_of_block,
     num_blocks,
     sequence_of_block,
+    tokens_of_block,
 )
 from torch_hybrid.ops.triton.state import zero_rows
 
@@ -302,10 +303,7 @@ def _segment_kernel(
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     pid = tl.program_id(0)
     walk = pid // (BLOCKS * G)
-    seq = sequence_of_block(cu_seqlens, num_seqs, walk, SEGMENT)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first = first_token_of_block(begin, seq, walk, SEGMENT)
+    _seq, _begin, end, first = tokens_of_block(cu_seqlens, num_seqs, walk, SEGMENT)
     last = first + SEGMENT
     if last >= end:
         return

@@ -25,7 +25,12 @@ from torch_hybrid.ops.triton.products import (
     pieces_of_states,
     transpose_dot,
 )
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.ragged import (
+    first_token_of_block,
+    num_blocks,
+    sequence_of_block,
+    tokens_of_block,
+)
 from torch_hybrid.ops.triton.state import zero_rows
 
 _HEADS = 16  # of a program that cumulates decays
@@ -189,10 +194,7 @@ def _decay_kernel(
 ) -> None:
     """Make the factors of one chunk of BLOCK_H heads."""
     chunk = tl.program_id(0)
-    seq = sequence_of_block(cu_seqlens, num_seqs, chunk, C)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first_token = first_token_of_block(begin, seq, chunk, C)
+    _seq, _begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, chunk, C)
     if first_token >= end:
         return
 
@@ -401,10 +403,7 @@ def _segment_kernel(
     walk = pid // (NUM_BLOCKS * H)
     head = pid // NUM_BLOCKS % H
     group = head // (H // G)
-    seq = sequence_of_block(cu_seqlens, num_seqs, walk, segment)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first = first_token_of_block(begin, seq, walk, segment)
+    seq, begin, end, first = tokens_of_block(cu_seqlens, num_seqs, walk, segment)
     if first + segment >= end:
         return
 

@@ -40,6 +40,17 @@ def first_token_of_block(
 
 
 @triton.jit
+def tokens_of_block(
+    cu_seqlens: tl.tensor, num_seqs: tl.tensor, block: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tuple:
+    """Find a block's sequence, that one's first token and end, and the block's first token."""
+    seq = sequence_of_block(cu_seqlens, num_seqs, block, BLOCK)
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    return seq, begin, end, first_token_of_block(begin, seq, block, BLOCK)
+
+
+@triton.jit
 def sequence_of_token(cu_seqlens: tl.tensor, num_seqs: tl.tensor, token: tl.tensor) -> tl.tensor:
     """Find a token's sequence; ``num_seqs`` for padding."""
     before = tl.zeros([256], dtype=tl.int32)

@@ -36,7 +36,7 @@ from torch_hybrid.ops.triton.decays import (
 )
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 from torch_hybrid.ops.triton.products import NUM_PIECES, dot
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.state import zero_rows
 
 _PIECES: tl.constexpr = tl.constexpr(NUM_PIECES)
@@ -241,10 +241,7 @@ def _systems_kernel(
     chunk = tl.program_id(0) // HV
     head_v = tl.program_id(0) % HV
     head_k = head_v // (HV // H)
-    seq = sequence_of_block(cu_seqlens, num_seqs, chunk, C)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first_token = first_token_of_block(begin, seq, chunk, C)
+    _seq, _begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, chunk, C)
     if first_token >= end:
         return
     # Rows past the end have beta 0 and g 0.
@@ -507,10 +504,7 @@ def _inputs_kernel(
     """
     chunk = tl.program_id(0) // H
     head_k = tl.program_id(0) % H
-    seq = sequence_of_block(cu_seqlens, num_seqs, chunk, C)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first_token = first_token_of_block(begin, seq, chunk, C)
+    _seq, _begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, chunk, C)
     if first_token >= end:
         return
     dtype: tl.constexpr = k.dtype.element_ty
