@@ -8,13 +8,21 @@ shapes. Blocks past a sequence's last token are idle.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 def num_blocks(num_tokens: int, num_seqs: int, block: int) -> int:
     """Bound the blocks that any ``num_seqs`` sequences of ``num_tokens`` in all may need."""
     return num_tokens // block + num_seqs if num_seqs else 0
+
+
+def sequences_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Find the sequence of each token [T], on the device; N for padding."""
+    token = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:], token, right=True, out_int32=True)
 
 
 @triton.jit

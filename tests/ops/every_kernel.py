@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from tests.ops import kernels
 from tests.ops.block_attention import cases as blocks
 from tests.ops.causal_conv1d import cases as conv
+from tests.ops.causal_conv1d import test_triton_backward as conv_backward
 from tests.ops.delta_rule import gated as gdn
 from tests.ops.delta_rule import kimi as kda
 from tests.ops.delta_rule import step_gated_cases as gdn_step
@@ -284,6 +285,9 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         case = conv.Case(channels=37, has_bias=True, has_gates=has_gates, **LENGTHS)
         inputs = conv.make_inputs(case, dtype)
         yield name, partial(run, op, inputs.args(), inputs.options())
+    backward = conv_backward.make_backward(dtype=dtype)
+    name = "causal_conv1d_backward"
+    yield name, lambda device: conv_backward.gradients(conv_backward.on(backward, device))
     for num_tokens in (3, 50):
         case = experts.Case(num_tokens=num_tokens, top_k=3, dim=77, width=45, routing="some_none")
         args = experts.make_inputs(case, dtype=dtype)

@@ -25,6 +25,7 @@ from torch_hybrid.ops.core.declare import (
     several_made,
 )
 from torch_hybrid.ops.core.packed import PackedOp, empty_results, gradients
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _FOLDER = "torch_hybrid.ops.causal_conv1d.training"
 FORWARD: dict[str, Implementation] = {
@@ -36,10 +37,14 @@ FORWARD: dict[str, Implementation] = {
     for name, each in IMPLEMENTATIONS.items()
 }
 BACKWARD: dict[str, Implementation] = {
+    "triton": Implementation(
+        capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),
+        launcher=f"{_FOLDER}._triton:causal_conv1d_backward",
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
         launcher=f"{_FOLDER}._torch:causal_conv1d_backward",
-    )
+    ),
 }
 
 
