@@ -21,9 +21,9 @@ class Packing:
     Args:
         cu_seqlens: [N + 1] int32 or int64 offsets of the sequences, from 0 to T; empty sequences
             are allowed.
-        capacity: most sequences, at least N; by default T, which holds any packing. Initial and
-            final states have as many rows. On a GPU a rule has a chunk in store for each, so that
-            memory and launches grow with it: give the most that your packings hold.
+        capacity: most sequences, at least N. By default T, which holds any packing; on a GPU, where
+            launches and memory of forwards grow with it, at most 1024 or T / 32, whichever is more.
+            Initial and final states have as many rows.
         num_tokens: T. By default the last offset, which is read; so it must be given inside a graph
             and for offsets on a GPU, whose values are not checked.
 
@@ -35,7 +35,8 @@ class Packing:
     Raises:
         ValueError: a dtype or shape is not as above; or, for offsets on a CPU and outside of a
             graph, they do not rise from 0 to T.
-        CapacityError: there are more sequences than ``capacity``.
+        CapacityError: there are more sequences than ``capacity``; inside a graph or on a GPU a
+            RuntimeError, if only values tell.
     """
 
     cu_seqlens: Tensor
@@ -58,7 +59,8 @@ class Packing:
         if is_read:
             _check_offsets(cu_seqlens.tolist(), num_tokens)
         num_seqs = cu_seqlens.shape[0] - 1
-        capacity = max(num_tokens, num_seqs) if capacity is None else capacity
+        if capacity is None:
+            capacity = max(_default_capacity(num_tokens, cu_seqlens.device), num_seqs)
         if num_seqs > capacity:
             raise _too_many(num_seqs, capacity)
         self._plan(
@@ -132,14 +134,14 @@ class Packing:
             CapacityError: as above.
         """
         is_first, num_tokens, device = starts.flatten(), starts.numel(), starts.device
-        capacity = num_tokens if capacity is None else capacity
+        capacity = _default_capacity(num_tokens, device) if capacity is None else capacity
         ordinal = is_first.cumsum(0) - 1
-        if device.type == "cpu" and not torch.compiler.is_compiling() and num_tokens:
-            num_seqs = int(ordinal[-1]) + 1
-            if num_seqs > capacity:
+        if capacity < num_tokens:
+            if device.type != "cpu" or torch.compiler.is_compiling():
+                torch._assert_async(ordinal[-1] < capacity, _TOO_MANY.format(capacity, "more"))
+            elif (num_seqs := int(ordinal[-1]) + 1) > capacity:
                 raise _too_many(num_seqs, capacity)
-        # Tokens that begin nothing write to one element more, which is left out. In a graph, an
-        # element past that is an error of the index.
+        # Tokens that begin nothing write to one element more, which is left out.
         token = torch.arange(num_tokens, dtype=torch.int64, device=device)
         offsets = torch.full((capacity + 2,), num_tokens, dtype=torch.int64, device=device)
         index = torch.where(is_first, ordinal, capacity + 1)
@@ -219,7 +221,13 @@ def _check_offsets(offsets: list[int], num_tokens: int) -> None:
         raise ValueError(f"cu_seqlens must end at {num_tokens} tokens, got {offsets[-1]}")
 
 
+_TOO_MANY = "a packing must have at most {} sequences, got {}; `capacity` raises that"
+
+
 def _too_many(num_seqs: int, capacity: int) -> CapacityError:
-    return CapacityError(
-        f"a packing must have at most {capacity} sequences, got {num_seqs}; `capacity` raises that"
-    )
+    return CapacityError(_TOO_MANY.format(capacity, num_seqs))
+
+
+def _default_capacity(num_tokens: int, device: torch.device) -> int:
+    """Choose the most sequences of so many tokens."""
+    return num_tokens if device.type == "cpu" else min(num_tokens, max(1024, num_tokens // 32))

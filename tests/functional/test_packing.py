@@ -154,3 +154,13 @@ def test_bad_packings_are_refused(what: str) -> None:
     make, error, text = BAD[what]
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         make()
+
+
+def test_too_many_sequences_fail_in_a_graph_by_name() -> None:
+    def offsets_of(position_ids: Tensor) -> Tensor:
+        return th.Packing.from_position_ids(position_ids, capacity=2).cu_seqlens
+
+    compiled = torch.compile(offsets_of, fullgraph=True, backend="aot_eager")
+    assert compiled(torch.tensor([0, 1, 0, 1])).tolist() == [0, 2, 4]
+    with pytest.raises(RuntimeError, match="at most 2 sequences, got more"):
+        compiled(torch.tensor([0, 0, 0, 1]))
