@@ -2,6 +2,7 @@
 
 from torch_hybrid.ops.draw_tokens.counts import NOT_FINITE
 from torch_hybrid.sampling.draw import Draw, candidates
+from torch_hybrid.sampling.grammar import Grammar
 from torch_hybrid.sampling.logprobs import TokenLogprob, logprobs_of
 from torch_hybrid.sampling.numbers import RandomNumbers
 from torch_hybrid.sampling.on_device import DrawKind, draw_tokens, no_settings, sample, settings_of
@@ -13,6 +14,7 @@ __all__ = [
     "NOT_FINITE",
     "Draw",
     "DrawKind",
+    "Grammar",
     "LogitsProcessor",
     "LogitsRules",
     "RandomNumbers",

@@ -18,6 +18,7 @@ from torch_hybrid.sampling.generation_config import (
     fields_of,
     not_followed,
 )
+from torch_hybrid.sampling.grammar.grammar import Grammar
 
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 
@@ -60,6 +61,9 @@ class Sampling:
         logits_processor: called as ``processor(tokens, logits)`` before each draw, with the prompt
             and output so far and a float32 copy of the row, [vocab_size], on the model's device;
             returns logits of that shape. If it raises, only its own request ends.
+        grammar: grammar that the output follows (needs a tokenizer, and llguidance); other tokens
+            are barred after all rules. The first request of a grammar compiles it, on the thread
+            that makes the request.
         logprobs: number of likeliest tokens to report beside each generated one, with natural
             log-probabilities from the model's own logits, before any rule; None reports nothing.
         prompt_logprobs: like ``logprobs``, for the tokens of the prompt.
@@ -87,6 +91,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logits_processor: LogitsProcessor | None = None
+    grammar: Grammar | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
@@ -120,6 +125,8 @@ class Sampling:
         _set(self, "logit_bias", _checked_bias(self.logit_bias))
         if self.logits_processor is not None and not callable(self.logits_processor):
             raise _wrong_type("logits_processor", "a callable or None", self.logits_processor)
+        if not isinstance(self.grammar, Grammar | None):
+            raise _wrong_type("grammar", "a th.Grammar or None", self.grammar)
 
     def _check_seed(self) -> None:
         if self.seed is None:

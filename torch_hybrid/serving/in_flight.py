@@ -5,9 +5,9 @@
     flight.finish()                       waits for step n; requests take their tokens
 
 A request does not run ahead if the host must act between its tokens: rules on the logits,
-log-probabilities, drafts. Its step is ``run``, and finishes before another starts. A request may
-end while its next step is under way: it ignores that step's token. Its sequence is freed when that
-step finishes.
+log-probabilities, grammars, drafts. Its step is ``run``, and finishes before another starts. A
+request may end while its next step is under way: it ignores that step's token. Its sequence is
+freed when that step finishes.
 
 Sequences hold the committed tokens of a step as soon as it starts. They hold accepted drafts only
 when it finishes:
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from torch_hybrid.graphs.stepping.embeds import Embeds
 from torch_hybrid.sampling import NOT_FINITE, Draw, sample
+from torch_hybrid.sampling.grammar import apply_masks, make_masks
 from torch_hybrid.serving.request import Request, TokenEvent
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class InFlight:
         launched: waits for one token per request, drawn on the device; None where the host draws.
         logits: [T, vocab_size] after the last committed token and after each draft, per request of
             ``sampled``; None where the device draws.
+        masks: [T, W] int32 on the host, what grammars allow after each; None without grammars.
         is_decode: whether the step runs one token of each request, and no image.
         num_accepted: accepted drafts of each request of ``sampled``, once the step has finished.
     """
@@ -66,6 +68,7 @@ class InFlight:
     drafts: Drafts
     launched: Callable[[], list[int]] | None = None
     logits: Tensor | None = None
+    masks: Tensor | None = None
     is_decode: bool = False
     num_accepted: list[int] = field(default_factory=list)
 
@@ -118,13 +121,16 @@ class InFlight:
             for request, drafts in zip(self.sampled, self.drafts, strict=True)
             for depth in range(1 + len(drafts))
         ]
-        return sample(self.logits, draws)
+        logits = self.logits if self.masks is None else apply_masks(self.logits, self.masks)
+        return sample(logits, draws)
 
     def _draw(self, going: Sequence[int], rows: Sequence[int]) -> list[int]:
         """Draw the next token of some requests of ``sampled`` from these rows, with their rules."""
         assert self.logits is not None
         requests = [self.sampled[n] for n in going]
         logits = _ruled(self.logits[rows], requests)
+        if self.masks is not None:
+            logits = apply_masks(logits, self.masks[rows])
         return sample(logits, [request.next_draw() for request in requests])
 
 
@@ -175,7 +181,10 @@ def run(runner: Runner, rows: Rows, drafts: Drafts | None = None) -> InFlight:
     places, decodes = _sampled(rows), is_decode(rows)
     tried = [()] * len(rows) if drafts is None else drafts
     logits = _logits(runner, rows, tried, places)
-    return _started(runner, rows, places, is_decode=decodes, drafts=tried, logits=logits)
+    masks = make_masks([(rows[row][0].matcher, tried[row]) for row in places])  # a GPU still runs
+    return _started(
+        runner, rows, places, is_decode=decodes, drafts=tried, logits=logits, masks=masks
+    )
 
 
 def _sampled(rows: Rows) -> list[int]:
@@ -196,6 +205,7 @@ def _started(
     drafts: Drafts | None = None,
     launched: Callable[[], list[int]] | None = None,
     logits: Tensor | None = None,
+    masks: Tensor | None = None,
 ) -> InFlight:
     """Record a step that has started; requests at ``places`` each get a token from it."""
     for request, _ in rows:
@@ -211,6 +221,7 @@ def _started(
         drafts=[() if drafts is None else drafts[row] for row in places],
         launched=launched,
         logits=logits,
+        masks=masks,
         is_decode=is_decode,
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_hybrid.host.ints import int_tensor, packed_ints, plain_ints
 from torch_hybrid.sampling import LogitsRules, RandomNumbers, Sampling
+from torch_hybrid.sampling.grammar import Compiler, Matcher
 from torch_hybrid.serving.detokenizer import Detokenizer, Tokenizer
 from torch_hybrid.serving.images import Images
 from torch_hybrid.serving.messages import NO_SIGHT, Sight, read_messages
@@ -61,6 +62,7 @@ class Intake:
         self._vocab_size, self._max_seq_len = runner.vocab_size, runner.max_seq_len
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._finds_messages = finds_messages
+        self._grammars: Compiler | None = None  # made by the first grammar
 
     def requests(
         self, prompt: Prompt, sampling: Sampling, *, index: int, stream: bool
@@ -76,6 +78,7 @@ class Intake:
         Raises:
             TypeError: the prompt or ``sampling`` is of another kind.
             ValueError: the prompt cannot be served; see ``Engine.submit``.
+            UnsupportedError: grammars need a package that is missing, or another tokenizer.
         """
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling must be a th.Sampling, got {sampling!r}")
@@ -109,6 +112,7 @@ class Intake:
                 detokenizer=None if tokenizer is None else Detokenizer(tokenizer, sampling.stop),
                 numbers=RandomNumbers.of(sampling, sample),
                 rules=LogitsRules.of(sampling, num_prompt=len(tokens), end_token_ids=barred),
+                matcher=self._matcher(sampling, len(tokens), barred),
                 history=tokens.copy(),
                 packed=packed,
                 message_end=message_end,
@@ -116,6 +120,13 @@ class Intake:
             )
             for sample in range(sampling.n)
         ]
+
+    def _matcher(self, sampling: Sampling, num_prompt: int, ends: frozenset[int]) -> Matcher | None:
+        if sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            self._grammars = Compiler(self._tokenizer, self._vocab_size)
+        return self._grammars.matcher(sampling.grammar, num_prompt=num_prompt, end_token_ids=ends)
 
     def _encoded(self, prompt: Prompt) -> tuple[list[int], Mapping[str, Tensor]]:
         """Encode a prompt: its tokens, and the tower inputs of its images."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -23,6 +23,7 @@ from torch_hybrid.sampling import (
     TokenLogprob,
     logprobs_of,
 )
+from torch_hybrid.sampling.grammar import Matcher
 from torch_hybrid.serving.detokenizer import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Request:
     detokenizer: Detokenizer | None
     numbers: RandomNumbers | None
     rules: LogitsRules | None
+    matcher: Matcher | None = None
     history: list[int]  # prompt and generated tokens, as far as the host knows them
     packed: array[int]  # the prompt, of type "q"
     num_in_flight: int = 0  # steps under way that sample a token
@@ -120,7 +122,7 @@ class Request:
     def needs_host(self) -> bool:
         """True if the host must see each token before the next one is drawn."""
         sampling = self.sampling
-        if self.rules is not None or sampling.logprobs is not None:
+        if self.rules is not None or self.matcher is not None or sampling.logprobs is not None:
             return True
         return sampling.prompt_logprobs is not None and self.needs_prompt_logits
 
@@ -191,8 +193,12 @@ class Request:
         """
         if self.failure is not None:
             return self.end("error", error=self.failure)
+        if self.matcher is not None and (failed := self.matcher.error) is not None:
+            return self.end("error", error=f"the grammar cannot go on: {failed}")
         if token == NOT_FINITE:
             error = f"the logits after {len(self.history)} tokens have NaN or infinite values"
+            if self.matcher is not None:
+                error += ", or rules bar all that the grammar allows"
             return self.end("error", error=error)
         self.history.append(token)
         if self.sampling.logprobs is not None and logits is not None:
@@ -207,9 +213,23 @@ class Request:
                 return self.end("error", token=token, error=_told("detokenizing", error))
             if self.detokenizer.is_stopped:
                 return self.end("stop", token=token, text=text)
+        if self.matcher is not None:
+            self.matcher.advance(self.history)
+            if self.matcher.is_finished and not self._may_end:
+                return self.end("stop", token=token, text=text)
         if len(self.history) - len(self.prompt) == self.sampling.max_new_tokens:
             return self.end("length", token=token, text=text)
         return self._tell(TokenEvent(self, token, text))
+
+    @property
+    def _may_end(self) -> bool:
+        """True if a token that ends the request may come next."""
+        num_tokens = len(self.history) - len(self.prompt)
+        return bool(self.stop_token_ids) and num_tokens >= self.sampling.min_new_tokens
+
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        """Count the first drafts that the request's grammar allows."""
+        return len(drafts) if self.matcher is None else self.matcher.num_allowed(drafts)
 
     def end(
         self,

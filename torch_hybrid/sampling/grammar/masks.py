@@ -1,0 +1,62 @@
+"""Masks of bits over the vocabulary: one for each row of logits that a token is drawn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.sampling.grammar.matcher import Matcher
+
+
+def make_masks(rows: Sequence[tuple[Matcher | None, Sequence[int]]]) -> Tensor | None:
+    """Make the masks of a step on the host; no matcher advances.
+
+    Args:
+        rows: matcher of each request, if it has one, and its drafts. ``Matcher.num_allowed``
+            allows all of them.
+
+    Returns:
+        [T, W] int32, a row after the last token and each draft: bit ``v % 32`` of word ``v // 32``
+        allows token ``v``. None where no request has a matcher.
+    """
+    matchers = [matcher for matcher, _ in rows if matcher is not None]
+    if not matchers:
+        return None
+    vocabulary = matchers[0].vocabulary
+    first = list(accumulate((1 + len(drafts) for _, drafts in rows), initial=0))
+    masks = torch.full((first[-1], vocabulary.num_words), -1, dtype=torch.int32, device="cpu")
+    plain, drafted = [], []
+    frees = [0 if matcher is None else matcher.num_free(drafts) for matcher, drafts in rows]
+    for (matcher, drafts), at, num_free in zip(rows, first[:-1], frees, strict=True):
+        if matcher is None or num_free > len(drafts):
+            continue
+        if num_free == len(drafts):
+            plain.append((matcher.state, at + num_free))
+        else:
+            drafted.append((matcher.state, at + num_free, list(drafts[num_free:])))
+    place = masks.data_ptr(), 4 * masks.shape[1], masks.shape[0]
+    if plain:
+        vocabulary.executor.unsafe_compute_mask_ptr(plain, *place)
+    if drafted:
+        vocabulary.executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+    for (matcher, _), at, end, num_free in zip(rows, first[:-1], first[1:], frees, strict=True):
+        if matcher is not None:
+            matcher.finish_rows(masks[at:end], num_free)
+    return masks
+
+
+def apply_masks(logits: Tensor, masks: Tensor) -> Tensor:
+    """Bar the tokens that masks do not allow.
+
+    Args:
+        logits: [T, vocab_size], any float dtype; not changed.
+        masks: [T, W] int32 of ``make_masks``, on the host; W words hold the vocabulary at least.
+    """
+    words = masks.to(logits.device, non_blocking=True).unsqueeze(-1)
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (words >> places & 1).flatten(1)[:, : logits.shape[1]]
+    return torch.where(allowed.bool(), logits, -math.inf)

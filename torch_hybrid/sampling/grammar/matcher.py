@@ -1,0 +1,114 @@
+"""Matcher: how far the output of one request has come in its grammar.
+
+It follows the request's history and nothing else. So preemption, prefix caches and interrupted
+steps leave it right, and drafts never advance it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """Tokens as llguidance reads them, shared by all matchers of an engine."""
+
+    tokenizer: LLTokenizer
+    executor: LLExecutor  # threads that make masks
+    complete: int  # no token of the model: its bit is set where a grammar is complete
+
+    @property
+    def num_words(self) -> int:
+        """Number of int32 words of a mask."""
+        return -(-self.tokenizer.vocab_size // 32)
+
+
+class Matcher:
+    """State of one request in its grammar.
+
+    Args:
+        state: at the grammar's beginning; only this matcher uses it.
+        vocabulary: tokens of the engine.
+        num_prompt: tokens of the prompt, which the grammar does not cover.
+        end_token_ids: tokens that end the request where the grammar is complete.
+        after: token that the grammar begins after; None: it begins with the output.
+    """
+
+    def __init__(
+        self,
+        state: LLMatcher,
+        vocabulary: Vocabulary,
+        *,
+        num_prompt: int,
+        end_token_ids: frozenset[int],
+        after: int | None,
+    ) -> None:
+        self.state, self.vocabulary = state, vocabulary
+        self._num_seen = num_prompt
+        self._end_token_ids, self._after = end_token_ids, after
+        self._has_begun = after is None
+        self._ends = _bits(end_token_ids, vocabulary.num_words)
+        self._not_complete = ~_bits([vocabulary.complete], vocabulary.num_words)
+
+    def advance(self, history: Sequence[int]) -> None:
+        """Follow the tokens of a history that are new since the last call; none ends the
+        request."""
+        for token in history[self._num_seen :]:
+            if self._has_begun:
+                self.state.consume_token(token)
+            else:
+                self._has_begun = token == self._after
+        self._num_seen = len(history)
+
+    @property
+    def error(self) -> str | None:
+        """Reason why the matcher cannot go on, such as a step that takes too long."""
+        return self.state.get_error() if self.state.is_error() else None
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the grammar is complete and nothing can follow."""
+        return self._has_begun and self.state.is_stopped()
+
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        """Count the first drafts that the grammar allows one after another; no end is one."""
+        ends = (at for at, token in enumerate(drafts) if token in self._end_token_ids)
+        tokens = list(drafts[: next(ends, len(drafts))])
+        num_free = self.num_free(tokens)
+        return min(num_free, len(tokens)) + self.state.validate_tokens(tokens[num_free:])
+
+    def num_free(self, drafts: Sequence[int]) -> int:
+        """Count the next tokens that come before the grammar; more than the drafts if all do."""
+        if self._has_begun:
+            return 0
+        return drafts.index(self._after) + 1 if self._after in drafts else len(drafts) + 1
+
+    def finish_rows(self, rows: Tensor, num_free: int) -> None:
+        """Let the request end where its grammar is complete, and only there.
+
+        Args:
+            rows: masks [R, W] int32, one after another, as llguidance fills them; written.
+            num_free: rows before the grammar begins.
+        """
+        rows[:num_free] = ~self._ends
+        word, bit = divmod(self.vocabulary.complete, 32)
+        for row in rows[num_free:]:
+            if int(row[word]) >> bit & 1:
+                row &= self._not_complete
+                row |= self._ends
+
+
+def _bits(tokens: Sequence[int] | frozenset[int], num_words: int) -> Tensor:
+    """Pack a set of tokens into words [W] int32."""
+    is_in = torch.zeros(num_words, 32, dtype=torch.int64, device="cpu")
+    for token in tokens:
+        is_in[token // 32, token % 32] = 1
+    return (is_in << torch.arange(32, device="cpu")).sum(-1).to(torch.int32)
