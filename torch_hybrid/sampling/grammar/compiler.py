@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections import OrderedDict
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.sampling.grammar import trial
 from torch_hybrid.sampling.grammar.grammar import Grammar
 from torch_hybrid.sampling.grammar.matcher import Matcher, Vocabulary
+from torch_hybrid.sampling.grammar.trial import TRIAL
+from torch_hybrid.sampling.grammar.worker import Worker
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_KEPT = 64  # compiled grammars
-MAX_SECONDS = 5.0  # of a trial
 _STEP_ITEMS = 10_000  # of the parser in one step: about half a millisecond
 _COMPLETE = "<|grammar complete|>"
-_INTERSECTS = re.compile(r'"pattern|[&~]')  # what may take long to compile, see ``trial``
+_INTERSECTS = re.compile(r'"pattern|[&~]')  # what needs a trial
 
 
 @runtime_checkable
@@ -65,7 +62,7 @@ class Compiler:
     ) -> Matcher:
         """Make the matcher of one request, and compile its grammar if that is not kept.
 
-        One grammar compiles at a time. It takes milliseconds, or at most ``MAX_SECONDS`` twice.
+        One grammar compiles at a time, in milliseconds. ``trial`` bounds what may take hours.
 
         Args:
             grammar: grammar of the output.
@@ -95,8 +92,9 @@ class Compiler:
         from llguidance import LLMatcher, LLParserLimits
 
         source = _source(grammar)
-        if _INTERSECTS.search(grammar.text) and grammar.kind in ("json_schema", "ebnf"):
-            _try(source)
+        may_intersect = grammar.kind in ("json_schema", "ebnf") and _INTERSECTS.search(grammar.text)
+        if may_intersect and not TRIAL.passes(source):
+            raise _refusal(grammar, "its patterns intersect in too many ways")
         limits = LLParserLimits(
             step_max_items=_STEP_ITEMS, precompute_large_lexemes=False, verbose_errors=False
         )
@@ -142,18 +140,6 @@ def _source(grammar: Grammar) -> str:
         raise _refusal(grammar, str(error)) from None
 
 
-def _try(source: str) -> None:
-    """Compile in another process first, which is ended if it takes too long."""
-    command = [sys.executable, str(Path(trial.__file__))]
-    try:
-        subprocess.run(command, input=source.encode(), capture_output=True, timeout=MAX_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise ValueError(
-            f"the grammar takes more than {MAX_SECONDS:g} s to compile: patterns that must all "
-            f"hold, with long counted repeats"
-        ) from None
-
-
 def _vocabulary(tokenizer: object, vocab_size: int) -> Vocabulary:
     """Read a tokenizer, with one more token: its bit is set where a grammar is complete."""
     try:
@@ -183,6 +169,7 @@ def _vocabulary(tokenizer: object, vocab_size: int) -> Vocabulary:
     return Vocabulary(
         tokenizer=_read(backend.to_str(), max(vocab_size, complete + 1), complete),
         executor=LLExecutor(),
+        worker=Worker(),
         complete=complete,
     )
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.sampling.grammar.matcher import Matcher
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
 
 
 def make_masks(rows: Sequence[tuple[Matcher | None, Sequence[int]]]) -> Tensor | None:
@@ -21,7 +26,8 @@ def make_masks(rows: Sequence[tuple[Matcher | None, Sequence[int]]]) -> Tensor |
 
     Returns:
         [T, W] int32, a row after the last token and each draft: bit ``v % 32`` of word ``v // 32``
-        allows token ``v``. None where no request has a matcher.
+        allows token ``v``. None where no request has a matcher. If a mask takes too long, all
+        matchers of the step fail.
     """
     matchers = [matcher for matcher, _ in rows if matcher is not None]
     if not matchers:
@@ -38,19 +44,31 @@ def make_masks(rows: Sequence[tuple[Matcher | None, Sequence[int]]]) -> Tensor |
             plain.append((matcher.state, at + num_free))
         else:
             drafted.append((matcher.state, at + num_free, list(drafts[num_free:])))
-    place = masks.data_ptr(), 4 * masks.shape[1], masks.shape[0]
-    if plain:
-        vocabulary.executor.unsafe_compute_mask_ptr(plain, *place)
-    if drafted:
-        vocabulary.executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+    if not vocabulary.worker.finishes(partial(_fill, vocabulary.executor, masks, plain, drafted)):
+        for matcher in matchers:
+            matcher.fail("a mask took too long")
+        return torch.full_like(masks, -1)  # the late thread still writes
     for (matcher, _), at, end, num_free in zip(rows, first[:-1], first[1:], frees, strict=True):
         if matcher is not None:
             matcher.finish_rows(masks[at:end], num_free)
     return masks
 
 
+def _fill(
+    executor: LLExecutor,
+    masks: Tensor,
+    plain: list[tuple[LLMatcher, int]],
+    drafted: list[tuple[LLMatcher, int, list[int]]],
+) -> None:
+    place = masks.data_ptr(), 4 * masks.shape[1], masks.shape[0]
+    if plain:
+        executor.unsafe_compute_mask_ptr(plain, *place)
+    if drafted:
+        executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+
+
 def apply_masks(logits: Tensor, masks: Tensor) -> Tensor:
-    """Bar the tokens that masks do not allow.
+    """Replace the logits of tokens that masks do not allow by minus infinity.
 
     Args:
         logits: [T, vocab_size], any float dtype; not changed.

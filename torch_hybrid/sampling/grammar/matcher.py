@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torch_hybrid.sampling.grammar.worker import Worker
+
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
@@ -22,7 +24,8 @@ class Vocabulary:
     """Tokens as llguidance reads them, shared by all matchers of an engine."""
 
     tokenizer: LLTokenizer
-    executor: LLExecutor  # threads that make masks
+    executor: LLExecutor  # threads that share a step's masks
+    worker: Worker  # the thread that waits for them
     complete: int  # no token of the model: its bit is set where a grammar is complete
 
     @property
@@ -55,6 +58,7 @@ class Matcher:
         self._num_seen = num_prompt
         self._end_token_ids, self._after = end_token_ids, after
         self._has_begun = after is None
+        self._failed: str | None = None
         self._ends = _bits(end_token_ids, vocabulary.num_words)
         self._not_complete = ~_bits([vocabulary.complete], vocabulary.num_words)
 
@@ -71,7 +75,13 @@ class Matcher:
     @property
     def error(self) -> str | None:
         """Reason why the matcher cannot go on, such as a step that takes too long."""
-        return self.state.get_error() if self.state.is_error() else None
+        if self._failed is None and self.state.is_error():
+            self._failed = self.state.get_error()
+        return self._failed
+
+    def fail(self, why: str) -> None:
+        """End the matcher: another thread may still use its state."""
+        self._failed = why
 
     @property
     def is_finished(self) -> bool:

@@ -1,0 +1,41 @@
+"""Worker: a thread that makes masks, and that a step need not wait for without end.
+
+No limit of llguidance ends some intersections of patterns. A thread cannot be ended either, so one
+that is late is left behind, and another takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Event, Thread
+
+MAX_SECONDS = 2.0
+
+Task = Callable[[], object]
+
+
+class Worker:
+    """Thread that runs one task after another; the program may exit while it runs."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[tuple[Task, Event]] | None = None
+
+    def finishes(self, task: Task) -> bool:
+        """Run a task that does not raise, and tell whether it was done in ``MAX_SECONDS``."""
+        if self._tasks is None:
+            self._tasks = SimpleQueue()
+            Thread(target=_run, args=(self._tasks,), daemon=True).start()
+        done = Event()
+        self._tasks.put((task, done))
+        if done.wait(MAX_SECONDS):
+            return True
+        self._tasks = None
+        return False
+
+
+def _run(tasks: SimpleQueue[tuple[Task, Event]]) -> None:
+    while True:
+        task, done = tasks.get()
+        task()
+        done.set()
