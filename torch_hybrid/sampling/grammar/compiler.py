@@ -166,6 +166,7 @@ def _vocabulary(tokenizer: object, vocab_size: int) -> Vocabulary:
         )
     backend.add_special_tokens([_COMPLETE])
     complete = backend.token_to_id(_COMPLETE)
+    assert complete is not None
     return Vocabulary(
         tokenizer=_read(backend.to_str(), max(vocab_size, complete + 1), complete),
         executor=LLExecutor(),
