@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -226,10 +226,6 @@ class Request:
         """True if a token that ends the request may come next."""
         num_tokens = len(self.history) - len(self.prompt)
         return bool(self.stop_token_ids) and num_tokens >= self.sampling.min_new_tokens
-
-    def num_allowed(self, drafts: Sequence[int]) -> int:
-        """Count the first drafts that the request's grammar allows."""
-        return len(drafts) if self.matcher is None else self.matcher.num_allowed(drafts)
 
     def end(
         self,

@@ -143,7 +143,7 @@ def _source(grammar: Grammar) -> str:
 def _vocabulary(tokenizer: object, vocab_size: int) -> Vocabulary:
     """Read a tokenizer, with one more token: its bit is set where a grammar is complete."""
     try:
-        from llguidance import LLExecutor
+        import llguidance  # noqa: F401
         from tokenizers import Tokenizer
     except ImportError as error:
         raise UnsupportedError(
@@ -169,7 +169,6 @@ def _vocabulary(tokenizer: object, vocab_size: int) -> Vocabulary:
     assert complete is not None
     return Vocabulary(
         tokenizer=_read(backend.to_str(), max(vocab_size, complete + 1), complete),
-        executor=LLExecutor(),
         worker=Worker(),
         complete=complete,
     )

@@ -21,13 +21,12 @@ def make_masks(rows: Sequence[tuple[Matcher | None, Sequence[int]]]) -> Tensor |
     """Make the masks of a step on the host; no matcher advances.
 
     Args:
-        rows: matcher of each request, if it has one, and its drafts. ``Matcher.num_allowed``
-            allows all of them.
+        rows: matcher of each request, if it has one, and its drafts.
 
     Returns:
         [T, W] int32, a row after the last token and each draft: bit ``v % 32`` of word ``v // 32``
-        allows token ``v``. None where no request has a matcher. If a mask takes too long, all
-        matchers of the step fail.
+        allows token ``v``. Rows after a draft that is not allowed, which no request reaches, allow
+        all. None where no request has a matcher. If a mask takes too long, all matchers fail.
     """
     matchers = [matcher for matcher, _ in rows if matcher is not None]
     if not matchers:
@@ -44,7 +43,7 @@ def make_masks(rows: Sequence[tuple[Matcher | None, Sequence[int]]]) -> Tensor |
             plain.append((matcher.state, at + num_free))
         else:
             drafted.append((matcher.state, at + num_free, list(drafts[num_free:])))
-    if not vocabulary.worker.finishes(partial(_fill, vocabulary.executor, masks, plain, drafted)):
+    if not vocabulary.worker.finishes(partial(_fill, masks, plain, drafted)):
         for matcher in matchers:
             matcher.fail("a mask took too long")
         return torch.full_like(masks, -1)  # the late thread still writes
@@ -55,10 +54,10 @@ def make_masks(rows: Sequence[tuple[Matcher | None, Sequence[int]]]) -> Tensor |
 
 
 def _fill(
-    executor: LLExecutor,
     masks: Tensor,
     plain: list[tuple[LLMatcher, int]],
     drafted: list[tuple[LLMatcher, int, list[int]]],
+    executor: LLExecutor,
 ) -> None:
     place = masks.data_ptr(), 4 * masks.shape[1], masks.shape[0]
     if plain:

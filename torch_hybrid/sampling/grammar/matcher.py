@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_hybrid.sampling.grammar.worker import Worker
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,7 @@ class Vocabulary:
     """Tokens as llguidance reads them, shared by all matchers of an engine."""
 
     tokenizer: LLTokenizer
-    executor: LLExecutor  # threads that share a step's masks
-    worker: Worker  # the thread that waits for them
+    worker: Worker  # makes the masks of a step
     complete: int  # no token of the model: its bit is set where a grammar is complete
 
     @property
@@ -87,13 +86,6 @@ class Matcher:
     def is_finished(self) -> bool:
         """True if the grammar is complete and nothing can follow."""
         return self._has_begun and self.state.is_stopped()
-
-    def num_allowed(self, drafts: Sequence[int]) -> int:
-        """Count the first drafts that the grammar allows one after another; no end is one."""
-        ends = (at for at, token in enumerate(drafts) if token in self._end_token_ids)
-        tokens = list(drafts[: next(ends, len(drafts))])
-        num_free = self.num_free(tokens)
-        return min(num_free, len(tokens)) + self.state.validate_tokens(tokens[num_free:])
 
     def num_free(self, drafts: Sequence[int]) -> int:
         """Count the next tokens that come before the grammar; more than the drafts if all do."""

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
+
+    Task = Callable[[LLExecutor], object]
 
 MAX_SECONDS = 2.0
-
-Task = Callable[[], object]
 
 
 class Worker:
@@ -22,7 +26,11 @@ class Worker:
         self._tasks: SimpleQueue[tuple[Task, Event]] | None = None
 
     def finishes(self, task: Task) -> bool:
-        """Run a task that does not raise, and tell whether it was done in ``MAX_SECONDS``."""
+        """Run a task that does not raise, and tell whether it was done in ``MAX_SECONDS``.
+
+        Args:
+            task: called with the threads that share a step's masks.
+        """
         if self._tasks is None:
             self._tasks = SimpleQueue()
             Thread(target=_run, args=(self._tasks,), daemon=True).start()
@@ -35,7 +43,10 @@ class Worker:
 
 
 def _run(tasks: SimpleQueue[tuple[Task, Event]]) -> None:
+    from llguidance import LLExecutor
+
+    executor = LLExecutor()
     while True:
         task, done = tasks.get()
-        task()
+        task(executor)
         done.set()

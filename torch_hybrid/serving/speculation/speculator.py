@@ -120,7 +120,7 @@ class Speculator:
         proposed = self._drafter.propose([r for r, _ in asked], [count for _, count in asked])
         by_request = dict(zip((r for r, _ in asked), proposed, strict=True))
         drafts = [
-            self._possible(request, by_request.get(request, [])[:count])
+            self._known(by_request.get(request, [])[:count])
             for request, count in zip(requests, wanted, strict=True)
         ]
         lengths = list(map(len, drafts))
@@ -129,10 +129,9 @@ class Speculator:
         kept = self._that_pay(requests, lengths)
         return [own[:length] for own, length in zip(drafts, kept, strict=True)]
 
-    def _possible(self, request: Request, drafts: Sequence[int]) -> list[int]:
-        """Cut drafts before the first token outside of the vocabulary or the request's grammar."""
-        known = list(takewhile(lambda token: 0 <= token < self._runner.vocab_size, drafts))
-        return known[: request.num_allowed(known)]
+    def _known(self, drafts: Sequence[int]) -> list[int]:
+        """Cut drafts before the first token outside of the model's vocabulary."""
+        return list(takewhile(lambda token: 0 <= token < self._runner.vocab_size, drafts))
 
     def _that_pay(self, requests: Sequence[Request], most: Sequence[int]) -> list[int]:
         """Choose how many drafts of each request pay, up to ``most``."""
