@@ -46,6 +46,7 @@ TRAITS = {
     "decode": _OF_FAMILIES,
     "floor": _OF_STEPS,
     "gpu": Traits(quick=("--parts", "token_ops", "--only", "router"), needs_cuda=True),
+    "grammar": _OF_STEPS,
     "gpu_memory": Traits(quick=("--kv-tokens", "8192"), needs_cuda=True),
     "integers": Traits(quick=("--prompts", "4")),
     "latent_prefix": Traits(quick=("--prefixes", "256", "--tokens", "16", "--budget", "128")),

@@ -16,8 +16,9 @@ import torch_hybrid as th
 from tests.sampling.grammar.schemas import make_schemas
 from tests.serving.fake_runner import FakeRunner
 from tests.serving.speculation.drafters import Knowing
+from tests.test_fresh_process import run
 from tests.tiny_models import make_hybrid
-from tests.tiny_tokenizers import byte_level
+from tests.tiny_tokenizers import EVERY_KIND, byte_level
 from torch_hybrid.sampling.grammar import compiler, masks, trial, worker
 from torch_hybrid.sampling.grammar.compiler import Compiler
 
@@ -315,6 +316,37 @@ def test_a_model_gives_the_same_with_and_without_drafts(method: str | None):
     for text in expected:
         jsonschema.validate(json.loads(text), schema)
     assert by.stats().drafts.accepted > 0 or method is None
+
+
+def test_a_process_without_llguidance_is_told_what_to_install():
+    code = """
+        import sys, torch_hybrid as th
+        from tests.serving.fake_runner import FakeRunner
+        from tests.tiny_tokenizers import byte_level
+        assert "llguidance" not in sys.modules
+        sampling = th.Sampling(grammar=th.Grammar.json_object())
+        try:
+            th.Engine(FakeRunner(vocab_size=300), byte_level()).submit([1], sampling)
+        except th.UnsupportedError as error:
+            print(error)
+    """
+    expected = "grammars need llguidance: pip install 'torch-hybrid[serve]'"
+    assert run(code, blocked=("llguidance",)) == expected
+
+
+@pytest.mark.parametrize("make", EVERY_KIND.values(), ids=EVERY_KIND)
+def test_every_kind_of_tokenizer_writes_the_grammar_or_is_refused(make: Any):
+    by = th.Engine(FakeRunner(vocab_size=320), make(), eos_token_ids=[2])
+    sampling = th.Sampling(grammar=th.Grammar.regex("(the|fox|ab){3}[.]"))
+    if make.__name__ in ("word_pieces", "cleaned_word_pieces", "cleaned_words", "word_ends"):
+        with pytest.raises(th.UnsupportedError, match="grammars cannot read the tokenizer"):
+            by.submit([1], sampling)
+    elif make.__name__ == "byte_by_byte":
+        with pytest.raises(th.UnsupportedError, match=r"need a fast tokenizer.*ByT5Tokenizer"):
+            by.submit([1], sampling)
+    else:
+        [output] = by.generate([1], sampling)
+        assert re.fullmatch("(the|fox|ab){3}[.]", output.text)
 
 
 def _index(output: th.Output) -> int:
