@@ -257,8 +257,10 @@ class Engine(Shown):
         Raises:
             TypeError: the prompt, ``sampling``, ``on_event`` or ``queue`` is of another kind.
             ValueError: the prompt is empty, holds an unknown token or, with ``max_new_tokens``, is
-                longer than a sequence can be; texts are used without a tokenizer; the queue is
-                bounded, no event loop runs, or there are two readers.
+                longer than a sequence can be; texts are used without a tokenizer; the grammar is
+                wrong, or asks for more than is supported; the queue is bounded, no event loop runs,
+                or there are two readers.
+            UnsupportedError: grammars need a package that is missing, or another tokenizer.
             CapacityError: ``max_waiting`` requests wait already.
         """
         _check_timeout(timeout_s)

@@ -8,7 +8,6 @@ xgrammar compiles 359, and accepts invalid values under 156 to 182 of those with
 from __future__ import annotations
 
 import json
-import re
 from collections import OrderedDict
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -22,10 +21,10 @@ from torch_hybrid.sampling.grammar.worker import Worker
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_KEPT = 64  # compiled grammars
+MAX_KEPT = 64  # compiled or refused grammars
 _STEP_ITEMS = 10_000  # of the parser in one step: about half a millisecond
 _COMPLETE = "<|grammar complete|>"
-_INTERSECTS = re.compile(r'"pattern|[&~]')  # what needs a trial
+_Key = tuple[str, str, bool]
 
 
 @runtime_checkable
@@ -53,9 +52,9 @@ class Compiler:
     """
 
     def __init__(self, tokenizer: object, vocab_size: int) -> None:
-        self._lock = Lock()
+        self._lock, self._compiling = Lock(), Lock()
         self._vocabulary = _vocabulary(tokenizer, vocab_size)
-        self._compiled: OrderedDict[tuple[str, str, bool], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[_Key, LLMatcher | str] = OrderedDict()  # or why it is refused
 
     def matcher(
         self, grammar: Grammar, *, num_prompt: int, end_token_ids: frozenset[int]
@@ -72,29 +71,47 @@ class Compiler:
         Raises:
             ValueError: the grammar is wrong, asks for what is not supported, or takes too long.
         """
-        key = grammar.kind, grammar.text, grammar.whitespace
-        with self._lock:
-            if key not in self._compiled:
-                self._compiled[key] = self._compile(grammar)
-            self._compiled.move_to_end(key)
-            if len(self._compiled) > MAX_KEPT:
-                self._compiled.popitem(last=False)
-            state = self._compiled[key].deep_copy()
+        compiled = self._compiled_or_refused(grammar)
+        if isinstance(compiled, str):
+            raise ValueError(compiled)
         return Matcher(
-            state,
+            compiled.deep_copy(),
             self._vocabulary,
             num_prompt=num_prompt,
             end_token_ids=end_token_ids,
             after=self._border(grammar.after),
         )
 
+    def _compiled_or_refused(self, grammar: Grammar) -> LLMatcher | str:
+        """Find a grammar, or compile it; those that are kept do not wait for others."""
+        key = grammar.kind, grammar.text, grammar.whitespace
+        if (kept := self._kept(key)) is not None:
+            return kept
+        with self._compiling:
+            if (kept := self._kept(key)) is not None:
+                return kept
+            try:
+                made: LLMatcher | str = self._compile(grammar)
+            except ValueError as error:
+                made = str(error)
+        with self._lock:
+            self._compiled[key] = made
+            if len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+        return made
+
+    def _kept(self, key: _Key) -> LLMatcher | str | None:
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+            return self._compiled.get(key)
+
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
         source = _source(grammar)
-        may_intersect = grammar.kind in ("json_schema", "ebnf") and _INTERSECTS.search(grammar.text)
-        if may_intersect and not TRIAL.passes(source):
-            raise _refusal(grammar, "its patterns intersect in too many ways")
+        if not TRIAL.passes(source):
+            raise _refusal(grammar, "it takes too long, as patterns do that must all hold")
         limits = LLParserLimits(
             step_max_items=_STEP_ITEMS, precompute_large_lexemes=False, verbose_errors=False
         )

@@ -1,8 +1,9 @@
 """Trial of a grammar in a process of its own, which can be ended.
 
 llguidance bounds its work but for intersections of counted repeats: those may take hours to compile
-or to make the first masks of. The process is this file, which imports nothing of the package and so
-starts in a moment. It serves all engines, and ends with the standard input that it reads.
+or to make the first masks of. A crash would end this process alone, too. It runs this file, which
+imports nothing of the package and so starts in a moment. It serves all engines, and ends with the
+standard input that it reads.
 """
 
 from __future__ import annotations
