@@ -107,7 +107,7 @@ def main() -> None:
     on_cpu = options.device == "cpu"
     times = by_turns(
         contestants,
-        rounds=3 if options.quick else 9,
+        rounds=3 if options.quick else 5,
         clock=time.process_time if on_cpu else time.perf_counter,
     )
     results = Results(
