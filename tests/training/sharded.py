@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.training.twins import flattened, make_rows, make_twin
 
-STEPS, BATCHES = 3, 2
+BATCHES = 2  # of a step
 
 
-def train() -> list[float]:
-    """Train on two packings a step, each rank on its share; return the mean losses."""
+def train(start: int, stop: int, resume_from: str = "", save_to: str = "") -> list[float]:
+    """Take steps on two packings each, every rank on its share; return the mean losses.
+
+    Args:
+        start: first step.
+        stop: step not to take any more.
+        resume_from: folder of a checkpoint of model and optimizer; else both are new.
+        save_to: folder for a checkpoint after the last step.
+    """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    twin = make_twin()
+    twin = make_twin(seed=1 if resume_from else 0)
     if num_ranks > 1:
         mesh = init_device_mesh("cpu", (num_ranks,))
         for module in (*twin.model.layers, twin.lm_head, twin):
             fully_shard(module, mesh=mesh)
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    if resume_from:
+        load(twin, optimizer, resume_from)
     seen = []
-    for step in range(STEPS):
+    for step in range(start, stop):
         seeds = range(BATCHES * step + rank, BATCHES * (step + 1), num_ranks)
         loss = torch.stack(
             [twin(**flattened(make_rows([20, 9], seed))).loss for seed in seeds]
@@ -33,4 +46,24 @@ def train() -> list[float]:
         total = loss.detach() / num_ranks
         dist.all_reduce(total)
         seen.append(float(total))
+    if save_to:
+        dcp.save(states(twin, optimizer), checkpoint_id=save_to)
     return seen
+
+
+def states(twin: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Collect a rank's shards of what a checkpoint holds."""
+    model, of_optimizer = get_state_dict(twin, optimizer)
+    return {"model": model, "optimizer": of_optimizer}
+
+
+def load(twin: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Read a checkpoint of any number of ranks."""
+    held = states(twin, optimizer)
+    dcp.load(held, checkpoint_id=folder)
+    set_state_dict(
+        twin,
+        optimizer,
+        model_state_dict=held["model"],
+        optim_state_dict=held["optimizer"],
+    )

@@ -1,18 +1,33 @@
-"""Under FSDP2 a twin has the losses that it has on one rank."""
+"""Under FSDP2 a twin has the losses that it has on one rank, after a checkpoint too."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.parallel.processes import run_ranks
+from tests.parallel.processes import results, run_ranks
 from tests.training.sharded import train
 
+STEPS = 4
 
-def test_two_ranks_have_the_losses_of_one():
-    (alone,) = run_ranks(train, 1)
-    both = run_ranks(train, 2)
-    assert alone.error is None
-    assert [each.error for each in both] == [None, None]
-    assert alone.result[-1] < alone.result[0]
-    for each in both:
-        assert each.result == pytest.approx(alone.result, rel=1e-5)
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    return results(run_ranks(train, 1, 0, STEPS))[0]
+
+
+def test_two_ranks_have_the_losses_of_one(alone: list[float]):
+    assert alone[-1] < alone[0]
+    for losses in results(run_ranks(train, 2, 0, STEPS)):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_checkpoint_resumes_on_any_number_of_ranks(alone: list[float], tmp_path: Path):
+    """The optimizer's moments too: steps after the break are those without it."""
+    folder = str(tmp_path)
+    before = results(run_ranks(train, 2, 0, 2, "", folder))
+    for num_ranks in (1, 2):
+        after = results(run_ranks(train, num_ranks, 2, STEPS, folder))
+        for losses in after:
+            assert before[0] + losses == pytest.approx(alone, rel=1e-5)
