@@ -17,6 +17,8 @@ from tests.training.twins import flattened, furthest, grads, make_pair, make_row
 
 LORA = {"r": 4, "init_lora_weights": False}
 TARGETS = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+SIZES = {"max_seqs": 1, "max_tokens": 32, "kv_tokens": 64, "compile": False}
 
 
 def loss_of(model: Any, **options: Any) -> torch.Tensor:
@@ -107,7 +109,7 @@ def test_what_was_tuned_is_served():
     prompt = make_rows([20])[0]
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     expected = adapted.eval().generate(input_ids=prompt, **options)[0, 20:].tolist()
-    runner = th.Runner(th.adapt(adapted), max_seqs=1, max_tokens=32, kv_tokens=64, compile=False)
+    runner = th.Runner(th.adapt(adapted), **SIZES)
     sampling = th.Sampling(max_new_tokens=4, temperature=0.0)
     (out,) = th.Engine(runner).generate(prompt.tolist(), sampling)
     assert out.tokens == expected
@@ -120,14 +122,26 @@ def test_another_attention_is_refused():
         loss_of(twin)
 
 
-def test_adapters_of_experts_train(tmp_path: Path):
-    twin = make_twin("qwen3_next")
-    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    config = peft.LoraConfig(target_modules=[], target_parameters=targets, **LORA)
-    adapted = peft.get_peft_model(twin, config)
-    made = grads(adapted, loss_of(adapted))
-    assert made
-    assert all("experts" in name and grad.any() for name, grad in made.items())
+def test_adapters_of_projections_and_experts_are_merged_and_served(tmp_path: Path):
+    config = peft.LoraConfig(target_modules=TARGETS, target_parameters=EXPERTS, **LORA)
+    adapted = peft.get_peft_model(make_twin("qwen3_next"), config)
+    made = grads(adapted, before := loss_of(adapted))
+    assert all(grad.any() for grad in made.values())
+    assert {part for part in ("experts", *TARGETS) for name in made if part in name} == {
+        *TARGETS, "experts"
+    }  # fmt: skip
+    torch.optim.AdamW(adapted.parameters(), lr=1e-2).step()
+    assert loss_of(adapted) < before
+    adapted.save_pretrained(tmp_path / "adapters")
+    again = peft.PeftModel.from_pretrained(make_twin("qwen3_next"), tmp_path / "adapters")
+    torch.testing.assert_close(loss_of(again.train()), loss_of(adapted))
+    merged = again.merge_and_unload().eval()
+    merged.save_pretrained(tmp_path / "merged")
+    runner = th.Runner(th.from_pretrained(tmp_path / "merged"), **SIZES)
+    prompt = make_rows([20])[0]
+    served = runner.extend(runner.new_sequences(1), prompt.tolist(), logits="all")
+    trained = adapted.eval()(input_ids=prompt).logits[0]
+    torch.testing.assert_close(served, trained, atol=1e-3, rtol=1e-3)
 
 
 def test_make_trainable_takes_a_model_of_peft():
