@@ -46,7 +46,7 @@ class Packing:
     def __init__(
         self, cu_seqlens: Tensor, capacity: int | None = None, *, num_tokens: int | None = None
     ) -> None:
-        _check_form("cu_seqlens", cu_seqlens, (1,))
+        check_form("cu_seqlens", cu_seqlens, (1,))
         if not cu_seqlens.shape[0]:
             raise ValueError("cu_seqlens must have shape [N + 1], got [0]")
         is_read = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -79,7 +79,7 @@ class Packing:
         Raises:
             ValueError, CapacityError: as above.
         """
-        _check_form("position_ids", position_ids, (1, 2))
+        check_form("position_ids", position_ids, (1, 2))
         return cls.from_starts(after_first(position_ids.diff() != 1), capacity)
 
     @classmethod
@@ -93,7 +93,7 @@ class Packing:
         Raises:
             ValueError, CapacityError: as above.
         """
-        _check_form("seq_idx", seq_idx, (1, 2))
+        check_form("seq_idx", seq_idx, (1, 2))
         return cls.from_starts(after_first(seq_idx.diff() != 0), capacity)
 
     @classmethod
@@ -111,7 +111,7 @@ class Packing:
             CapacityError: as above.
         """
         if attention_mask.dtype is not torch.bool:
-            _check_form("attention_mask", attention_mask, (2,))
+            check_form("attention_mask", attention_mask, (2,))
         is_token = attention_mask.bool()
         changes = is_token[:, 1:] != is_token[:, :-1]
         if is_token.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -203,7 +203,8 @@ pytree.register_pytree_node(
 )
 
 
-def _check_form(name: str, given: Tensor, ndims: tuple[int, ...]) -> None:
+def check_form(name: str, given: Tensor, ndims: tuple[int, ...]) -> None:
+    """Raise ValueError unless a tensor has one of these numbers of dimensions, and integers."""
     if given.ndim not in ndims:
         allowed = " or ".join(map(str, ndims))
         raise ValueError(f"{name} must have {allowed} dimensions, got shape {list(given.shape)}")

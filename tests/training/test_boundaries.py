@@ -9,9 +9,27 @@ import torch
 
 import torch_hybrid as th
 from tests.training.twins import LENGTHS, flattened, make_rows, make_twin
+from torch_hybrid.training.boundaries import packing_of
 
 OFFSETS = torch.tensor([0, *LENGTHS]).cumsum(0)
-STATED = ["position_ids", "cu_seq_lens_q", "seq_idx"]
+STATED = ["position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"]
+
+
+def sent_by(*names: str) -> dict[str, Any]:
+    """Collate all sequences, and keep of what states boundaries the arguments of these names."""
+    sent = {**flattened(make_rows()), "packing": th.Packing(OFFSETS)}
+    return {name: sent[name] for name in ("input_ids", *names)}
+
+
+def plan(said: dict[str, Any]) -> list[torch.Tensor]:
+    """Compute the tables of a packing, as a model does."""
+    packing = packing_of(said)
+    return [packing.cu_seqlens, packing.positions, packing.sequences]
+
+
+def plan_compiled(said: dict[str, Any]) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    return torch.compile(plan, fullgraph=True, backend="aot_eager")(said)
 
 
 @pytest.fixture(scope="module")
@@ -26,21 +44,51 @@ def alone(twin: Any) -> torch.Tensor:
         return torch.cat([twin(row).logits[0] for row in make_rows()])
 
 
-@pytest.mark.parametrize("stated", [*STATED, "packing"])
-def test_each_way_alone_keeps_sequences_apart(twin: Any, alone: torch.Tensor, stated: str):
-    sent = {**flattened(make_rows()), "packing": th.Packing(OFFSETS)}
+WAYS = [*((name,) for name in (*STATED, "packing")), (*STATED, "max_length_q", "max_length_k")]
+each_way = pytest.mark.parametrize("names", WAYS, ids=", ".join)
+
+
+@each_way
+def test_each_way_alone_and_all_keep_sequences_apart(
+    twin: Any, alone: torch.Tensor, names: tuple[str, ...]
+):
+    sent = sent_by(*names)
     with torch.no_grad():
-        logits = twin(sent["input_ids"], **{stated: sent[stated]}).logits[0]
+        logits = twin(sent.pop("input_ids"), **sent).logits[0]
+    torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+
+
+@each_way
+def test_each_way_plans_the_same_in_a_graph(names: tuple[str, ...]):
+    expected = plan(sent_by("packing"))
+    assert all(map(torch.equal, plan(sent_by(*names)), expected))
+    assert all(map(torch.equal, plan_compiled(sent_by(*names)), expected))
+
+
+@pytest.mark.parametrize("stated", ["position_ids", "packing"])
+def test_a_graph_keeps_sequences_apart(twin: Any, alone: torch.Tensor, stated: str):
+    torch._dynamo.reset()
+    step = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        logits = step(**sent_by(stated)).logits[0]
     torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("stated", STATED)
 def test_evaluation_keeps_sequences_apart(twin: Any, alone: torch.Tensor, stated: str):
-    sent = flattened(make_rows())
     with torch.no_grad():
-        out = twin.eval()(input_ids=sent["input_ids"], **{stated: sent[stated]})
+        out = twin.eval()(**sent_by(stated))
     twin.train()
     torch.testing.assert_close(out.logits[0], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_positional_arguments_are_those_of_transformers(twin: Any, alone: torch.Tensor):
+    ids, position = sent_by("position_ids").values()
+    with torch.no_grad():
+        logits = twin(ids, None, position).logits[0]
+    torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+    with pytest.raises(TypeError, match="after labels must be named, got 7 positional"):
+        twin(ids, None, position, None, None, ids, True)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -68,20 +116,38 @@ def test_labels_do_not_reach_into_the_next_sequence(twin: Any):
 MASK = torch.ones(2, 6, dtype=torch.long)
 HOLE = MASK.clone().index_fill(1, torch.tensor([2]), 0)
 PADDED = MASK.clone().index_fill(1, torch.tensor([5]), 0)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "holes": ({"attention_mask": HOLE}, "no holes"),
+OF_FORM: dict[str, tuple[dict[str, Any], str]] = {
     "a 4-D mask": ({"attention_mask": MASK[:, None, None]}, r"shape \(2, 6\), got \(2, 1, 1, 6\)"),
     "masks of kinds of layers": ({"attention_mask": {}}, "got dict"),
-    "disagreement": ({"attention_mask": PADDED, "seq_idx": 0 * MASK}, "only where seq_idx does"),
     "another packing": ({"packing": th.Packing(torch.tensor([0, 5]))}, "12 tokens .* got one of 5"),
+    "a packing elsewhere": (
+        {"packing": th.Packing(torch.tensor([0, 12])).to("meta")}, "must be on cpu, got meta"
+    ),
+    "offsets of floats": (
+        {"cu_seq_lens_q": torch.tensor([0.0, 12.0])}, "cu_seq_lens_q must have dtype .* got .*float"
+    ),
+    "offsets of rows": ({"cu_seq_lens_k": MASK}, r"cu_seq_lens_k must have 1 dim.*\[2, 6\]"),
+    "positions of floats": ({"position_ids": MASK / 1}, "position_ids must have dtype"),
+    "numbers of floats": ({"seq_idx": MASK / 1}, "seq_idx must have dtype"),
+}  # fmt: skip
+OF_VALUES: dict[str, tuple[dict[str, Any], str]] = {
+    "holes": ({"attention_mask": HOLE}, "no holes"),
+    "disagreement": ({"attention_mask": PADDED, "seq_idx": 0 * MASK}, "only where seq_idx does"),
     "offsets that end early": ({"cu_seq_lens_q": torch.tensor([0, 5])}, "from 0 to the 12 tokens"),
     "offsets that fall": ({"cu_seq_lens_q": torch.tensor([0, 7, 5, 12])}, "from 0 to the 12"),
-    "offsets that begin late": ({"cu_seq_lens_q": torch.tensor([1, 12])}, "from 0 to the 12"),
+    "offsets that begin late": ({"cu_seq_lens_k": torch.tensor([1, 12])}, "from 0 to the 12"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", OF_FORM | OF_VALUES)
 def test_contradictions_are_refused(twin: Any, case: str):
-    said, message = REFUSED[case]
+    said, message = (OF_FORM | OF_VALUES)[case]
     with pytest.raises(ValueError, match=message):
         twin(torch.ones(2, 6, dtype=torch.long), **said)
+
+
+@pytest.mark.parametrize("case", OF_VALUES)
+def test_contradictions_are_refused_in_a_graph(case: str):
+    said, message = OF_VALUES[case]
+    with pytest.raises(RuntimeError, match=message):
+        plan_compiled({"input_ids": torch.ones(2, 6, dtype=torch.long), **said})

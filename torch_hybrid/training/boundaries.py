@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.packing import Packing, after_first
+from torch_hybrid.packing import Packing, after_first, check_form
 
 # Arguments that say no more than boundaries; layers need not see them.
 STATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -17,13 +17,14 @@ STATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq
 def packing_of(inputs: Mapping[str, Any]) -> Packing:
     """Make the packing of a model's inputs, without a read on the host inside a graph.
 
-    A token begins a sequence where any of ``position_ids``, ``seq_idx``, ``cu_seq_lens_q`` and
-    ``attention_mask`` says so. Padding is a sequence too, which no other token sees.
+    A token begins a sequence where any of ``position_ids``, ``seq_idx``, ``cu_seq_lens_q``,
+    ``cu_seq_lens_k`` and ``attention_mask`` says so. Padding is a sequence too, which no other
+    token sees.
 
     Raises:
-        ValueError: a mask has holes, or is none of tokens; it disagrees with ``seq_idx``; or a
-            packing or offsets are of another number of tokens. In a graph or on a GPU:
-            RuntimeError, of those that depend on values.
+        ValueError: a mask has holes, or is none of tokens; it disagrees with ``seq_idx``; a packing
+            or offsets are of another number of tokens; or a packing is on another device. In a
+            graph or on a GPU: RuntimeError, of those that depend on values.
     """
     x = inputs.get("input_ids")
     x = inputs["inputs_embeds"] if x is None else x
@@ -34,6 +35,10 @@ def packing_of(inputs: Mapping[str, Any]) -> Packing:
             raise ValueError(
                 f"packing must be of the {num_rows * num_tokens} tokens of the inputs, "
                 f"got one of {packing.num_tokens}"
+            )
+        if packing.cu_seqlens.device != x.device:
+            raise ValueError(
+                f"packing must be on {x.device}, got {packing.cu_seqlens.device}; `to` moves it"
             )
         return packing
     row = torch.arange(num_tokens, dtype=torch.int64, device=x.device).expand(num_rows, num_tokens)
@@ -55,18 +60,21 @@ def _starts(inputs: Mapping[str, Any], row: Tensor) -> Tensor:
     """Mark the tokens [B, T] that begin a sequence."""
     starts = row == 0
     position, seq_idx = inputs.get("position_ids"), inputs.get("seq_idx")
-    mask, offsets = inputs.get("attention_mask"), inputs.get("cu_seq_lens_q")
+    mask = inputs.get("attention_mask")
     if position is not None and position.ndim == 3:
         # Axes of images and videos say nothing of boundaries; the first of four is the text's.
         position = position[0] if len(position) == 4 else None
     if position is not None:
+        check_form("position_ids", position, (2,))
         starts = starts | after_first(position.diff() != 1)
     if seq_idx is not None:
+        check_form("seq_idx", seq_idx, (2,))
         starts = starts | _changes(seq_idx)
     if mask is not None:
         starts = starts | _of_mask(mask, seq_idx, row)
-    if offsets is not None:
-        starts = starts | _of_offsets(offsets, starts)
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if (offsets := inputs.get(name)) is not None:
+            starts = starts | _of_offsets(name, offsets, starts)
     return starts
 
 
@@ -84,12 +92,13 @@ def _of_mask(mask: Any, seq_idx: Tensor | None, row: Tensor) -> Tensor:
     return changes
 
 
-def _of_offsets(offsets: Tensor, starts: Tensor) -> Tensor:
+def _of_offsets(name: str, offsets: Tensor, starts: Tensor) -> Tensor:
+    check_form(name, offsets, (1,))
     end = starts.numel()
     # A diff of two offsets has a size of 1, for which a graph is compiled anew.
     rises = (offsets == offsets.cummax(0).values).all()
     fits = (offsets[0] == 0) & (offsets[-1] == end) & rises
-    _require(fits, f"cu_seq_lens_q must rise from 0 to the {end} tokens of the inputs")
+    _require(fits, f"{name} must rise from 0 to the {end} tokens of the inputs")
     marks = torch.zeros(end + 1, dtype=torch.bool, device=starts.device)
     return marks.index_fill(0, offsets.long(), True)[:end].view(starts.shape)
 
