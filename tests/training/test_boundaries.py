@@ -133,9 +133,18 @@ OF_FORM: dict[str, tuple[dict[str, Any], str]] = {
 OF_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "holes": ({"attention_mask": HOLE}, "no holes"),
     "disagreement": ({"attention_mask": PADDED, "seq_idx": 0 * MASK}, "only where seq_idx does"),
-    "offsets that end early": ({"cu_seq_lens_q": torch.tensor([0, 5])}, "from 0 to the 12 tokens"),
-    "offsets that fall": ({"cu_seq_lens_q": torch.tensor([0, 7, 5, 12])}, "from 0 to the 12"),
-    "offsets that begin late": ({"cu_seq_lens_k": torch.tensor([1, 12])}, "from 0 to the 12"),
+    "offsets that end early": (
+        {"cu_seq_lens_q": torch.tensor([0, 5])},
+        "from 0 to the number of tokens",
+    ),
+    "offsets that fall": (
+        {"cu_seq_lens_q": torch.tensor([0, 7, 5, 12])},
+        "from 0 to the number of tokens",
+    ),
+    "offsets that begin late": (
+        {"cu_seq_lens_k": torch.tensor([1, 12])},
+        "from 0 to the number of tokens",
+    ),
 }
 
 

@@ -12,14 +12,23 @@ from torch._dynamo.utils import counters
 from tests.training.twins import FAMILIES, flattened, furthest, grads, make_rows, make_twin
 
 TOKENS = 128
+COUNTS = (64, 16, 3, 1, TOKENS, 2, 100, 31)  # of sequences
 
 
-def draw_lengths(seed: int) -> list[int]:
-    """Draw lengths of TOKENS in all: 1 to TOKENS / 2 sequences, many of one token among these."""
+def draw_lengths(seed: int, tokens: int = TOKENS) -> list[int]:
+    """Draw lengths of so many tokens in all: 1 to TOKENS sequences, many of one token."""
     generator = torch.Generator().manual_seed(seed)
-    most = [2, 8, 40, TOKENS][seed % 4]
-    cuts = torch.randperm(TOKENS - 1, generator=generator)[: TOKENS // most - 1] + 1
-    return torch.tensor([0, *cuts.sort().values, TOKENS]).diff().tolist()
+    cuts = torch.randperm(tokens - 1, generator=generator)[: COUNTS[seed % len(COUNTS)] - 1] + 1
+    return torch.tensor([0, *cuts.sort().values, tokens]).diff().tolist()
+
+
+def collated(seed: int, tokens: int = TOKENS) -> dict[str, Any]:
+    """Collate a packing as a trainer does, who divides the loss by a number of its own.
+
+    Sequences of one token have no label; then that number keeps the loss from being 0 / 0.
+    """
+    sent = flattened(make_rows(draw_lengths(seed, tokens), seed))
+    return {**sent, "num_items_in_batch": torch.tensor(tokens)}
 
 
 def error(these: dict[str, torch.Tensor], those: dict[str, torch.Tensor]) -> float:
@@ -28,50 +37,57 @@ def error(these: dict[str, torch.Tensor], those: dict[str, torch.Tensor]) -> flo
     return max(float((these[name] - that).abs().max()) for name, that in those.items()) / most
 
 
-def compiled_steps(twin: Any, backend: str, num_steps: int) -> float:
-    """Train on new packings, with two warm-ups; return how far gradients are from eager's."""
-    torch._dynamo.reset()
-    counters.clear()
-    step = torch.compile(twin, fullgraph=True, backend=backend)
+def compiled_steps(twin: Any, step: Any, plain: Any, sizes: list[int]) -> float:
+    """Train on packings of so many tokens, with two warm-ups.
+
+    Return how far gradients are from eager's.
+    """
     worst = 0.0
-    for seed in range(num_steps):
-        sent = flattened(make_rows(draw_lengths(seed), seed))
+    for seed, tokens in enumerate(sizes):
+        sent = collated(seed, tokens)
         with torch.compiler.set_stance("default" if seed < 2 else "fail_on_recompile"):
             made = grads(twin, step(**sent).loss)
-        worst = max(worst, furthest(made, grads(twin, twin(**sent).loss)))
+        worst = max(worst, furthest(made, grads(plain, plain(**sent).loss)))
     return worst
+
+
+@pytest.fixture(autouse=True)
+def new_counts() -> None:
+    torch._dynamo.reset()
+    counters.clear()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_graph_has_the_gradients_of_eager(family: str):
-    assert compiled_steps(make_twin(family), "aot_eager", 3) < 1e-5
-    assert counters["stats"]["unique_graphs"] <= 2
+    twin = make_twin(family)
+    step = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    assert compiled_steps(twin, step, twin, [TOKENS, 160, 144]) < 1e-5
+    assert counters["stats"]["unique_graphs"] == 2
 
 
-def test_twenty_packings_compile_nothing():
-    assert compiled_steps(make_twin(), "aot_eager", 22) < 1e-5
+def test_twenty_packings_compile_nothing_and_other_sizes_one_graph():
+    twin = make_twin()
+    step = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    assert compiled_steps(twin, step, twin, [TOKENS] * 22) < 1e-5
+    graphs = counters["stats"]["unique_graphs"]
+    for tokens in (160, 144, 200):
+        step(**collated(1, tokens)).loss.backward()
+    assert counters["stats"]["unique_graphs"] == graphs + 1
 
 
 def test_layers_compile_one_by_one_into_a_graph_of_each_kind():
     kinds = ["linear_attention", "full_attention"]
-    twin = make_twin(num_hidden_layers=6, layer_types=kinds * 3)
+    twin = make_twin(num_hidden_layers=48, layer_types=kinds * 24)
     plain = copy.deepcopy(twin)
-    torch._dynamo.reset()
-    counters.clear()
     for layer in twin.model.layers:
         layer.compile(fullgraph=True, backend="aot_eager")
-    for seed in range(5):
-        sent = flattened(make_rows(draw_lengths(seed), seed))
-        with torch.compiler.set_stance("default" if seed < 2 else "fail_on_recompile"):
-            made = grads(twin, twin(**sent).loss)
-        assert furthest(made, grads(plain, plain(**sent).loss)) < 1e-5
+    assert compiled_steps(twin, twin, plain, [TOKENS] * 3) < 1e-5
     assert counters["stats"]["unique_graphs"] == len(kinds)
 
 
 def test_router_logits_in_a_graph():
     twin = make_twin("qwen3_next", output_router_logits=True)
     sent = flattened(make_rows([20, 9]))
-    torch._dynamo.reset()
     made = torch.compile(twin, fullgraph=True, backend="aot_eager")(**sent)
     torch.testing.assert_close(made.loss, twin(**sent).loss)
     assert made.aux_loss > 0
@@ -79,7 +95,17 @@ def test_router_logits_in_a_graph():
 
 @pytest.mark.slow
 def test_inductor_has_the_gradients_of_eager():
-    assert compiled_steps(make_twin("qwen3_next"), "inductor", 4) < 1e-4
+    twin = make_twin("qwen3_next")
+    step = torch.compile(twin, fullgraph=True)
+    sent = collated(0)
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):  # then the first graph is for any number
+        torch._dynamo.mark_dynamic(sent[name], 0)
+    step(**sent)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed in range(4):
+            sent = collated(seed)
+            made = grads(twin, step(**sent).loss)
+            assert furthest(made, grads(twin, twin(**sent).loss)) < 1e-4
 
 
 @pytest.mark.slow
@@ -87,7 +113,6 @@ def test_inductor_rounds_bfloat16_no_worse_than_eager_with_checkpointing():
     twin, sent = make_twin(), flattened(make_rows(draw_lengths(2)))
     exact = grads(twin, twin(**sent).loss)
     twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    torch._dynamo.reset()
     step = torch.compile(twin, fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
         eager, compiled = twin(**sent).loss, step(**sent).loss

@@ -98,7 +98,7 @@ def _of_offsets(name: str, offsets: Tensor, starts: Tensor) -> Tensor:
     # A diff of two offsets has a size of 1, for which a graph is compiled anew.
     rises = (offsets == offsets.cummax(0).values).all()
     fits = (offsets[0] == 0) & (offsets[-1] == end) & rises
-    _require(fits, f"{name} must rise from 0 to the {end} tokens of the inputs")
+    _require(fits, f"{name} must rise from 0 to the number of tokens", offsets)
     marks = torch.zeros(end + 1, dtype=torch.bool, device=starts.device)
     return marks.index_fill(0, offsets.long(), True)[:end].view(starts.shape)
 
@@ -108,12 +108,15 @@ def _changes(x: Tensor) -> Tensor:
     return after_first(x.diff() != 0)
 
 
-def _require(holds: Tensor, message: str) -> None:
-    """Raise ValueError at once on a CPU; elsewhere leave an assertion to the device."""
+def _require(holds: Tensor, message: str, came: Tensor | None = None) -> None:
+    """Raise ValueError at once on a CPU; elsewhere leave an assertion to the device.
+
+    A number of tokens in ``message`` would make a graph for that number alone.
+    """
     if torch.compiler.is_compiling() or holds.device.type != "cpu":
         torch._assert_async(holds, message)
     elif not holds:
-        raise ValueError(message)
+        raise ValueError(message if came is None else f"{message}, got {came.tolist()}")
 
 
 _POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
