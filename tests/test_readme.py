@@ -48,6 +48,10 @@ OPS: dict[str, tuple[str, ...]] = {
         "kimi_delta_attention_backward",
         "causal_conv1d_forward",
         "causal_conv1d_backward",
+        "packed_attention_forward",
+        "packed_attention_backward",
+        "linear_cross_entropy_forward",
+        "linear_cross_entropy_backward",
     ),
     "around the mixers": (
         "linear",

@@ -58,7 +58,11 @@ def register_without_backward(
 
 
 def register_with_backward(
-    library: torch.library.Library, name: str, backward: Callable[..., Any]
+    library: torch.library.Library,
+    name: str,
+    backward: Callable[..., Any],
+    *,
+    saves_results: bool = False,
 ) -> None:
     """Register the backward of a functional op, which saves all tensors that the op is given.
 
@@ -67,10 +71,14 @@ def register_with_backward(
         name: of the op.
         backward: takes the context, with ``saved_tensors`` and ``options``, and the gradient of
             each result, None where nothing asks for it. Returns that of each tensor, or None.
+        saves_results: whether the results are saved too, after what is given. Then only the first
+            can be differentiated.
     """
 
     def save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
+        if saves_results:
+            ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*inputs, *(output if saves_results else ()))
         ctx.options = keyword_only_inputs
         ctx.set_materialize_grads(False)  # a state's gradient is large, and seldom there
 

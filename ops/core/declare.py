@@ -301,6 +301,7 @@ def define(
     names_ndim: bool = False,
     flops: str = "0",
     backward: Callable[..., Any] | None = None,
+    saves_results: bool = False,
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.
 
@@ -315,6 +316,7 @@ def define(
         flops: multiplications and additions of products in a call, as an expression of letters
             and of ``x``, an instance of ``op``.
         backward: of an op without pools; see ``autograd.register_with_backward``.
+        saves_results: likewise.
     """
     declaration = Declaration(cast(type[Op], op))
     DECLARED[declaration.name] = declaration
@@ -337,6 +339,7 @@ def define(
         check=check,
         flops=partial(declaration.evaluate, flops),
         backward=backward,
+        saves_results=saves_results,
     )
     known = {"floats": floats, "fail_ndim": _fail_count if names_ndim else _fail_ndim}
     public = declaration.public(overload, implementations, limited or {}, known)

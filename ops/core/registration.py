@@ -37,6 +37,7 @@ def define_op(
     check: Callable[[Any], None],
     flops: Callable[[Any], int],
     backward: Callable[..., Any] | None = None,
+    saves_results: bool = False,
 ) -> torch._ops.OpOverload:
     """Register ``signature``, whose last argument is ``str impl``, and return its overload.
 
@@ -51,6 +52,7 @@ def define_op(
         check: is given that value where the implementation does not check indices itself.
         flops: counts multiplications and additions of products, given that value.
         backward: of a functional op, as ``register_with_backward`` wants it; else it has none.
+        saves_results: likewise.
     """
     name = signature.partition("(")[0]
     schema = torch._C.parse_schema(f"{NAMESPACE}::{signature}")
@@ -72,7 +74,7 @@ def define_op(
     if backward is None:
         register_without_backward(_LIBRARY, name, launch)
     else:
-        register_with_backward(_LIBRARY, name, backward)
+        register_with_backward(_LIBRARY, name, backward, saves_results=saves_results)
     op = getattr(getattr(torch.ops, NAMESPACE), name)
     register_formula(op, lambda *args, **options: flops(value(*args, **options)))
     overload: torch._ops.OpOverload = op.default

@@ -316,6 +316,24 @@ def _state_copy() -> _Made:
     return copies.make_inputs(case), {"dim": case.dim}, ranges
 
 
+def _packed_attention(by: str) -> _Made:
+    offsets = torch.tensor([0, 5, 5, 8], dtype=torch.int32)
+    q, k, v = torch.randn(9, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 24)
+    args, options = (q, k, v, offsets), {"scale": 0.25}
+    if by == "forward":
+        return args, options, {}
+    made = torch.ops.torch_hybrid.packed_attention_forward(*args, **options, impl="torch")
+    return (*args, *made, torch.randn_like(made[0])), options, {}
+
+
+def _cross_entropy(by: str) -> _Made:
+    hidden, weight = torch.randn(9, 16), torch.randn(37, 16)
+    if by == "backward":
+        return _without_indices(hidden, weight, hidden, weight, torch.randn(()))
+    targets, options = torch.arange(9), {"of_hidden": True, "of_weight": True}
+    return (hidden, weight, targets), options, {"targets": (0, 37)}
+
+
 def _without_indices(*args: Any, **options: Any) -> _Made:
     return args, options, {}
 
@@ -361,8 +379,12 @@ CALLS: dict[str, Callable[[], _Made]] = {
         lightning_step.make_inputs(replace(lightning_step.CASES["ungated"], **_ONE_EACH))
     ),
     "linear": lambda: _without_indices(*linears.make_inputs(linears.CASES["five_rows_odd"]).args()),
+    "linear_cross_entropy_backward": lambda: _cross_entropy("backward"),
+    "linear_cross_entropy_forward": lambda: _cross_entropy("forward"),
     "merge_states": lambda: _without_indices(*(torch.randn(2, 3, 16), torch.randn(2, 3)) * 2),
     "ngram_embedding": _ngram_embedding,
+    "packed_attention_backward": lambda: _packed_attention("backward"),
+    "packed_attention_forward": lambda: _packed_attention("forward"),
     "paged_attention": _paged_attention,
     "paged_attention_with_lse": _paged_attention,
     "pooled_selection_step": _pooled_selection_step,

@@ -10,8 +10,9 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from torch_hybrid.ops.linear_cross_entropy import IGNORED
 from torch_hybrid.training.boundaries import named, packing_of
-from torch_hybrid.training.linear_cross_entropy import IGNORED, LossHead
+from torch_hybrid.training.linear_cross_entropy import LossHead
 
 
 class CausalLM(nn.Module):

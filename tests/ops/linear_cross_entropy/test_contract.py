@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
+from torch_hybrid.ops.linear_cross_entropy import linear_cross_entropy_forward
+from torch_hybrid.ops.linear_cross_entropy.reference import linear_cross_entropy
 from torch_hybrid.training.linear_cross_entropy import LossHead
 
 TOKENS, DIM, VOCAB = 150, 8, 37  # 3 chunks of rows
@@ -25,7 +26,7 @@ def make_head(dtype: torch.dtype = torch.float64) -> tuple[LossHead, Tensor, Ten
 def test_loss_and_gradients_are_those_of_whole_logits(dtype: torch.dtype):
     head, hidden, targets = make_head(dtype)
     exact = [x.detach().double().requires_grad_() for x in (hidden, head.weight)]
-    whole = cross_entropy((exact[0] @ exact[1].T).flatten(0, 1), targets.flatten(), reduction="sum")
+    whole = linear_cross_entropy(exact[0].flatten(0, 1), exact[1], targets.flatten())
     loss = head(hidden, targets)
     made = torch.autograd.grad(loss / 3, (hidden, head.weight))
     expected = torch.autograd.grad(whole / 3, exact)
@@ -53,19 +54,39 @@ def test_autocast_reaches_the_product():
     head, hidden, targets = make_head(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = head(hidden, targets)
-    logits = (hidden.bfloat16() @ head.weight.bfloat16().T).float()
-    whole = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    rows, weight = hidden.flatten(0, 1).bfloat16(), head.weight.bfloat16()
+    whole = linear_cross_entropy(rows, weight, targets.flatten())
     torch.testing.assert_close(loss, whole)
 
 
 def test_opcheck():
     head, hidden, targets = make_head()
-    args = hidden.flatten(0, 1), head.weight, targets.flatten(), True, True
-    torch.library.opcheck(torch.ops.torch_hybrid.linear_cross_entropy.default, args)
+    torch.library.opcheck(
+        torch.ops.torch_hybrid.linear_cross_entropy_forward.default,
+        (hidden.flatten(0, 1), head.weight, targets.flatten()),
+        {"of_hidden": True, "of_weight": True, "impl": "torch"},
+    )
 
 
 def test_second_derivatives_are_refused():
     head, hidden, targets = make_head()
     grad = torch.autograd.grad(head(hidden, targets), hidden, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="no autograd formula"):
+    with pytest.raises(
+        NotImplementedError, match="linear_cross_entropy can be differentiated once"
+    ):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("target", [-1, VOCAB])
+def test_targets_that_are_no_row_are_refused(target: int):
+    head, hidden, targets = make_head()
+    targets[1, 3] = target
+    with pytest.raises(ValueError, match="targets must be -100 or from 0 to 36, got"):
+        head(hidden, targets)
+
+
+def test_the_functions_take_what_they_are_given():
+    head, hidden, targets = make_head()
+    given = hidden.flatten(0, 1), head.weight.float(), targets.flatten()
+    with pytest.raises(ValueError, match=r"weight must have dtype torch.float64, got .*float32"):
+        linear_cross_entropy_forward(*given, of_hidden=True, of_weight=True, impl="torch")

@@ -1,0 +1,108 @@
+"""Attention within packed sequences on a CPU, which differentiates: one call of torch's flash
+kernel for each sequence, so that no T x T mask is made.
+
+That loop reads the lengths, so it is an op: a graph has it as one node. On a GPU torch's own
+kernels take lengths from the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.core.declare import Index, Op, Rows, define, pair_made, several_made
+from torch_hybrid.ops.core.registration import check_groups
+from torch_hybrid.ops.core.state_bounds import check_offsets
+
+_CAPABILITY = Capability(devices=frozenset({"cpu"}), dtypes=FLOATS_AND_FLOAT64)
+
+
+def _by_torch(launcher: str) -> dict[str, Implementation]:
+    path = f"torch_hybrid.ops.packed_attention._torch:{launcher}"
+    return {"torch": Implementation(capability=_CAPABILITY, launcher=path)}
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class PackedAttentionForward(Op):
+    """Attention from each token to those before it in its sequence, and to itself.
+
+    Args:
+        q: [T, H, K], float dtype; rows and heads any distance apart. k [T, HKV, K] and
+            v [T, HKV, V] likewise, in that dtype.
+        cu_seqlens: [N + 1] int32, from 0 to at most T; equal ones are empty sequences.
+        scale: factor on products.
+        impl: "torch".
+
+    Returns:
+        [T, H, V] outputs in q's dtype, and log-sum-exps [T, H] in float32, or float64 beside it.
+        Rows behind the last sequence are zeros.
+    """
+
+    q: Annotated[Tensor, Rows("H", "K", last_dim=True)]
+    k: Annotated[Tensor, Rows("HKV", "K", last_dim=True)]
+    v: Annotated[Tensor, Rows("HKV", "V", last_dim=True)]
+    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
+    scale: float = field(kw_only=True)
+
+    def check(self) -> None:
+        """Raise ValueError unless key heads divide the query heads."""
+        check_groups("q must have", self.q.shape[1], self.k.shape[1], "heads of k")
+
+    def check_indices(self) -> None:
+        """Raise ValueError unless sequences are among the tokens."""
+        check_offsets(self.cu_seqlens, num_tokens=self.q.shape[0])
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class PackedAttentionBackward(PackedAttentionForward):
+    """Gradients of :func:`packed_attention_forward`.
+
+    Args:
+        q, k, v, cu_seqlens, scale: those of the forward; out, lse what it returned.
+        dout: [T, H, V] gradient of the outputs.
+        impl: "torch".
+
+    Returns:
+        Gradients of q, k and v.
+    """
+
+    out: Annotated[Tensor, Rows("H", "V")]
+    lse: Annotated[Tensor, Rows("H", dtype="work")]
+    dout: Annotated[Tensor, Rows("H", "V")]
+
+
+def empty_results(x: PackedAttentionForward) -> tuple[Tensor, Tensor]:
+    """Make the tensors that a forward returns."""
+    lse = x.q.new_empty(x.q.shape[:2], dtype=torch.promote_types(x.q.dtype, torch.float32))
+    return x.q.new_empty(*x.q.shape[:2], x.v.shape[2]), lse
+
+
+def empty_gradients(x: PackedAttentionForward) -> tuple[Tensor, ...]:
+    """Make the tensors that a backward returns."""
+    return tuple(each.new_empty(each.shape) for each in (x.q, x.k, x.v))
+
+
+packed_attention_backward = define(
+    PackedAttentionBackward,
+    _by_torch("packed_attention_backward"),
+    returns=several_made(3, empty_gradients),
+    flops="T * T * H * (6 * K + 4 * V) // max(num_offsets - 1, 1)",
+)
+
+
+def _gradients(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    return *packed_attention_backward(*ctx.saved_tensors, dout.contiguous(), **ctx.options), None
+
+
+packed_attention_forward = define(
+    PackedAttentionForward,
+    _by_torch("packed_attention_forward"),
+    returns=pair_made(empty_results),
+    backward=_gradients,
+    saves_results=True,
+    flops="2 * T * T * H * (K + V) // max(num_offsets - 1, 1)",
+)

@@ -1,0 +1,93 @@
+"""Attention within packed sequences, by torch's kernels, against one T x T mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.packed_attention import packed_attention_forward
+from torch_hybrid.ops.packed_attention.reference import masked_attention
+
+OFFSETS = torch.tensor([0, 1, 1, 40, 47, 47], dtype=torch.int32)
+SHAPES = {"grouped": (4, 2, 16, 16), "narrow values": (2, 2, 24, 16), "wide values": (2, 2, 8, 24)}
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor = OFFSETS) -> Tensor:
+    return packed_attention_forward(q, k, v, cu_seqlens, scale=0.3, impl="torch")[0]
+
+
+def make_inputs(shape: str = "grouped", dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Make q, k and v of 47 tokens in 3 sequences, two more are empty."""
+    num_heads, num_kv_heads, k_dim, v_dim = SHAPES[shape]
+    generator = torch.Generator().manual_seed(0)
+    sizes = (num_heads, k_dim), (num_kv_heads, k_dim), (num_kv_heads, v_dim)
+    return [
+        torch.randn(47, *size, generator=generator, dtype=dtype).requires_grad_() for size in sizes
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_and_gradients_are_those_of_a_mask(shape: str):
+    q, k, v = make_inputs(shape)
+    out = packed_attention(q, k, v)
+    masked = masked_attention(q, k, v, OFFSETS, scale=0.3)
+    torch.testing.assert_close(out, masked)
+    weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    for mine, other in zip(
+        torch.autograd.grad((out * weight).sum(), (q, k, v)),
+        torch.autograd.grad((masked * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype):
+    q, k, v = make_inputs(dtype=dtype)
+    out = packed_attention(q, k, v)
+    alone = [x[1:40].detach().requires_grad_() for x in (q, k, v)]
+    whole = torch.tensor([0, 39], dtype=torch.int32)
+    out_alone = packed_attention(*alone, whole)
+    assert torch.equal(out[1:40], out_alone)
+    packed = torch.autograd.grad(out[1:40].float().square().sum(), (q, k, v))
+    single = torch.autograd.grad(out_alone.float().square().sum(), alone)
+    assert all(torch.equal(x[1:40], y) for x, y in zip(packed, single, strict=True))
+
+
+def test_opcheck():
+    torch.library.opcheck(
+        torch.ops.torch_hybrid.packed_attention_forward.default,
+        (*make_inputs(), OFFSETS),
+        {"scale": 0.3, "impl": "torch"},
+    )
+
+
+def test_second_derivatives_are_refused():
+    q, k, v = make_inputs()
+    out = packed_attention(q, k, v)
+    grad = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
+    with pytest.raises(NotImplementedError, match="packed_attention can be differentiated once"):
+        grad.sum().backward()
+
+
+def bad(at: int, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    inputs = [*make_inputs(), OFFSETS]
+    inputs[at] = change(inputs[at])
+    return inputs
+
+
+BAD = {
+    "dtype": (bad(2, Tensor.float), "v must have dtype torch.float64, got torch.float32"),
+    "heads": (bad(0, lambda q: q[:, :3]), "q must have a multiple of the 2 heads of k, got 3"),
+    "offsets that fall": (bad(3, lambda x: x.flip(0)), "cu_seqlens must rise from 0 to at most 47"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments_are_refused(what: str):
+    inputs, text = BAD[what]
+    with pytest.raises(ValueError, match=text):
+        packed_attention(*inputs)
