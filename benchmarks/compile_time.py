@@ -35,7 +35,7 @@ _FIRST_TOKEN = 6.0  # seconds, from an artefact
 _GROWTH = {"cold": 1.15, "warm": 1.4}  # at most, from the fewest layers to the most
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
@@ -58,9 +58,9 @@ def _child(options: argparse.Namespace) -> None:
         two_batch_overlap=options.overlap[0],
         artefact=options.artefact,
     )
-    wall, cpu = time.perf_counter(), _cpu_seconds()
+    wall, cpu = time.perf_counter(), cpu_seconds()
     runner.warm_up()
-    wall, cpu = time.perf_counter() - wall, _cpu_seconds() - cpu
+    wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
     logits = runner.extend(runner.new_sequences(2), prompts)
     first_token = time.perf_counter() - start
     if options.save:

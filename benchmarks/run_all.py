@@ -61,6 +61,7 @@ TRAITS = {
     "speculation": _OF_STEPS,
     "spills": Traits(quick=("--march", "x86-64-v3", "--only", "rg_lru")),
     "state_copy": Traits(quick=("--rounds", "1")),
+    "training_compile_time": _OF_STEPS,
     "training_ops": Traits(quick=("--repeats", "1")),
     "whole_model": Traits(quick=("--layers", "4"), needs_cuda=True),
 }
