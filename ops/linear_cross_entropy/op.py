@@ -94,16 +94,12 @@ linear_cross_entropy_backward = define(
 
 
 def _gradients(ctx: Any, dtotal: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    hidden, weight, _targets, _total, *made = ctx.saved_tensors
+    hidden, weight, _targets, _total, dhidden, dweight = ctx.saved_tensors
+    asked = ctx.options
     dhidden, dweight = linear_cross_entropy_backward(
-        hidden, weight, *made, dtotal, impl=ctx.options["impl"]
+        hidden, weight, dhidden, dweight, dtotal, impl=asked["impl"]
     )
-    is_asked = ctx.options
-    return (
-        dhidden if is_asked["of_hidden"] else None,
-        dweight if is_asked["of_weight"] else None,
-        None,
-    )
+    return dhidden if asked["of_hidden"] else None, dweight if asked["of_weight"] else None, None
 
 
 linear_cross_entropy_forward = define(

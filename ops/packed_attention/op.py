@@ -95,7 +95,9 @@ packed_attention_backward = define(
 
 
 def _gradients(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return *packed_attention_backward(*ctx.saved_tensors, dout.contiguous(), **ctx.options), None
+    q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
+    dout = dout.contiguous()
+    return *packed_attention_backward(q, k, v, cu_seqlens, out, lse, dout, **ctx.options), None
 
 
 packed_attention_forward = define(

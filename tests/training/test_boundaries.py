@@ -65,6 +65,17 @@ def test_each_way_plans_the_same_in_a_graph(names: tuple[str, ...]):
     assert all(map(torch.equal, plan_compiled(sent_by(*names)), expected))
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_plans_the_same_in_a_graph(side: str):
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, slice(2) if side == "left" else slice(-2, None)] = 0
+    said = {"input_ids": mask, "attention_mask": mask}
+    lengths = [2, 4, 6] if side == "left" else [4, 2, 6]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    assert all(map(torch.equal, plan(said), plan({**said, "packing": th.Packing(offsets)})))
+    assert all(map(torch.equal, plan_compiled(said), plan(said)))
+
+
 @pytest.mark.parametrize("stated", ["position_ids", "packing"])
 def test_a_graph_keeps_sequences_apart(twin: Any, alone: torch.Tensor, stated: str):
     torch._dynamo.reset()

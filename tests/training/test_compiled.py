@@ -110,7 +110,7 @@ def test_inductor_has_the_gradients_of_eager():
 
 @pytest.mark.slow
 def test_inductor_rounds_bfloat16_no_worse_than_eager_with_checkpointing():
-    twin, sent = make_twin(), flattened(make_rows(draw_lengths(2)))
+    twin, sent = make_twin(), collated(2)
     exact = grads(twin, twin(**sent).loss)
     twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     step = torch.compile(twin, fullgraph=True)

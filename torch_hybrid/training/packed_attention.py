@@ -47,12 +47,12 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -
 
     length, v_dim = len(q), v.shape[2]
     dim = -(-max(q.shape[2], v_dim) // _VARLEN_MULTIPLE) * _VARLEN_MULTIPLE
+    q, k, v = (pad(x, (0, dim - x.shape[2])) for x in (q, k, v))
     out = varlen_attn(
-        *(pad(x, (0, dim - x.shape[2])) for x in (q, k, v)),
-        *(cu_seqlens, cu_seqlens, length, length),
+        q, k, v, cu_seqlens, cu_seqlens, length, length,
         scale=scale,
         window_size=(-1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
-    )
+    )  # fmt: skip
     assert isinstance(out, Tensor)
     return out[..., :v_dim]
