@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from torch_hybrid.ops.core.autograd import check_no_tangents
 from torch_hybrid.ops.linear_cross_entropy import linear_cross_entropy_forward
 
 
@@ -15,6 +16,7 @@ class LossHead(nn.Linear):
         """Map hidden states to logits, or with ``targets`` [...] int64 to the sum of losses."""
         if targets is None:
             return super().forward(hidden)
+        check_no_tangents("linear_cross_entropy", hidden, self.weight)
         weight, kind = self.weight, hidden.device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)

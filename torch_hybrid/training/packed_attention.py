@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torch_hybrid.ops.core.autograd import check_no_tangents
 from torch_hybrid.ops.packed_attention import packed_attention_forward
 from torch_hybrid.ops.packed_attention.reference import masked_attention
 
@@ -28,6 +29,7 @@ def packed_attention(
     Returns:
         [T, H, V].
     """
+    check_no_tangents("packed_attention", q, k, v)
     if q.device.type == "cpu" and not dropout:
         return packed_attention_forward(q, k, v, cu_seqlens, scale=scale, impl="torch")[0]
     if q.is_cuda and not dropout and _fits_varlen(q, v):

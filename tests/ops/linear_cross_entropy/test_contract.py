@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torch_hybrid.ops.linear_cross_entropy import linear_cross_entropy_forward
 from torch_hybrid.ops.linear_cross_entropy.reference import linear_cross_entropy
@@ -75,6 +76,16 @@ def test_second_derivatives_are_refused():
         NotImplementedError, match="linear_cross_entropy can be differentiated once"
     ):
         grad.sum().backward()
+
+
+def test_forward_mode_is_refused():
+    head, hidden, targets = make_head()
+    hidden = hidden.detach()
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="linear_cross_entropy has no forward-mode"),
+    ):
+        head(forward_ad.make_dual(hidden, torch.ones_like(hidden)), targets)
 
 
 @pytest.mark.parametrize("target", [-1, VOCAB])
