@@ -1,0 +1,43 @@
+"""Blocks that FlexAttention reads are those of a mask of all tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from tests.functional.rules import offsets
+from torch_hybrid.ops.packed_attention.reference import masked_attention
+from torch_hybrid.training.flex_attention import attend_in_blocks, blocks_of
+
+LENGTHS = {
+    "one": [300],
+    "of all lengths": [1, 127, 128, 200, 5],
+    "halves of blocks": [64] * 8,
+    "one token each": [1] * 260,
+    "empty ones": [0, 100, 0, 156, 128, 0, 0],
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_blocks_are_those_of_a_mask(lengths: list[int]):
+    cu_seqlens = offsets(lengths)
+    num_tokens = sum(lengths)
+    blocks = blocks_of(cu_seqlens, num_tokens)
+    rule = blocks.mask_mod
+    expected = create_block_mask(rule, None, None, num_tokens, num_tokens, "cpu", BLOCK_SIZE=128)
+    assert torch.equal(blocks.to_dense(), expected.to_dense())
+    if num_tokens % 128 == 0:  # theirs has no whole block in a last row that is not full
+        assert torch.equal(blocks.full_kv_num_blocks, expected.full_kv_num_blocks)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_outputs_are_those_of_a_mask(lengths: list[int]):
+    torch.manual_seed(0)
+    num_tokens = sum(lengths)
+    q, k, v = (torch.randn(num_tokens, *each) for each in ((4, 48), (2, 48), (2, 32)))
+    expected = masked_attention(q, k, v, offsets(lengths), scale=0.2)
+    with torch.no_grad():
+        out = attend_in_blocks(q, k, v, offsets(lengths), 0.2)
+    torch.testing.assert_close(out, expected)

@@ -1,0 +1,77 @@
+"""Causal attention within the sequences of packed rows on a GPU, by torch's FlexAttention.
+
+Blocks of tokens that share no sequence are skipped. Which those are follows from tensors alone, so
+that launches do not grow with a packing's capacity, as those by sequences do; and two backwards
+have the same bits, unlike those of flash kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+_BLOCK = 128
+
+
+def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """Attend from each token to those before it in its sequence, and to itself.
+
+    Args:
+        q: [T, H, K], float32, bfloat16 or float16. k [T, HKV, K] and v [T, HKV, V] in that dtype.
+        cu_seqlens: [N + 1] int32 offsets from 0 to T.
+        scale: factor on products.
+
+    Returns:
+        [T, H, V].
+    """
+    attend = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
+    out = attend(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        block_mask=blocks_of(cu_seqlens, q.shape[0]),
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    rows: Tensor = out[0].transpose(0, 1)
+    return rows
+
+
+def blocks_of(cu_seqlens: Tensor, num_tokens: int) -> BlockMask:
+    """Find the blocks of keys that each block of queries reads: whole ones and partial ones.
+
+    Sequences lie one after the other. So a block of keys is read if its last token's sequence is
+    not before that of the queries' first token.
+    """
+    token = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    seq = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
+    block = torch.arange(-(-num_tokens // _BLOCK), device=cu_seqlens.device)
+    first, last = seq[::_BLOCK], seq[((block + 1) * _BLOCK - 1).clamp(max=num_tokens - 1)]
+    is_read = (last >= first[:, None]) & (block <= block[:, None])
+    is_whole = (first == last[:, None]) & (block < block[:, None])
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (seq[query] == seq[key]) & (query >= key)
+
+    return BlockMask.from_kv_blocks(
+        *_listed(is_read & ~is_whole),
+        *_listed(is_whole),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=sees,
+        seq_lengths=(num_tokens, num_tokens),
+    )
+
+
+def _listed(wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Count the wanted blocks [1, 1, Q] of each row, and list their numbers [1, 1, Q, K] first."""
+    numbers = torch.argsort(wanted.to(torch.int8), dim=-1, descending=True, stable=True)
+    return wanted.sum(-1, dtype=torch.int32)[None, None], numbers.int()[None, None]
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    """Compile FlexAttention for models that are not: it would make all T x T weights."""
+    return torch.compile(flex_attention)
