@@ -33,9 +33,9 @@ from tests.ops.delta_rule import gated as gdn
 from tests.ops.delta_rule import kimi as kda
 from tests.ops.delta_rule import step_gated_cases as gdn_step
 from tests.ops.delta_rule import step_kimi_cases as kda_step
+from tests.ops.delta_rule.backward import gradients, make_backward
 from tests.ops.delta_rule.cases import Case as DeltaCase
 from tests.ops.delta_rule.kernels import on_device
-from tests.ops.delta_rule.test_gated_triton_backward import gradients, make_backward
 from tests.ops.fused_experts import cases as experts
 from tests.ops.gated_pooling import cases as pooling
 from tests.ops.latent_attention import cases as latents
@@ -275,7 +275,9 @@ def on_hopper() -> Iterator[tuple[str, Call]]:
     rounded = delta_op.GATED_IMPLEMENTATIONS["chunk_triton_rounded"].load()
     rule = gdn.make_inputs(DeltaCase(**heads, **LENGTHS), torch.bfloat16)
     yield "gated_delta_rule, rounded", lambda device: rounded(on_device(rule, device))
-    yield "gated_delta_rule_backward", lambda device: gradients(make_backward(device=device))
+    for rule, by_channel in (("gated_delta_rule", False), ("kimi_delta_attention", True)):
+        trained = partial(make_backward, by_channel=by_channel)
+        yield f"{rule}_backward", lambda device, make=trained: gradients(make(device=device))
 
 
 def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -6,9 +6,9 @@ what a chunk computes: ``e = r - N (beta r)``, ``r = v - since_start (k S^T)``, 
 ``u = beta e``; ``N = M (I + beta M)^-1`` is all that a chunk knows of its system.
 
 1. ``_systems_kernel``, all chunks at once: N, decayed products of q and k, decays.
-2. ``_states_kernel``, forwards: states at the starts of chunks, which are stored, and e.
-3. ``_gradients_kernel``, backwards: gradients of the states at the ends of chunks, and of e before
-   beta, ``d = du - N^T (beta du)``.
+2. States forwards (``_triton_walks.py``): those at the starts of chunks, which are stored, and e.
+3. Backwards: gradients of the states at the ends of chunks, and of e before beta,
+   ``d = du - N^T (beta du)``.
 4. ``_inputs_kernel``, all chunks at once: gradients of q, k, v, g and beta. A chunk's gradient of
    its cumulated decays is ``q dq + (k dk) of keys that read - (k dk) of keys that write``.
 
@@ -17,59 +17,40 @@ All sums have one order, so that two runs have the same bits; none is atomic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.delta_rule._triton_system import inverse, rounded_inverse
+from torch_hybrid.ops.delta_rule.training._triton_walks import (
+    Rows,
+    empty_walked,
+    place_of_state,
+    rows_of_v,
+    through_unit_rows,
+    walk_gradients,
+    walk_states,
+)
 from torch_hybrid.ops.delta_rule.training.op import GatedDeltaRuleBackward
-from torch_hybrid.ops.delta_rule.unit_rows import gradient_before, inverse_length
 from torch_hybrid.ops.triton.decays import (
     cumulate,
     decay_between,
     decay_since_start,
     decay_until_end,
 )
-from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
+from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import NUM_PIECES, dot
 from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
-from torch_hybrid.ops.triton.state import zero_rows
 
 _PIECES: tl.constexpr = tl.constexpr(NUM_PIECES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Walk:
-    """Rows of V of a state that a program walks with, by so many warps, fetched so far ahead."""
-
-    block_v: int
-    num_stages: int
-    num_warps: int = 4
-
-
-@without_autocast
 def gated_delta_rule_backward(x: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, g, beta and the initial state."""
-    if not x.qk_l2norm:
-        return _launch(x, x.q, x.k)
-    (q, of_q), (k, of_k) = _normalise(x.q), _normalise(x.k)
-    dq, dk, *others = _launch(x, q, k)
-    return _unnormalise(dq, q, of_q), _unnormalise(dk, k, of_k), *others
-
-
-def _normalise(rows: Tensor) -> tuple[Tensor, Tensor]:
-    wide = rows.float()
-    factor = inverse_length(wide)
-    return (wide * factor).to(rows.dtype), factor
-
-
-def _unnormalise(grad: Tensor, rows: Tensor, factor: Tensor) -> Tensor:
-    """Take a gradient of normalised rows to one of the rows before."""
-    return gradient_before(grad.float(), rows.float(), factor).to(grad.dtype)
+    return through_unit_rows(x, partial(_launch, x))
 
 
 def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
@@ -81,16 +62,14 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
     dinitial = x.states(0) if x.initial_state is None else torch.empty_like(x.initial_state)
     if x.num_seqs == 0:
         return *(each.zero_() for each in grads), dinitial
-    chunk = 64 if k.dtype != torch.float32 and k_dim <= 128 else 32
-    shape = (num_blocks(num_tokens, x.num_seqs, chunk), num_v_heads)
-    solve, attend = (k.new_empty(*shape, chunk, chunk) for _ in range(2))
-    factors = k.new_empty(*shape, 2, chunk, dtype=torch.float32)
-    states, dstates = (k.new_empty(*shape, v_dim, k_dim) for _ in range(2))
-    errors, derrors = (torch.empty_like(grads[2]) for _ in range(2))
+    exact = k.dtype == torch.float32
+    chunk = 64 if not exact and k_dim <= 128 else 32
+    programs = num_blocks(num_tokens, x.num_seqs, chunk)
+    solve, attend = (k.new_empty(num_tokens, num_v_heads, chunk) for _ in range(2))
+    factors = k.new_empty(2, num_tokens, num_v_heads, dtype=torch.float32)
     sizes = {"H": num_k_heads, "HV": num_v_heads, "K": k_dim, "V": v_dim, "C": chunk}
     sizes["BLOCK_K"] = max(16, triton.next_power_of_2(k_dim))
-    exact = k.dtype == torch.float32
-    _systems_kernel[(shape[0] * num_v_heads,)](
+    _systems_kernel[(programs * num_v_heads,)](
         q,
         k,
         g,
@@ -99,8 +78,9 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
         solve,
         attend,
         factors,
-        k.new_empty(*shape, chunk, 16) if exact else None,
+        k.new_empty(programs * num_v_heads, chunk, 16) if exact else None,
         x.scale,
+        num_tokens,
         x.num_seqs,
         q.stride(0),
         k.stride(0),
@@ -112,67 +92,24 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
         maxnreg=168 if chunk == 64 and is_hopper(q.device) else None,
         enable_fp_fusion=True,
     )
-    walk, back = _walks(v, num_v_heads * x.num_seqs)
-    _states_kernel[(triton.cdiv(v_dim, walk.block_v) * num_v_heads * x.num_seqs,)](
-        k,
-        v,
-        beta,
-        solve,
-        factors,
-        x.initial_state,
-        x.cu_seqlens,
-        states,
-        errors,
-        x.num_seqs,
-        beta.stride(0),
-        STRIDE_K=k.stride(0),
-        STRIDE_V=v.stride(0),
-        **sizes,
-        BLOCK_V=walk.block_v,
-        STAGES=walk.num_stages,
-        num_warps=walk.num_warps,
-        enable_fp_fusion=True,
-    )
-    _gradients_kernel[(triton.cdiv(v_dim, back.block_v) * num_v_heads * x.num_seqs,)](
-        q,
-        k,
-        beta,
-        dout,
-        solve,
-        attend,
-        factors,
-        x.dfinal_state,
-        x.cu_seqlens,
-        dstates,
-        derrors,
-        dinitial if x.initial_state is not None else None,
-        *grads,
-        x.scale,
-        num_tokens,
-        x.num_seqs,
-        beta.stride(0),
-        STRIDE_Q=q.stride(0),
-        STRIDE_K=k.stride(0),
-        STRIDE_O=dout.stride(0),
-        **sizes,
-        BLOCK_V=back.block_v,
-        STAGES=back.num_stages,
-        num_warps=back.num_warps,
-        enable_fp_fusion=True,
-    )
-    _inputs_kernel[(shape[0] * num_k_heads,)](
+    rows = Rows(queries=q, reads=k, writes=None, decays=factors, solve=solve, attend=attend)
+    walked = empty_walked(x, chunk, x.dfinal_state)
+    walk_states(x, rows, walked, sizes)
+    walk_gradients(x, dout, x.dfinal_state, rows, walked, (*grads, dinitial), sizes)
+    _inputs_kernel[(programs * num_k_heads,)](
         q,
         k,
         g,
         beta,
         dout,
-        states,
-        errors,
-        dstates,
-        derrors,
+        walked.states,
+        walked.errors,
+        walked.dstates,
+        walked.derrors,
         x.cu_seqlens,
         *grads,
         x.scale,
+        num_tokens,
         x.num_seqs,
         q.stride(0),
         k.stride(0),
@@ -180,7 +117,9 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
         beta.stride(0),
         dout.stride(0),
         **sizes,
-        BLOCK_V=min(32, _rows_of_v(v_dim)),
+        BLOCK_V=min(32, rows_of_v(v_dim)),
+        STARTS=x.initial_state is not None,
+        ENDS=x.dfinal_state is not None,
         num_warps=8,
         num_stages=2 if exact else 3,
         enable_fp_fusion=True,
@@ -188,28 +127,7 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
     return *grads, dinitial
 
 
-def _rows_of_v(v_dim: int) -> int:
-    rows: int = triton.next_power_of_2(v_dim)
-    return max(16, rows)
-
-
-def _walks(v: Tensor, num_states: int) -> tuple[_Walk, _Walk]:
-    """Choose how both walks cut states: narrow ones where few states would leave a GPU idle.
-
-    On an H200, 32 heads of 128, one sequence of 8192 tokens takes 274 and 319 us, eight of 1024 135
-    and 142; those 226 backwards by 64 rows and four warps.
-    """
-    most = _rows_of_v(v.shape[-1])
-    if v.dtype == torch.float32:
-        narrow = _Walk(block_v=16, num_stages=2)
-        return narrow, narrow
-    if num_states < PROCESSORS or not is_hopper(v.device):
-        return _Walk(block_v=min(32, most), num_stages=3), _Walk(block_v=16, num_stages=3)
-    wide = _Walk(block_v=min(128, most), num_stages=3, num_warps=8)
-    return _Walk(block_v=min(64, most), num_stages=2), wide
-
-
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
 def _systems_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -221,6 +139,7 @@ def _systems_kernel(
     factors: tl.tensor,
     scratch: tl.tensor | None,
     scale: tl.tensor,
+    num_tokens: tl.tensor,
     num_seqs: tl.tensor,
     stride_q: tl.tensor,
     stride_k: tl.tensor,
@@ -235,8 +154,8 @@ def _systems_kernel(
 ) -> None:
     """Prepare one chunk of one value head: one program. The grid is chunks by value heads.
 
-    ``solve`` and ``attend`` [X, HV, C, C]; ``factors`` [X, HV, 2, C], decays since the start of the
-    chunk and until its end. Rows of q and k are in registers, whole.
+    ``solve`` and ``attend`` [T, HV, C]; ``factors`` [2, T, HV], decays since the start of the chunk
+    and until its end. Rows of q and k are in registers, whole.
     """
     chunk = tl.program_id(0) // HV
     head_v = tl.program_id(0) % HV
@@ -262,209 +181,26 @@ def _systems_kernel(
 
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
     total = cumulate(b_g, dtype=tl.float64 if EXACT else tl.float32)
-    place = tl.program_id(0).to(tl.int64)
-    p_f = factors + place * 2 * C + row
-    tl.store(p_f, decay_since_start(total))
-    tl.store(p_f + C, decay_until_end(total, C))
+    place = first_token.to(tl.int64) * HV + head_v
+    p_f = factors + place + row * HV
+    tl.store(p_f, decay_since_start(total), mask=mask_t)
+    tl.store(p_f + num_tokens.to(tl.int64) * HV, decay_until_end(total, C), mask=mask_t)
     decay = decay_between(total, C)
-    square = place * C * C + row[:, None] * C + row[None, :]
-    tl.store(attend + square, (b_qk * decay * scale).to(attend.dtype.element_ty))
+    square = row[:, None] * (HV * C) + row[None, :]
+    b_qk = (b_qk * decay * scale).to(attend.dtype.element_ty)
+    tl.store(attend + place * C + square, b_qk, mask=mask_t[:, None])
     among = tl.where(row[:, None] > row[None, :], b_kk * decay, 0.0)
     system = among * b_beta[:, None]
     if EXACT:
-        solved = dot(among, inverse(system, scratch + place * 16 * C, C, _PIECES), zeros)
+        p_scratch = scratch + tl.program_id(0).to(tl.int64) * 16 * C
+        solved = dot(among, inverse(system, p_scratch, C, _PIECES), zeros)
     else:
         solved = rounded_inverse((-system).to(tl.float16), C).to(tl.float16)
         solved = dot(among.to(tl.float16), solved, zeros)
-    tl.store(solve + square, solved.to(solve.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=["num_seqs"])
-def _states_kernel(
-    k: tl.tensor,
-    v: tl.tensor,
-    beta: tl.tensor,
-    solve: tl.tensor,
-    factors: tl.tensor,
-    initial: tl.tensor | None,
-    cu_seqlens: tl.tensor,
-    states: tl.tensor,
-    errors: tl.tensor,
-    num_seqs: tl.tensor,
-    stride_beta: tl.tensor,
-    STRIDE_K: tl.constexpr,
-    STRIDE_V: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    """Walk a sequence's chunks with BLOCK_V rows of a head's state in registers: one program.
-
-    The grid is sequences by value heads by rows of V. It fills in ``states`` [X, HV, V, K], before
-    each chunk, and ``errors`` [T, HV, V]. Tiles have rows of V, so that numbers pass from product
-    to product in registers.
-    """
-    NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    dtype: tl.constexpr = k.dtype.element_ty
-    pid = tl.program_id(0)
-    seq = pid // (NUM_BLOCKS * HV)
-    head_v = pid // NUM_BLOCKS % HV
-    head_k = head_v // (HV // H)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    row = tl.arange(0, C)
-    index_k = tl.arange(0, BLOCK_K)
-    index_v = pid % NUM_BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask_k = (index_k < K) | (K == BLOCK_K)
-    mask_v = (index_v < V) | (V % BLOCK_V == 0)
-    mask_s = mask_v[:, None] & mask_k[None, :]
-    tile_s = index_v[:, None] * K + index_k[None, :]
-    square = row[:, None] * C + row[None, :]
-    b_s = tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32)
-    if initial is not None:
-        p_initial = initial + (seq.to(tl.int64) * HV + head_v) * V * K
-        b_s += tl.load(p_initial + tile_s, mask=mask_s, other=0.0)
-    zeros = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-    place = (begin // C + seq).to(tl.int64) * HV + head_v
-    for done in tl.range(0, end - begin, C, num_stages=STAGES):
-        token = (begin + done).to(tl.int64)
-        mask_t = done + row < end - begin
-        p_f = factors + place * 2 * C
-        since_start = tl.load(p_f + row)
-        until_end = tl.load(p_f + C + row)
-        whole = tl.load(p_f + C - 1)
-        b_beta = tl.load(beta + (token + row) * stride_beta + head_v, mask=mask_t, other=0.0)
-        tile_k = row[:, None] * STRIDE_K + index_k[None, :]
-        tile_v = row[:, None] * STRIDE_V + index_v[None, :]
-        mask_tk = mask_t[:, None] & mask_k[None, :]
-        mask_tv = mask_t[:, None] & mask_v[None, :]
-        b_k = tl.load(k + token * STRIDE_K + head_k * K + tile_k, mask=mask_tk, other=0.0)
-        b_v = tl.load(v + token * STRIDE_V + head_v * V + tile_v, mask=mask_tv, other=0.0)
-        b_n = tl.load(solve + place * C * C + square)
-        b_state = b_s.to(dtype)
-        tl.store(states + place * V * K + tile_s, b_state, mask=mask_s)
-        b_r = tl.trans(b_v).to(tl.float32)
-        b_r -= dot(b_state, tl.trans(b_k), zeros) * since_start[None, :]
-        b_e = b_r - dot((b_r * b_beta[None, :]).to(dtype), tl.trans(b_n), zeros)
-        p_e = errors + (token * HV + head_v) * V + row[None, :] * HV * V + index_v[:, None]
-        tl.store(p_e, b_e.to(dtype), mask=mask_v[:, None] & mask_t[None, :])
-        b_s = dot((b_e * (b_beta * until_end)[None, :]).to(dtype), b_k, b_s * whole)
-        place += HV
+    tl.store(solve + place * C + square, solved.to(solve.dtype.element_ty), mask=mask_t[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
-def _gradients_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    beta: tl.tensor,
-    dout: tl.tensor,
-    solve: tl.tensor,
-    attend: tl.tensor,
-    factors: tl.tensor,
-    dfinal: tl.tensor | None,
-    cu_seqlens: tl.tensor,
-    dstates: tl.tensor,
-    derrors: tl.tensor,
-    dinitial: tl.tensor | None,
-    dq: tl.tensor,
-    dk: tl.tensor,
-    dv: tl.tensor,
-    dg: tl.tensor,
-    dbeta: tl.tensor,
-    scale: tl.tensor,
-    num_tokens: tl.tensor,
-    num_seqs: tl.tensor,
-    stride_beta: tl.tensor,
-    STRIDE_Q: tl.constexpr,
-    STRIDE_K: tl.constexpr,
-    STRIDE_O: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    """Walk a sequence's chunks backwards with BLOCK_V rows of a state's gradient: one program.
-
-    The grid and the tiles are those of the states. It fills in ``dstates`` [X, HV, V, K], after
-    each chunk, and ``derrors`` [T, HV, V]; and gradients of padding tokens, which are 0.
-    """
-    NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    dtype: tl.constexpr = k.dtype.element_ty
-    pid = tl.program_id(0)
-    seq = pid // (NUM_BLOCKS * HV)
-    head_v = pid // NUM_BLOCKS % HV
-    head_k = head_v // (HV // H)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    row = tl.arange(0, C)
-    index_k = tl.arange(0, BLOCK_K)
-    index_v = pid % NUM_BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask_k = (index_k < K) | (K == BLOCK_K)
-    mask_v = (index_v < V) | (V % BLOCK_V == 0)
-    mask_s = mask_v[:, None] & mask_k[None, :]
-    tile_s = index_v[:, None] * K + index_k[None, :]
-    square = row[:, None] * C + row[None, :]
-
-    # The rows past the last sequence are dealt out to the sequences in turn.
-    padding = tl.load(cu_seqlens + num_seqs) + seq
-    zero_rows(dv, padding, num_tokens, num_seqs, head_v, index_v, mask_v, HV, V)
-    if pid % NUM_BLOCKS == 0:
-        zero_rows(dg, padding, num_tokens, num_seqs, head_v, row, row < 1, HV, 1)
-        zero_rows(dbeta, padding, num_tokens, num_seqs, head_v, row, row < 1, HV, 1)
-        zero_rows(dq, padding, num_tokens, num_seqs, head_k, index_k, mask_k, H, K)
-        zero_rows(dk, padding, num_tokens, num_seqs, head_k, index_k, mask_k, H, K)
-
-    p_state = (seq.to(tl.int64) * HV + head_v) * V * K + tile_s
-    b_s = tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32)
-    if dfinal is not None:
-        b_s += tl.load(dfinal + p_state, mask=mask_s, other=0.0)
-    zeros = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-    num_chunks = (end - begin + C - 1) // C
-    place = (begin // C + seq + num_chunks - 1).to(tl.int64) * HV + head_v
-    for turn in tl.range(0, num_chunks, num_stages=STAGES):
-        done = (num_chunks - 1 - turn) * C
-        token = (begin + done).to(tl.int64)
-        mask_t = done + row < end - begin
-        p_f = factors + place * 2 * C
-        since_start = tl.load(p_f + row)
-        until_end = tl.load(p_f + C + row)
-        whole = tl.load(p_f + C - 1)
-        b_beta = tl.load(beta + (token + row) * stride_beta + head_v, mask=mask_t, other=0.0)
-        mask_tk = mask_t[:, None] & mask_k[None, :]
-        mask_tv = mask_t[:, None] & mask_v[None, :]
-        tile_k = row[:, None] * STRIDE_K + index_k[None, :]
-        tile_q = row[:, None] * STRIDE_Q + index_k[None, :]
-        tile_o = row[:, None] * STRIDE_O + index_v[None, :]
-        b_k = tl.load(k + token * STRIDE_K + head_k * K + tile_k, mask=mask_tk, other=0.0)
-        b_q = tl.load(q + token * STRIDE_Q + head_k * K + tile_q, mask=mask_tk, other=0.0)
-        b_do = tl.load(dout + token * STRIDE_O + head_v * V + tile_o, mask=mask_tv, other=0.0)
-        b_n = tl.load(solve + place * C * C + square)
-        b_a = tl.load(attend + place * C * C + square)
-        b_state = b_s.to(dtype)
-        tl.store(dstates + place * V * K + tile_s, b_state, mask=mask_s)
-        t_do = tl.trans(b_do)
-        b_du = dot(t_do, b_a, dot(b_state, tl.trans(b_k), zeros) * until_end[None, :])
-        b_de = b_du - dot((b_du * b_beta[None, :]).to(dtype), b_n, zeros)
-        p_e = derrors + (token * HV + head_v) * V + row[None, :] * HV * V + index_v[:, None]
-        tl.store(p_e, b_de.to(dtype), mask=mask_v[:, None] & mask_t[None, :])
-        by_q = (t_do.to(tl.float32) * (since_start * scale)[None, :]).to(dtype)
-        by_k = (b_de * (-b_beta * since_start)[None, :]).to(dtype)
-        b_s = dot(by_k, b_k, dot(by_q, b_q, b_s * whole))
-        place -= HV
-    if dinitial is not None:
-        tl.store(dinitial + p_state, b_s, mask=mask_s)
-
-
-@triton.jit(do_not_specialize=["num_seqs"])
 def _inputs_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -482,6 +218,7 @@ def _inputs_kernel(
     dg: tl.tensor,
     dbeta: tl.tensor,
     scale: tl.tensor,
+    num_tokens: tl.tensor,
     num_seqs: tl.tensor,
     stride_q: tl.tensor,
     stride_k: tl.tensor,
@@ -495,6 +232,8 @@ def _inputs_kernel(
     C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    STARTS: tl.constexpr,
+    ENDS: tl.constexpr,
 ) -> None:
     """Compute the gradients of one chunk's inputs of one key head: one program.
 
@@ -504,9 +243,14 @@ def _inputs_kernel(
     """
     chunk = tl.program_id(0) // H
     head_k = tl.program_id(0) % H
-    _seq, _begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, chunk, C)
+    seq, begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, chunk, C)
     if first_token >= end:
         return
+    # Where sequences are given no states, those are 0.
+    is_first, is_last = first_token == begin, first_token + C >= end
+    has_start, has_end = STARTS | (first_token > begin), ENDS | (first_token + C < end)
+    place_s = place_of_state(first_token, is_first, seq, num_tokens, C)
+    place_ds = place_of_state(first_token + C, is_last, seq, num_tokens, C)
     dtype: tl.constexpr = k.dtype.element_ty
     GROUP: tl.constexpr = HV // H
     row = tl.arange(0, C)
@@ -524,7 +268,6 @@ def _inputs_kernel(
     write_before = tl.zeros([C], dtype=tl.float32)
     for head in range(GROUP):
         head_v = head_k * GROUP + head
-        place = chunk.to(tl.int64) * HV + head_v
         b_beta = tl.load(beta + token * stride_beta + head_v, mask=mask_t, other=0.0)
         b_g = tl.load(g + token * stride_g + head_v, mask=mask_t, other=0.0)
         total = cumulate(b_g, dtype=tl.float64 if dtype == tl.float32 else tl.float32)
@@ -542,12 +285,14 @@ def _inputs_kernel(
             mask_s = mask_v[:, None] & mask_k[None, :]
             tile_v = (token * HV + head_v)[:, None] * V + index_v[None, :]
             tile_o = token[:, None] * stride_o + head_v * V + index_v[None, :]
-            tile_s = place * V * K + index_v[:, None] * K + index_k[None, :]
+            tile_s = index_v[:, None] * K + index_k[None, :]
+            p_s = states + (place_s.to(tl.int64) * HV + head_v) * V * K
+            p_ds = dstates + (place_ds.to(tl.int64) * HV + head_v) * V * K
             b_do = tl.load(dout + tile_o, mask=mask_tv, other=0.0)
             b_e = tl.load(errors + tile_v, mask=mask_tv, other=0.0).to(tl.float32)
             b_de = tl.load(derrors + tile_v, mask=mask_tv, other=0.0)
-            b_s = tl.load(states + tile_s, mask=mask_s, other=0.0)
-            b_ds = tl.load(dstates + tile_s, mask=mask_s, other=0.0)
+            b_s = tl.load(p_s + tile_s, mask=mask_s & has_start, other=0.0)
+            b_ds = tl.load(p_ds + tile_s, mask=mask_s & has_end, other=0.0)
             d_whole += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
             f_de = b_de.to(tl.float32)
             d_beta += tl.sum(b_e * f_de, 1)

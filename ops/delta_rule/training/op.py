@@ -7,7 +7,7 @@ are larger than all other tensors of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -76,22 +76,31 @@ def _triton_backward_missing() -> str | None:
     return triton_missing()
 
 
-GATED_BACKWARD: dict[str, Implementation] = {
-    "cpp": _cpp_backward("gated_delta_rule_backward"),
-    "triton": Implementation(
+def _triton_backward(module: str, *, why_not: Callable[[], str | None]) -> Implementation:
+    return Implementation(
         capability=Capability(
             devices=triton_devices(),
             dtypes=frozenset({torch.float32, torch.bfloat16}),
             limits={"head_k_dim": 256},
             cuda_graph=True,
-            available=_triton_backward_missing,
+            available=why_not,
         ),
-        launcher=f"{_FOLDER}._triton_gated:gated_delta_rule_backward",
+        launcher=f"{_FOLDER}.{module}",
+    )
+
+
+GATED_BACKWARD: dict[str, Implementation] = {
+    "cpp": _cpp_backward("gated_delta_rule_backward"),
+    "triton": _triton_backward(
+        "_triton_gated:gated_delta_rule_backward", why_not=_triton_backward_missing
     ),
     "torch": _TORCH_BACKWARD,
 }
 KIMI_BACKWARD: dict[str, Implementation] = {
     "cpp": _cpp_backward("kimi_delta_attention_backward"),
+    "triton": _triton_backward(
+        "_triton_kimi:kimi_delta_attention_backward", why_not=_triton_backward_missing
+    ),
     "torch": _TORCH_BACKWARD,
 }
 
