@@ -138,7 +138,7 @@ def _inputs_kernel(
             is_here = mask_c & (start + place < num_real)
             b_x = tl.load(x + token * stride_x + channel, mask=is_here, other=0.0)
             b_dout = tl.load(dout + token * stride_dout + channel, mask=is_here, other=0.0)
-            seen = seen + (b_x.to(tl.float32),)  # noqa: RUF005
+            seen = seen + (b_x.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
             douts = douts + (b_dout.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         for place in tl.static_range(ROWS):
             token = start + place
@@ -174,10 +174,10 @@ def _inputs_kernel(
             d_taps = added
             done = token - (W - 1)
             p_dx = dx + tl.cast(done, tl.int64) * C + channel
-            b_dx = grown[0].to(dx.dtype.element_ty)
+            b_dx = grown[0].to(dx.dtype.element_ty)  # type: ignore[misc]
             tl.store(p_dx, b_dx, mask=mask_c & (done >= first) & (done < last))
             waiting = grown[1:]
-        past = seen[ROWS:]
+        past = seen[ROWS:]  # type: ignore[assignment]
     p_sums = sums + tl.program_id(0).to(tl.int64) * (W + 1) * C + channel
     for tap in tl.static_range(W):
         tl.store(p_sums + tap * C, d_taps[tap], mask=mask_c)
