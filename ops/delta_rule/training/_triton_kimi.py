@@ -214,9 +214,9 @@ def _rows_kernel(
 
 
 @triton.jit
-def _is_late(row: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
-    """Tell whether rows lie in the later halves of blocks of two times HALF."""
-    return (row & HALF) != 0
+def _is_late(row: tl.tensor, half: tl.tensor) -> tl.tensor:
+    """Tell whether rows lie in the later halves of blocks of two times half."""
+    return (row & half) != 0
 
 
 @triton.jit
@@ -227,13 +227,13 @@ def _to_middle(
     size: tl.tensor,
     mask_k: tl.tensor,
     stride: tl.constexpr,
-    HALF: tl.constexpr,
+    half: tl.tensor,
 ) -> tl.tensor:
-    """Decay of rows [B, 16, .] to or from the middle of their block of two times HALF rows."""
-    middle = (row & -(2 * HALF)) + HALF - 1
+    """Decay of rows [B, 16, .] to or from the middle of their block of two times half rows."""
+    middle = (row & -2 * half) + half - 1
     mask = (middle < size) & mask_k
     between = total - tl.load(p_total + middle * stride, mask=mask, other=0.0)
-    between = tl.where(_is_late(row, HALF), between, -between).to(tl.float32)
+    between = tl.where(_is_late(row, half), between, -between).to(tl.float32)
     # Past the end of a sequence nobody meets; all else is at most 0 but for rounding.
     return exp(tl.minimum(between, 0.0))
 
@@ -534,7 +534,7 @@ def _inputs_kernel(
 
     d_system += (first * H + head) * C
     d_attend += (first * H + head) * C
-    for level in tl.static_range(4):
+    for level in tl.range(0, 4, num_stages=1):
         late = _is_late(own, 1 << level)
         decay = _to_middle(total, p_total, own, size, mask_k3, H * K, 1 << level)
         meets = ((own ^ met) >> level == 1) & (own < size) & (met < size)
@@ -543,7 +543,7 @@ def _inputs_kernel(
         by_q += tl.where(late, from_q * decay, 0.0)
         by_read += tl.where(late, from_k * decay, 0.0)
         by_write += tl.where(late, 0.0, (from_k + from_q) * decay)
-    for other in tl.static_range(1, B):
+    for other in tl.range(1, B, num_stages=1):
         late = _is_late(own, 16 << other // 2)
         partner = own ^ (16 * other)
         mask = (partner < size) & mask_k3

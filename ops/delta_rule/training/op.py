@@ -69,8 +69,8 @@ def _cpp_backward(launcher: str) -> Implementation:
     )
 
 
-def _triton_backward_missing() -> str | None:
-    """Say why Triton's backward cannot be used here; None when it can."""
+def _gated_backward_missing() -> str | None:
+    """Say why Triton's backward of the gated rule cannot be used here; None when it can."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10:
         return "Triton 3.7.1 fails to compile it for this GPU"
     return triton_missing()
@@ -92,14 +92,14 @@ def _triton_backward(module: str, *, why_not: Callable[[], str | None]) -> Imple
 GATED_BACKWARD: dict[str, Implementation] = {
     "cpp": _cpp_backward("gated_delta_rule_backward"),
     "triton": _triton_backward(
-        "_triton_gated:gated_delta_rule_backward", why_not=_triton_backward_missing
+        "_triton_gated:gated_delta_rule_backward", why_not=_gated_backward_missing
     ),
     "torch": _TORCH_BACKWARD,
 }
 KIMI_BACKWARD: dict[str, Implementation] = {
     "cpp": _cpp_backward("kimi_delta_attention_backward"),
     "triton": _triton_backward(
-        "_triton_kimi:kimi_delta_attention_backward", why_not=_triton_backward_missing
+        "_triton_kimi:kimi_delta_attention_backward", why_not=triton_missing
     ),
     "torch": _TORCH_BACKWARD,
 }
