@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from torch_hybrid.ops.composed import COMPOSED
-from torch_hybrid.ops.core.capability import (
-    BATCH_INVARIANT,
-    FLOATS_AND_FLOAT64,
-    Capability,
-    Implementation,
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.implementations import (
+    CPU,
+    CUDA,
+    INVARIANT,
+    in_cpp,
+    in_torch,
+    in_triton,
+    invariant,
 )
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 # Several tokens of a sequence in one call, by the arithmetic of one after the other.
 EXTEND = frozenset({"extend"})
@@ -27,9 +27,9 @@ def composed_of(launcher: str) -> Implementation:
     """Define an implementation that calls an op for each part, of sequences of any lengths."""
     return Implementation(
         capability=Capability(
-            devices=frozenset({"cpu", "cuda"}),
+            devices=CPU | CUDA,
             dtypes=FLOATS_AND_FLOAT64,
-            features=EXTEND | NO_STORE | VERIFY | {BATCH_INVARIANT},
+            features=EXTEND | NO_STORE | VERIFY | INVARIANT,
             cuda_graph=True,
         ),
         launcher=launcher,
@@ -58,36 +58,18 @@ def step_implementations(
             call: the launcher's with ``is_invariant``.
     """
     package = f"torch_hybrid.ops.{folder}"
-    on_gpu = Capability(
-        devices=triton_devices(),
-        limits=limits,
-        features=VERIFY,
-        cuda_graph=True,
-        available=triton_missing,
-    )
+    triton = in_triton(f"{package}._triton_step_{step}:{op}", limits=limits, features=VERIFY)
     forms = {
-        "cpp": Implementation(
-            capability=Capability(
-                devices=frozenset({"cpu"}),
-                dtypes=frozenset({torch.float32, torch.bfloat16}),
-                features=EXTEND | VERIFY | {BATCH_INVARIANT},
-                available=compiler_missing,
-            ),
-            launcher=f"{package}._cpu_step_{step}:{op}",
-            checks_indices=True,
+        "cpp": in_cpp(
+            f"{package}._cpu_step_{step}:{op}",
+            features=EXTEND | VERIFY | INVARIANT,
             figures="torch_hybrid.ops.native.cpu_tuning:state_figures",
         ),
-        "triton": Implementation(capability=on_gpu, launcher=f"{package}._triton_step_{step}:{op}"),
+        "triton": triton,
     }
     if has_invariant:
-        forms["triton_invariant"] = Implementation(
-            capability=replace(on_gpu, features=EXTEND | NO_STORE | {BATCH_INVARIANT}),
-            launcher=f"{package}._triton_step_{step}:{op}",
-            options={"is_invariant": True},
-        )
+        without_drafts = replace(triton.capability, features=EXTEND | NO_STORE)
+        forms["triton_invariant"] = invariant(replace(triton, capability=without_drafts))
     forms[COMPOSED] = composed_of(composed)
-    forms["torch"] = Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), features=VERIFY),
-        launcher=f"{package}._torch_step_{step}:{op}",
-    )
+    forms["torch"] = in_torch(f"{package}._torch_step_{step}:{op}", features=VERIFY)
     return forms

@@ -2,67 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import (
-    BATCH_INVARIANT,
-    FLOATS_AND_FLOAT64,
-    Capability,
-    Implementation,
-)
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
 from torch_hybrid.ops.core.declare import Index, Op, Pool, Rows, define, like
 from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.core.registration import check_groups, check_scale, check_shapes
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton, invariant
 
 _PACKAGE = "torch_hybrid.ops.block_attention"
 
-_TRITON_CAPABILITY = Capability(
-    devices=triton_devices(),
-    limits={"head_dim": 512},
-    cuda_graph=True,
-    available=triton_missing,
-)
+_CPP = in_cpp(f"{_PACKAGE}._cpu:block_attention", multiples={"head_dim": 16})
+_TRITON = in_triton(f"{_PACKAGE}._triton:block_attention", limits={"head_dim": 512})
 IMPLEMENTATIONS = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            multiples={"head_dim": 16},
-            available=compiler_missing,
-        ),
-        launcher=f"{_PACKAGE}._cpu:block_attention",
-        checks_indices=True,
-    ),
-    "cpp_invariant": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            multiples={"head_dim": 16},
-            features=frozenset({BATCH_INVARIANT}),
-            available=compiler_missing,
-        ),
-        launcher=f"{_PACKAGE}._cpu:block_attention",
-        options={"is_invariant": True},
-        checks_indices=True,
-    ),
-    "triton": Implementation(
-        capability=_TRITON_CAPABILITY, launcher=f"{_PACKAGE}._triton:block_attention"
-    ),
-    "triton_invariant": Implementation(
-        capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-        launcher=f"{_PACKAGE}._triton:block_attention",
-        options={"is_invariant": True},
-    ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
-        launcher=f"{_PACKAGE}._torch:block_attention",
-    ),
+    "cpp": _CPP,
+    "cpp_invariant": invariant(_CPP),
+    "triton": _TRITON,
+    "triton_invariant": invariant(_TRITON),
+    "torch": in_torch(f"{_PACKAGE}._torch:block_attention", dtypes=FLOATS_AND_FLOAT64),
 }
 
 

@@ -5,47 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation
-from torch_hybrid.ops.core.capability import (
-    BATCH_INVARIANT,
-    FLOATS_AND_FLOAT64,
-    Capability,
-    Implementation,
-)
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
 from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, Rows, define, like
 from torch_hybrid.ops.core.state_bounds import check_state_indices
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 MIN_WIDTH, MAX_WIDTH = 2, 16
 
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            features=frozenset({BATCH_INVARIANT}),
-            available=compiler_missing,
-        ),
-        launcher="torch_hybrid.ops.causal_conv1d._cpu:causal_conv1d",
-        checks_indices=True,
-    ),
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            features=frozenset({BATCH_INVARIANT}),
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher="torch_hybrid.ops.causal_conv1d._triton:causal_conv1d",
-    ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
-        launcher="torch_hybrid.ops.causal_conv1d._torch:causal_conv1d",
-    ),
+_PACKAGE = "torch_hybrid.ops.causal_conv1d"
+
+IMPLEMENTATIONS = {
+    "cpp": in_cpp(f"{_PACKAGE}._cpu:causal_conv1d", features=INVARIANT),
+    "triton": in_triton(f"{_PACKAGE}._triton:causal_conv1d", features=INVARIANT),
+    "torch": in_torch(f"{_PACKAGE}._torch:causal_conv1d", dtypes=FLOATS_AND_FLOAT64),
 }
 
 

@@ -14,95 +14,56 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
+from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.core.declare import Index, OneOf, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import CUDA, HALVES, INVARIANT, in_cpp, in_torch, in_triton
 
 _FOLDER = "torch_hybrid.ops.delta_rule"
 _PLANNER = f"{_FOLDER}._triton_scan:plan"
-_CPP_CAPABILITY = Capability(
-    devices=frozenset({"cpu"}),
-    dtypes=frozenset({torch.float32, torch.bfloat16}),
-    available=compiler_missing,
+_TRITON_BY_TOKEN = in_triton(
+    f"{_FOLDER}._triton:recurrent_delta_rule", limits={"head_k_dim": 512}, features=INVARIANT
 )
-_TRITON_BY_TOKEN = Implementation(
-    capability=Capability(
-        devices=triton_devices(),
-        limits={"head_k_dim": 512},
-        features=frozenset({BATCH_INVARIANT}),
-        cuda_graph=True,
-        available=triton_missing,
-    ),
-    launcher=f"{_FOLDER}._triton:recurrent_delta_rule",
-)
-_TORCH_CAPABILITY = Capability(devices=frozenset({"cpu", "cuda"}))
-_TORCH_BY_TOKEN = Implementation(
-    capability=_TORCH_CAPABILITY, launcher=f"{_FOLDER}._torch:recurrent_delta_rule"
-)
-_TORCH_BY_CHUNK = Implementation(
-    capability=_TORCH_CAPABILITY, launcher=f"{_FOLDER}._torch:chunk_delta_rule"
-)
+_TORCH_BY_TOKEN = in_torch(f"{_FOLDER}._torch:recurrent_delta_rule")
+_TORCH_BY_CHUNK = in_torch(f"{_FOLDER}._torch:chunk_delta_rule")
 
 
 def _triton_chunk(launcher: str, *, limit: int) -> dict[str, Implementation]:
     """Make both implementations by a launcher: with states rounded to float16, and exact."""
-    exact = Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"head_k_dim": limit},
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher=launcher,
-        planner=_PLANNER,
-        needs_plan=False,
-    )
-    rounded = Implementation(
-        capability=Capability(
-            devices=frozenset({"cuda"}),
+    exact = in_triton(launcher, limits={"head_k_dim": limit}, planner=_PLANNER)
+    rounded = replace(
+        exact,
+        capability=replace(
+            exact.capability,
+            devices=CUDA,
             dtypes=frozenset({torch.bfloat16}),
             limits={"head_k_dim": 128},
             exact=False,
-            cuda_graph=True,
-            available=triton_missing,
         ),
-        launcher=launcher,
         options={"is_exact": False},
-        planner=_PLANNER,
-        needs_plan=False,
     )
     return {"triton_rounded": rounded, "triton": exact}
 
 
 GATED_IMPLEMENTATIONS = in_forms(
     recurrent={
-        "cpp": Implementation(
-            capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-            launcher=f"{_FOLDER}._cpu_gated:recurrent_gated_delta_rule",
-            checks_indices=True,
-        ),
+        "cpp": in_cpp(f"{_FOLDER}._cpu_gated:recurrent_gated_delta_rule", features=INVARIANT),
         "triton": _TRITON_BY_TOKEN,
         "torch": _TORCH_BY_TOKEN,
     },
     chunk=with_flashinfer(
         "gated_delta_rule",
         {
-            "cpp": Implementation(
-                capability=_CPP_CAPABILITY,
-                launcher=f"{_FOLDER}._cpu_gated:chunk_gated_delta_rule",
-                checks_indices=True,
-            ),
+            "cpp": in_cpp(f"{_FOLDER}._cpu_gated:chunk_gated_delta_rule"),
             **_triton_chunk(f"{_FOLDER}._triton_gated:chunk_gated_delta_rule", limit=256),
             "torch": _TORCH_BY_CHUNK,
         },
         Implementation(
             capability=Capability(
-                devices=frozenset({"cuda"}),
-                dtypes=frozenset({torch.bfloat16, torch.float16}),
+                devices=CUDA,
+                dtypes=HALVES,
                 one_of={"head_k_dim": (128,), "head_v_dim": (128,)},
                 cuda_graph=True,
                 available=flashinfer_missing(capabilities=HOPPER, cutlass_dsl=True),
@@ -115,20 +76,12 @@ GATED_IMPLEMENTATIONS = in_forms(
 )
 KIMI_IMPLEMENTATIONS = in_forms(
     recurrent={
-        "cpp": Implementation(
-            capability=_CPP_CAPABILITY,
-            launcher=f"{_FOLDER}._cpu_kimi:recurrent_kimi_delta_attention",
-            checks_indices=True,
-        ),
+        "cpp": in_cpp(f"{_FOLDER}._cpu_kimi:recurrent_kimi_delta_attention"),
         "triton": _TRITON_BY_TOKEN,
         "torch": _TORCH_BY_TOKEN,
     },
     chunk={
-        "cpp": Implementation(
-            capability=_CPP_CAPABILITY,
-            launcher=f"{_FOLDER}._cpu_kimi:chunk_kimi_delta_attention",
-            checks_indices=True,
-        ),
+        "cpp": in_cpp(f"{_FOLDER}._cpu_kimi:chunk_kimi_delta_attention"),
         **_triton_chunk(f"{_FOLDER}._triton_kimi:chunk_kimi_delta_attention", limit=128),
         "torch": _TORCH_BY_CHUNK,
     },

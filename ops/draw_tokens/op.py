@@ -8,27 +8,18 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.core.capability import FLOATS
 from torch_hybrid.ops.core.declare import Op, Strided, define, made
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import in_torch, in_triton
 
 NUM_SETTINGS = 5
 
 _LARGEST_VOCAB = 1 << 18  # that the kernels which draw are made for
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"vocab_size": _LARGEST_VOCAB},
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher="torch_hybrid.ops.draw_tokens._triton:draw_tokens",
+IMPLEMENTATIONS = {
+    "triton": in_triton(
+        "torch_hybrid.ops.draw_tokens._triton:draw_tokens", limits={"vocab_size": _LARGEST_VOCAB}
     ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), cuda_graph=True),
-        launcher="torch_hybrid.ops.draw_tokens._torch:draw_tokens",
-    ),
+    "torch": in_torch("torch_hybrid.ops.draw_tokens._torch:draw_tokens", cuda_graph=True),
 }
 
 

@@ -9,82 +9,35 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import (
-    BATCH_INVARIANT,
-    NO_FEATURES,
-    Capability,
-    Implementation,
-)
+from torch_hybrid.ops.core.capability import NO_FEATURES
 from torch_hybrid.ops.core.declare import Dense, Op, Rows, define, like
 from torch_hybrid.ops.core.registration import check_dtypes, check_shapes
 from torch_hybrid.ops.formats import block_scales, stored_weights
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import (
-    fp8_products_missing,
-    triton_devices,
-    triton_missing,
-)
+from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton, invariant
+from torch_hybrid.ops.triton.devices import fp8_products_missing
 
 # Whether a gate stands beside the up projection, by activation.
 HAS_GATE = {"silu": True, "relu2": False}
 FEATURES = frozenset({block_scales.FEATURE})
 
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            features=stored_weights.FEATURES,
-            available=compiler_missing,
-        ),
-        launcher="torch_hybrid.ops.fused_experts._cpu:fused_experts",
-        checks_indices=True,
-        figures="torch_hybrid.ops.native.cpu_tuning:figures",
+_PACKAGE = "torch_hybrid.ops.fused_experts"
+_CPP = in_cpp(
+    f"{_PACKAGE}._cpu:fused_experts",
+    features=stored_weights.FEATURES,
+    figures="torch_hybrid.ops.native.cpu_tuning:figures",
+)
+IMPLEMENTATIONS = {
+    "cpp": _CPP,
+    "cpp_invariant": invariant(_CPP),
+    "triton_fp8": in_triton(
+        f"{_PACKAGE}._triton:rounded_experts",
+        features=FEATURES,
+        only_with=FEATURES,
+        available=fp8_products_missing,
     ),
-    "cpp_invariant": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            features=stored_weights.FEATURES | {BATCH_INVARIANT},
-            available=compiler_missing,
-        ),
-        launcher="torch_hybrid.ops.fused_experts._cpu:fused_experts",
-        options={"is_invariant": True},
-        checks_indices=True,
-    ),
-    "triton_fp8": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            features=FEATURES,
-            only_with=FEATURES,
-            cuda_graph=True,
-            available=fp8_products_missing,
-        ),
-        launcher="torch_hybrid.ops.fused_experts._triton:rounded_experts",
-    ),
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            features=stored_weights.FEATURES,
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher="torch_hybrid.ops.fused_experts._triton:fused_experts",
-    ),
-    "triton_invariant": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            features=frozenset({BATCH_INVARIANT}),
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher="torch_hybrid.ops.fused_experts._triton:fused_experts",
-        options={"is_invariant": True},
-    ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), features=stored_weights.FEATURES),
-        launcher="torch_hybrid.ops.fused_experts._torch:fused_experts",
-    ),
+    "triton": in_triton(f"{_PACKAGE}._triton:fused_experts", features=stored_weights.FEATURES),
+    "triton_invariant": invariant(in_triton(f"{_PACKAGE}._triton:fused_experts")),
+    "torch": in_torch(f"{_PACKAGE}._torch:fused_experts", features=stored_weights.FEATURES),
 }
 
 

@@ -5,46 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import (
-    BATCH_INVARIANT,
-    FLOATS_AND_FLOAT64,
-    Capability,
-    Implementation,
-)
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
 from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 _PACKAGE = "torch_hybrid.ops.gated_pooling"
 
 IMPLEMENTATIONS = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            features=frozenset({BATCH_INVARIANT}),
-            available=compiler_missing,
-        ),
-        launcher=f"{_PACKAGE}._cpu:gated_pooling",
-        checks_indices=True,
+    "cpp": in_cpp(f"{_PACKAGE}._cpu:gated_pooling", features=INVARIANT),
+    "triton": in_triton(
+        f"{_PACKAGE}._triton:gated_pooling", limits={"block_size": 64}, features=INVARIANT
     ),
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"block_size": 64},
-            features=frozenset({BATCH_INVARIANT}),
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher=f"{_PACKAGE}._triton:gated_pooling",
-    ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
-        launcher=f"{_PACKAGE}._torch:gated_pooling",
-    ),
+    "torch": in_torch(f"{_PACKAGE}._torch:gated_pooling", dtypes=FLOATS_AND_FLOAT64),
 }
 
 

@@ -5,44 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import (
-    BATCH_INVARIANT,
-    FLOATS_AND_FLOAT64,
-    Capability,
-    Implementation,
-)
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
 from torch_hybrid.ops.core.declare import Dense, Op, Strided, define, made
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
+
+_PACKAGE = "torch_hybrid.ops.head_linear"
 
 IMPLEMENTATIONS = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            features=frozenset({BATCH_INVARIANT}),
-            available=compiler_missing,
-        ),
-        launcher="torch_hybrid.ops.head_linear._cpu:head_linear",
-    ),
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            features=frozenset({BATCH_INVARIANT}),
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher="torch_hybrid.ops.head_linear._triton:head_linear",
-    ),
-    "torch": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, cuda_graph=True
-        ),
-        launcher="torch_hybrid.ops.head_linear._torch:head_linear",
-    ),
+    "cpp": in_cpp(f"{_PACKAGE}._cpu:head_linear", features=INVARIANT, checks_indices=False),
+    "triton": in_triton(f"{_PACKAGE}._triton:head_linear", features=INVARIANT),
+    "torch": in_torch(f"{_PACKAGE}._torch:head_linear", dtypes=FLOATS_AND_FLOAT64, cuda_graph=True),
 }
 
 

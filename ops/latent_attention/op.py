@@ -3,82 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.autograd import define_made_of
-from torch_hybrid.ops.core.capability import (
-    BATCH_INVARIANT,
-    FLOATS_AND_FLOAT64,
-    Capability,
-    Implementation,
-)
-from torch_hybrid.ops.core.declare import (
-    NOTHING,
-    Dense,
-    Index,
-    Op,
-    Pool,
-    Rows,
-    define,
-    like,
-    made,
-)
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.core.declare import NOTHING, Dense, Index, Op, Pool, Rows, define, like, made
 from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.core.registration import check_dtypes, check_scale
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.formats import fp8_kv
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import CUDA, HALVES, in_cpp, in_torch, in_triton, invariant
 
 _PACKAGE = "torch_hybrid.ops.latent_attention"
 EXTEND = frozenset({"extend"})  # queries of more than one token of a sequence
 _OWN_FEATURES = EXTEND | {fp8_kv.FEATURE}
 _FP8 = frozenset({fp8_kv.FEATURE})
 _DTYPES_OF_POOLS = FLOATS_AND_FLOAT64 | {fp8_kv.DTYPE}
-_CPU, _CPU_AND_CUDA = frozenset({"cpu"}), frozenset({"cpu", "cuda"})
 
 
 def _attention(function: str) -> dict[str, Implementation]:
-    cpp = Capability(
-        devices=_CPU,
-        dtypes=frozenset({torch.float32, torch.bfloat16}),
+    cpp = in_cpp(
+        f"{_PACKAGE}._cpu:{function}",
         multiples={"rank": 16, "rope_dim": 16},
         features=_OWN_FEATURES,
-        available=compiler_missing,
     )
-    triton = Capability(
-        devices=triton_devices(),
+    triton = in_triton(
+        f"{_PACKAGE}._triton:{function}",
         limits={"rank": 512, "rope_dim": 64},
         features=_OWN_FEATURES,
-        cuda_graph=True,
-        available=triton_missing,
     )
-    plain = Capability(devices=_CPU_AND_CUDA, dtypes=FLOATS_AND_FLOAT64, features=_OWN_FEATURES)
     own = {
-        "cpp": Implementation(
-            capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}", checks_indices=True
+        "cpp": cpp,
+        "cpp_invariant": invariant(cpp),
+        "triton": triton,
+        "triton_invariant": invariant(triton),
+        "torch": in_torch(
+            f"{_PACKAGE}._torch:{function}", dtypes=FLOATS_AND_FLOAT64, features=_OWN_FEATURES
         ),
-        "cpp_invariant": Implementation(
-            capability=replace(cpp, features=cpp.features | {BATCH_INVARIANT}),
-            launcher=f"{_PACKAGE}._cpu:{function}",
-            options={"is_invariant": True},
-            checks_indices=True,
-        ),
-        "triton": Implementation(capability=triton, launcher=f"{_PACKAGE}._triton:{function}"),
-        "triton_invariant": Implementation(
-            capability=replace(triton, features=triton.features | {BATCH_INVARIANT}),
-            launcher=f"{_PACKAGE}._triton:{function}",
-            options={"is_invariant": True},
-        ),
-        "torch": Implementation(capability=plain, launcher=f"{_PACKAGE}._torch:{function}"),
     }
     flashinfer = Capability(
-        devices=frozenset({"cuda"}),
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        devices=CUDA,
+        dtypes=HALVES,
         one_of={"rank": (128, 256, 512), "rope_dim": (64,)},
         cuda_graph=True,
         available=flashinfer_missing(capabilities=HOPPER),
@@ -95,17 +64,14 @@ def _attention(function: str) -> dict[str, Implementation]:
 
 
 def _rows(function: str) -> dict[str, Implementation]:
-    cpp = Capability(
-        devices=_CPU, dtypes=_DTYPES_OF_POOLS, features=_FP8, available=compiler_missing
-    )
-    plain = Capability(
-        devices=_CPU_AND_CUDA, dtypes=_DTYPES_OF_POOLS, features=_FP8, cuda_graph=True
-    )
     return {
-        "cpp": Implementation(
-            capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}", checks_indices=True
+        "cpp": in_cpp(f"{_PACKAGE}._cpu:{function}", dtypes=_DTYPES_OF_POOLS, features=_FP8),
+        "torch": in_torch(
+            f"{_PACKAGE}._rows:{function}",
+            dtypes=_DTYPES_OF_POOLS,
+            features=_FP8,
+            cuda_graph=True,
         ),
-        "torch": Implementation(capability=plain, launcher=f"{_PACKAGE}._rows:{function}"),
     }
 
 

@@ -6,89 +6,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import (
-    BATCH_INVARIANT,
-    FLOATS_AND_FLOAT64,
-    NO_FEATURES,
-    Capability,
-    Implementation,
-    Need,
-)
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, NO_FEATURES, Need
 from torch_hybrid.ops.core.declare import Op, Rows, define, made
 from torch_hybrid.ops.core.registration import check_contiguous, check_dtypes, check_shapes
 from torch_hybrid.ops.formats import block_scales, stored_weights
+from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton, invariant
 from torch_hybrid.ops.linear.by_torch import empty_columns
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import (
-    fp8_products_missing,
-    triton_devices,
-    triton_missing,
-)
+from torch_hybrid.ops.triton.devices import fp8_products_missing
 
 FEATURES = frozenset({block_scales.FEATURE})
 # Beside weights with scales, some of x's own dtype.
 MIXED = "mixed_weights"
 
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            features=stored_weights.FEATURES,
-            available=compiler_missing,
-        ),
-        launcher="torch_hybrid.ops.linear._cpu:linear",
-        figures="torch_hybrid.ops.native.cpu_tuning:figures",
+_PACKAGE = "torch_hybrid.ops.linear"
+_CPP = in_cpp(
+    f"{_PACKAGE}._cpu:linear",
+    features=stored_weights.FEATURES,
+    checks_indices=False,
+    figures="torch_hybrid.ops.native.cpu_tuning:figures",
+)
+IMPLEMENTATIONS = {
+    "cpp": _CPP,
+    "cpp_invariant": invariant(_CPP),
+    "triton_fp8": in_triton(
+        f"{_PACKAGE}._triton_fp8:rounded_linear",
+        features=FEATURES | {MIXED},
+        only_with=FEATURES,
+        available=fp8_products_missing,
     ),
-    "cpp_invariant": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            features=stored_weights.FEATURES | {BATCH_INVARIANT},
-            available=compiler_missing,
-        ),
-        launcher="torch_hybrid.ops.linear._cpu:linear",
-        options={"is_invariant": True},
-    ),
-    "triton_fp8": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            features=FEATURES | {MIXED},
-            only_with=FEATURES,
-            cuda_graph=True,
-            available=fp8_products_missing,
-        ),
-        launcher="torch_hybrid.ops.linear._triton_fp8:rounded_linear",
-    ),
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            features=stored_weights.FEATURES,
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher="torch_hybrid.ops.linear._triton:linear",
-    ),
-    "triton_invariant": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            features=frozenset({BATCH_INVARIANT}),
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher="torch_hybrid.ops.linear._triton:invariant_linear",
-    ),
-    "torch": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu", "cuda"}),
-            dtypes=FLOATS_AND_FLOAT64,
-            features=stored_weights.FEATURES | {MIXED},
-            cuda_graph=True,
-        ),
-        launcher="torch_hybrid.ops.linear._torch:linear",
+    "triton": in_triton(f"{_PACKAGE}._triton:linear", features=stored_weights.FEATURES),
+    "triton_invariant": in_triton(f"{_PACKAGE}._triton:invariant_linear", features=INVARIANT),
+    "torch": in_torch(
+        f"{_PACKAGE}._torch:linear",
+        dtypes=FLOATS_AND_FLOAT64,
+        features=stored_weights.FEATURES | {MIXED},
+        cuda_graph=True,
     ),
 }
 

@@ -8,24 +8,17 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.core.capability import FLOATS
 from torch_hybrid.ops.core.declare import Op, Strided, define, pair_like
-from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.implementations import in_cpp, in_torch
 
 IMPLEMENTATIONS = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            multiples={"v_head_dim": 16},
-            available=compiler_missing,
-        ),
-        launcher="torch_hybrid.ops.merge_states._cpu:merge_states",
+    "cpp": in_cpp(
+        "torch_hybrid.ops.merge_states._cpu:merge_states",
+        multiples={"v_head_dim": 16},
+        checks_indices=False,
     ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), cuda_graph=True),
-        launcher="torch_hybrid.ops.merge_states._torch:merge_states",
-    ),
+    "torch": in_torch("torch_hybrid.ops.merge_states._torch:merge_states", cuda_graph=True),
 }
 
 

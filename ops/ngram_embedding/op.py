@@ -8,43 +8,19 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import (
-    BATCH_INVARIANT,
-    FLOATS_AND_FLOAT64,
-    Capability,
-    Implementation,
-)
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
 from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, define, made
 from torch_hybrid.ops.core.state_bounds import check_state_indices
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 _PACKAGE = "torch_hybrid.ops.ngram_embedding"
 
 IMPLEMENTATIONS = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=FLOATS_AND_FLOAT64,
-            features=frozenset({BATCH_INVARIANT}),
-            available=compiler_missing,
-        ),
-        launcher=f"{_PACKAGE}._cpu:ngram_embedding",
-        checks_indices=True,
+    "cpp": in_cpp(
+        f"{_PACKAGE}._cpu:ngram_embedding", dtypes=FLOATS_AND_FLOAT64, features=INVARIANT
     ),
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            features=frozenset({BATCH_INVARIANT}),
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher=f"{_PACKAGE}._triton:ngram_embedding",
-    ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
-        launcher=f"{_PACKAGE}._torch:ngram_embedding",
-    ),
+    "triton": in_triton(f"{_PACKAGE}._triton:ngram_embedding", features=INVARIANT),
+    "torch": in_torch(f"{_PACKAGE}._torch:ngram_embedding", dtypes=FLOATS_AND_FLOAT64),
 }
 
 

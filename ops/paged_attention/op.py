@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import (
-    BATCH_INVARIANT,
     FLOATS_AND_FLOAT64,
     NO_FEATURES,
     Capability,
@@ -38,8 +37,7 @@ from torch_hybrid.ops.core.registration import (
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
 from torch_hybrid.ops.flashinfer.library import flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.formats import fp8_kv
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import CUDA, HALVES, in_cpp, in_torch, in_triton, invariant
 
 # What a caller may need beyond plain decode: queries of more than one token ("extend"), a
 # window, a softcap, the log-sum-exp as a second output; and of our own implementations alone,
@@ -49,58 +47,33 @@ RELATIVE_BIAS = "relative_bias"
 _OWN_FEATURES = FEATURES | {fp8_kv.FEATURE, RELATIVE_BIAS}
 
 _PACKAGE = "torch_hybrid.ops.paged_attention"
-_HALVES = frozenset({torch.bfloat16, torch.float16})
-_CPP = Capability(
-    devices=frozenset({"cpu"}),
-    dtypes=frozenset({torch.float32, torch.bfloat16}),
+_CPP = in_cpp(
+    f"{_PACKAGE}._cpu:paged_attention_with_lse",
     multiples={"head_dim": 16},
     features=_OWN_FEATURES,
-    available=compiler_missing,
 )
-_TRITON = Capability(
-    devices=triton_devices(),
+_TRITON = in_triton(
+    f"{_PACKAGE}._triton:paged_attention_with_lse",
     limits={"head_dim": 256},
     features=_OWN_FEATURES,
-    cuda_graph=True,
-    available=triton_missing,
 )
-
-
-def _invariant(capability: Capability) -> Capability:
-    return replace(capability, features=capability.features | {BATCH_INVARIANT})
-
-
 WITH_LSE_IMPLEMENTATIONS = {
-    "cpp": Implementation(
-        capability=_CPP, launcher=f"{_PACKAGE}._cpu:paged_attention_with_lse", checks_indices=True
-    ),
+    "cpp": _CPP,
     # A token has the bits that it has alone: keys are met in blocks of 64 from the sequence's first
     # on, one after the other, and no sequence is split.
-    "cpp_invariant": Implementation(
-        capability=_invariant(_CPP),
-        launcher=f"{_PACKAGE}._cpu:paged_attention_with_lse",
-        options={"is_invariant": True},
-        checks_indices=True,
-    ),
-    "triton": Implementation(
-        capability=_TRITON, launcher=f"{_PACKAGE}._triton:paged_attention_with_lse"
-    ),
-    "triton_invariant": Implementation(
-        capability=_invariant(_TRITON),
-        launcher=f"{_PACKAGE}._triton:paged_attention_with_lse",
-        options={"is_invariant": True},
-    ),
-    "torch": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, features=_OWN_FEATURES
-        ),
-        launcher=f"{_PACKAGE}._torch:paged_attention_with_lse",
+    "cpp_invariant": invariant(_CPP),
+    "triton": _TRITON,
+    "triton_invariant": invariant(_TRITON),
+    "torch": in_torch(
+        f"{_PACKAGE}._torch:paged_attention_with_lse",
+        dtypes=FLOATS_AND_FLOAT64,
+        features=_OWN_FEATURES,
     ),
 }
 _CUDNN = Implementation(
     capability=Capability(
-        devices=frozenset({"cuda"}),
-        dtypes=_HALVES,
+        devices=CUDA,
+        dtypes=HALVES,
         multiples={"head_dim": 8},
         limits={"head_dim": 128},  # where it was measured to be faster than Triton's
         features=frozenset({"extend"}),
@@ -116,8 +89,8 @@ IMPLEMENTATIONS = with_flashinfer(
     {"cudnn": _CUDNN, **WITH_LSE_IMPLEMENTATIONS},
     Implementation(
         capability=Capability(
-            devices=frozenset({"cuda"}),
-            dtypes=_HALVES,
+            devices=CUDA,
+            dtypes=HALVES,
             one_of={"head_dim": (64, 128, 256)},
             features=FEATURES - {"lse"},
             cuda_graph=True,

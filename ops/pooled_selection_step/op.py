@@ -14,42 +14,24 @@ from torch import Tensor
 
 from torch_hybrid.ops.composed import COMPOSED, Parts
 from torch_hybrid.ops.conv_step import check_lengths
-from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
-from torch_hybrid.ops.core.declare import (
-    TRACED,
-    Dense,
-    Index,
-    Pool,
-    Rows,
-    StatefulOp,
-    define,
-    made,
-)
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
+from torch_hybrid.ops.core.declare import TRACED, Dense, Index, Pool, Rows, StatefulOp, define, made
 from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.gated_pooling.op import GatedPooling
+from torch_hybrid.ops.implementations import HALVES, in_torch, in_triton
 from torch_hybrid.ops.select_blocks.op import SelectBlocks
 from torch_hybrid.ops.step_implementations import EXTEND, composed_of
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.pooled_selection_step"
 
 IMPLEMENTATIONS = {
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            # Products of float32 are no tensor core's, and take registers for every element.
-            dtypes=frozenset({torch.bfloat16, torch.float16}),
-            limits={"block_size": 64, "index_dim": 128, "num_index_heads": 64},
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher=f"{_PACKAGE}._triton:pooled_selection_step",
+    "triton": in_triton(
+        f"{_PACKAGE}._triton:pooled_selection_step",
+        dtypes=HALVES,  # float32's products are no tensor core's, and take a register an element
+        limits={"block_size": 64, "index_dim": 128, "num_index_heads": 64},
     ),
     COMPOSED: composed_of(f"{_PACKAGE}._composed:pooled_selection_step"),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
-        launcher=f"{_PACKAGE}._torch:pooled_selection_step",
-    ),
+    "torch": in_torch(f"{_PACKAGE}._torch:pooled_selection_step", dtypes=FLOATS_AND_FLOAT64),
 }
 
 

@@ -8,30 +8,14 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import (
-    BATCH_INVARIANT,
-    FLOATS_AND_FLOAT64,
-    Capability,
-    Implementation,
-)
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
 from torch_hybrid.ops.core.declare import Op, Strided, define, made
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import INVARIANT, in_torch, in_triton
 
 IMPLEMENTATIONS = {
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            features=frozenset({BATCH_INVARIANT}),
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher="torch_hybrid.ops.power_sum._triton:power_sum",
-    ),
-    "torch": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, cuda_graph=True
-        ),
-        launcher="torch_hybrid.ops.power_sum._torch:power_sum",
+    "triton": in_triton("torch_hybrid.ops.power_sum._triton:power_sum", features=INVARIANT),
+    "torch": in_torch(
+        "torch_hybrid.ops.power_sum._torch:power_sum", dtypes=FLOATS_AND_FLOAT64, cuda_graph=True
     ),
 }
 

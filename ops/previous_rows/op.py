@@ -8,26 +8,17 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
 from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, define, like
 from torch_hybrid.ops.core.state_bounds import check_state_indices
-from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.implementations import in_cpp, in_torch
 
 _PACKAGE = "torch_hybrid.ops.previous_rows"
 
 IMPLEMENTATIONS = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}), dtypes=FLOATS_AND_FLOAT64, available=compiler_missing
-        ),
-        launcher=f"{_PACKAGE}._cpu:previous_rows",
-        checks_indices=True,
-    ),
-    "torch": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, cuda_graph=True
-        ),
-        launcher=f"{_PACKAGE}._torch:previous_rows",
+    "cpp": in_cpp(f"{_PACKAGE}._cpu:previous_rows", dtypes=FLOATS_AND_FLOAT64),
+    "torch": in_torch(
+        f"{_PACKAGE}._torch:previous_rows", dtypes=FLOATS_AND_FLOAT64, cuda_graph=True
     ),
 }
 

@@ -14,15 +14,14 @@ from torch_hybrid.ops.core.declare import Dense, Index, Op, Rows, define, pair_m
 from torch_hybrid.ops.core.registration import check_groups, check_scale
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import CUDA, HALVES, in_cpp, in_torch, in_triton
 
 _PACKAGE = "torch_hybrid.ops.ragged_attention"
 _OWN = {
     "cudnn": Implementation(
         capability=Capability(
-            devices=frozenset({"cuda"}),
-            dtypes=frozenset({torch.bfloat16, torch.float16}),
+            devices=CUDA,
+            dtypes=HALVES,
             multiples={"head_dim": 8, "v_head_dim": 8},
             limits={"head_dim": 192, "v_head_dim": 128},
             cuda_graph=True,
@@ -31,37 +30,22 @@ _OWN = {
         launcher=f"{_PACKAGE}._cudnn:ragged_attention_with_lse",
         planner="torch_hybrid.ops.cudnn_attention:plan",
     ),
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            multiples={"head_dim": 16, "v_head_dim": 16},
-            available=compiler_missing,
-        ),
-        launcher=f"{_PACKAGE}._cpu:ragged_attention_with_lse",
-        checks_indices=True,
+    "cpp": in_cpp(
+        f"{_PACKAGE}._cpu:ragged_attention_with_lse", multiples={"head_dim": 16, "v_head_dim": 16}
     ),
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"head_dim": 256, "v_head_dim": 256},
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher=f"{_PACKAGE}._triton:ragged_attention_with_lse",
+    "triton": in_triton(
+        f"{_PACKAGE}._triton:ragged_attention_with_lse",
+        limits={"head_dim": 256, "v_head_dim": 256},
     ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
-        launcher=f"{_PACKAGE}._torch:ragged_attention_with_lse",
-    ),
+    "torch": in_torch(f"{_PACKAGE}._torch:ragged_attention_with_lse", dtypes=FLOATS_AND_FLOAT64),
 }
 IMPLEMENTATIONS = with_flashinfer(
     "ragged_attention_with_lse",
     _OWN,
     Implementation(
         capability=Capability(
-            devices=frozenset({"cuda"}),
-            dtypes=frozenset({torch.bfloat16, torch.float16}),
+            devices=CUDA,
+            dtypes=HALVES,
             one_of={"head_dim": (192,), "v_head_dim": (128,)},
             cuda_graph=True,
             available=flashinfer_missing(capabilities=HOPPER),

@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import (
-    BATCH_INVARIANT,
-    FLOATS_AND_FLOAT64,
-    Capability,
-    Implementation,
-)
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
 from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.core.registration import check_shapes
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton, invariant
 
-_TRITON_CAPABILITY = Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing)
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            features=frozenset({BATCH_INVARIANT}),
-            available=compiler_missing,
-        ),
-        launcher="torch_hybrid.ops.rg_lru._cpu:rg_lru",
-        checks_indices=True,
-    ),
-    "triton": Implementation(
-        capability=_TRITON_CAPABILITY, launcher="torch_hybrid.ops.rg_lru._triton:rg_lru"
-    ),
-    "triton_invariant": Implementation(
-        capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-        launcher="torch_hybrid.ops.rg_lru._triton:rg_lru",
-        options={"is_invariant": True},
-    ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
-        launcher="torch_hybrid.ops.rg_lru._torch:rg_lru",
-    ),
+_TRITON = in_triton("torch_hybrid.ops.rg_lru._triton:rg_lru")
+IMPLEMENTATIONS = {
+    "cpp": in_cpp("torch_hybrid.ops.rg_lru._cpu:rg_lru", features=INVARIANT),
+    "triton": _TRITON,
+    "triton_invariant": invariant(_TRITON),
+    "torch": in_torch("torch_hybrid.ops.rg_lru._torch:rg_lru", dtypes=FLOATS_AND_FLOAT64),
 }
 
 

@@ -8,26 +8,18 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.core.capability import FLOATS
 from torch_hybrid.ops.core.declare import NO_DEFAULT, Dense, Op, Strided, define, pair_made
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import in_torch, in_triton
 
 SCORES = ("softmax", "sigmoid")
 
 IMPLEMENTATIONS = {
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"num_experts": 1024, "k": 32, "num_groups": 32},
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher="torch_hybrid.ops.route._triton:route",
+    "triton": in_triton(
+        "torch_hybrid.ops.route._triton:route",
+        limits={"num_experts": 1024, "k": 32, "num_groups": 32},
     ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), cuda_graph=True),
-        launcher="torch_hybrid.ops.route._torch:route",
-    ),
+    "torch": in_torch("torch_hybrid.ops.route._torch:route", cuda_graph=True),
 }
 
 

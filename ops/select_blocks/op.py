@@ -2,55 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import (
-    BATCH_INVARIANT,
-    FLOATS_AND_FLOAT64,
-    Capability,
-    Implementation,
-)
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
 from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, Rows, define, made
 from torch_hybrid.ops.core.page_bounds import check_page_indices
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton, invariant
 
 _PACKAGE = "torch_hybrid.ops.select_blocks"
 
-_TRITON_CAPABILITY = Capability(
-    devices=triton_devices(),
-    limits={"index_dim": 256},
-    cuda_graph=True,
-    available=triton_missing,
-)
+_TRITON = in_triton(f"{_PACKAGE}._triton:select_blocks", limits={"index_dim": 256})
 IMPLEMENTATIONS = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            multiples={"index_dim": 16},
-            features=frozenset({BATCH_INVARIANT}),
-            available=compiler_missing,
-        ),
-        launcher=f"{_PACKAGE}._cpu:select_blocks",
-        checks_indices=True,
+    "cpp": in_cpp(
+        f"{_PACKAGE}._cpu:select_blocks", multiples={"index_dim": 16}, features=INVARIANT
     ),
-    "triton": Implementation(
-        capability=_TRITON_CAPABILITY, launcher=f"{_PACKAGE}._triton:select_blocks"
-    ),
-    "triton_invariant": Implementation(
-        capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-        launcher=f"{_PACKAGE}._triton:select_blocks",
-        options={"is_invariant": True},
-    ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
-        launcher=f"{_PACKAGE}._torch:select_blocks",
-    ),
+    "triton": _TRITON,
+    "triton_invariant": invariant(_TRITON),
+    "torch": in_torch(f"{_PACKAGE}._torch:select_blocks", dtypes=FLOATS_AND_FLOAT64),
 }
 
 

@@ -8,62 +8,34 @@ outputs, it is all that a mixer does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
 from torch_hybrid.ops.core.declare import Dense, Index, OneOf, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
 from torch_hybrid.ops.core.registration import check_groups
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
-_CPU = "torch_hybrid.ops.selective_scan._cpu"
-_TORCH = "torch_hybrid.ops.selective_scan._torch"
-_TRITON = "torch_hybrid.ops.selective_scan._triton"
-_CPP_CAPABILITY = Capability(
-    devices=frozenset({"cpu"}),
-    dtypes=frozenset({torch.float32, torch.bfloat16}),
-    available=compiler_missing,
-)
-_TRITON_CAPABILITY = Capability(
-    devices=triton_devices(),
-    limits={"state_dim": 256},
-    cuda_graph=True,
-    available=triton_missing,
-)
-_TORCH_CAPABILITY = Capability(devices=frozenset({"cpu", "cuda"}))
+_FOLDER = "torch_hybrid.ops.selective_scan"
+_LIMITS = {"state_dim": 256}
 
 IMPLEMENTATIONS = in_forms(
     recurrent={
-        "cpp": Implementation(
-            capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-            launcher=f"{_CPU}:selective_scan",
-            checks_indices=True,
+        "cpp": in_cpp(f"{_FOLDER}._cpu:selective_scan", features=INVARIANT),
+        "triton": in_triton(
+            f"{_FOLDER}._triton:selective_scan", limits=_LIMITS, features=INVARIANT
         ),
-        "triton": Implementation(
-            capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-            launcher=f"{_TRITON}:selective_scan",
-        ),
-        "torch": Implementation(
-            capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:recurrent_selective_scan"
-        ),
+        "torch": in_torch(f"{_FOLDER}._torch:recurrent_selective_scan"),
     },
     chunk={
-        "cpp": Implementation(
-            capability=_CPP_CAPABILITY, launcher=f"{_CPU}:selective_scan", checks_indices=True
+        "cpp": in_cpp(f"{_FOLDER}._cpu:selective_scan"),
+        "triton": in_triton(
+            f"{_FOLDER}._triton:selective_scan", limits=_LIMITS, options={"is_chunked": True}
         ),
-        "triton": Implementation(
-            capability=_TRITON_CAPABILITY,
-            launcher=f"{_TRITON}:selective_scan",
-            options={"is_chunked": True},
-        ),
-        "torch": Implementation(
-            capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:chunk_selective_scan"
-        ),
+        "torch": in_torch(f"{_FOLDER}._torch:chunk_selective_scan"),
     },
 )
 

@@ -7,59 +7,31 @@ arguments alone; see README.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
 from torch_hybrid.ops.core.declare import Dense, Index, OneOf, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
 from torch_hybrid.ops.core.registration import check_groups
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
-_CPU = "torch_hybrid.ops.ssd._cpu_scan"
-_TORCH = "torch_hybrid.ops.ssd._torch"
-_CPP_CAPABILITY = Capability(
-    devices=frozenset({"cpu"}),
-    dtypes=frozenset({torch.float32, torch.bfloat16}),
-    available=compiler_missing,
-)
-_TRITON_CAPABILITY = Capability(
-    devices=triton_devices(),
-    limits={"head_k_dim": 256},
-    cuda_graph=True,
-    available=triton_missing,
-)
-_TORCH_CAPABILITY = Capability(devices=frozenset({"cpu", "cuda"}))
+_FOLDER = "torch_hybrid.ops.ssd"
 
 IMPLEMENTATIONS = in_forms(
     recurrent={
-        "cpp": Implementation(
-            capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
-            launcher=f"{_CPU}:recurrent_ssd",
-            checks_indices=True,
+        "cpp": in_cpp(f"{_FOLDER}._cpu_scan:recurrent_ssd", features=INVARIANT),
+        "triton": in_triton(
+            f"{_FOLDER}._triton:recurrent_ssd", limits={"head_k_dim": 512}, features=INVARIANT
         ),
-        "triton": Implementation(
-            capability=replace(
-                _TRITON_CAPABILITY,
-                limits={"head_k_dim": 512},
-                features=frozenset({BATCH_INVARIANT}),
-            ),
-            launcher="torch_hybrid.ops.ssd._triton:recurrent_ssd",
-        ),
-        "torch": Implementation(capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:recurrent_ssd"),
+        "torch": in_torch(f"{_FOLDER}._torch:recurrent_ssd"),
     },
     chunk={
-        "cpp": Implementation(
-            capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_ssd", checks_indices=True
-        ),
-        "triton": Implementation(
-            capability=_TRITON_CAPABILITY, launcher="torch_hybrid.ops.ssd._triton_chunk:chunk_ssd"
-        ),
-        "torch": Implementation(capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:chunk_ssd"),
+        "cpp": in_cpp(f"{_FOLDER}._cpu_scan:chunk_ssd"),
+        "triton": in_triton(f"{_FOLDER}._triton_chunk:chunk_ssd", limits={"head_k_dim": 256}),
+        "torch": in_torch(f"{_FOLDER}._torch:chunk_ssd"),
     },
 )
 

@@ -9,26 +9,19 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.core.declare import MUTATED, NOTHING, Index, Op, define
-from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.implementations import in_cpp, in_torch
 
 _ANY_DTYPE = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.uint8}
 )
 
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}), dtypes=_ANY_DTYPE, available=compiler_missing
-        ),
-        launcher="torch_hybrid.ops.state_copy._cpu:state_copy",
+IMPLEMENTATIONS = {
+    "cpp": in_cpp(
+        "torch_hybrid.ops.state_copy._cpu:state_copy", dtypes=_ANY_DTYPE, checks_indices=False
     ),
-    "torch": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu", "cuda"}), dtypes=_ANY_DTYPE, cuda_graph=True
-        ),
-        launcher="torch_hybrid.ops.state_copy._torch:state_copy",
+    "torch": in_torch(
+        "torch_hybrid.ops.state_copy._torch:state_copy", dtypes=_ANY_DTYPE, cuda_graph=True
     ),
 }
 

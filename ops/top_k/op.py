@@ -8,24 +8,15 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.core.capability import FLOATS
 from torch_hybrid.ops.core.declare import Op, Strided, define, pair_made
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import in_torch, in_triton
 
 IMPLEMENTATIONS = {
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"num_columns": 1024, "k": 32},
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher="torch_hybrid.ops.top_k._triton:top_k",
+    "triton": in_triton(
+        "torch_hybrid.ops.top_k._triton:top_k", limits={"num_columns": 1024, "k": 32}
     ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), cuda_graph=True),
-        launcher="torch_hybrid.ops.top_k._torch:top_k",
-    ),
+    "torch": in_torch("torch_hybrid.ops.top_k._torch:top_k", cuda_graph=True),
 }
 
 
