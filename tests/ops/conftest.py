@@ -1,6 +1,6 @@
 """Fixtures of the op contract suites."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -37,17 +37,3 @@ def interpreter() -> Iterator[Interpreter]:
     """A process that interprets Triton kernels; started by the first test that asks for it."""
     with interpreter_process() as process:
         yield process
-
-
-@pytest.fixture
-def interpret(
-    interpreter: Interpreter,
-    record_property: Callable[[str, object], None],
-    request: pytest.FixtureRequest,
-) -> Callable[[str], None]:
-    """Runs there what a selection (pytest's -k) picks of the folder that the test stands in."""
-
-    def run(selection: str) -> None:
-        interpreter.run(record_property, request.path.parent, " ".join(selection.split()))
-
-    return run

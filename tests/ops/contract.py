@@ -91,10 +91,12 @@ def skip_reason(implementation: Implementation, device: str) -> str | None:
     return capability.available()
 
 
-def impl_fixture(implementations: Mapping[str, Implementation]) -> Callable[..., str]:
+def impl_fixture(
+    implementations: Mapping[str, Implementation], features: frozenset[str] | None = None
+) -> Callable[..., str]:
     """A fixture of the names of those for a CPU; one that cannot run here is skipped."""
 
-    @pytest.fixture(params=impls_on("cpu", implementations))
+    @pytest.fixture(params=impls_on("cpu", implementations, features))
     def impl(request: pytest.FixtureRequest) -> str:
         if reason := skip_reason(implementations[request.param], "cpu"):
             pytest.skip(reason)

@@ -89,6 +89,21 @@ def interpreter_process() -> Iterator[Interpreter]:
             yield Interpreter(process, errors)
 
 
+def interprets(contract: str) -> Callable[..., None]:
+    """Make the test that runs there what ``contract`` (pytest's -k) picks of the folder in which
+    the test stands."""
+
+    @needs_triton
+    def test(
+        interpreter: Interpreter,
+        record_property: Callable[[str, object], None],
+        request: pytest.FixtureRequest,
+    ) -> None:
+        interpreter.run(record_property, request.path.parent, " ".join(contract.split()))
+
+    return test
+
+
 def round_products_once(patch: pytest.MonkeyPatch) -> None:
     """Sum products of float32 in float64, and round their sum.
 

@@ -104,21 +104,29 @@ def assert_all_fit(
     assert_as_in_table(rows, table)
 
 
+def resources_at(
+    shapes: Mapping[str, tuple[Any, ...]],
+    record: Callable[..., Mapping[str, Launch]],
+    note: Callable[[Launch], str] = lambda launch: "",
+) -> list[Resources]:
+    """What all launches that ``record`` notes at each shape take on each target; ``note`` ends
+    their labels."""
+    return [
+        resources_of(launch, target, label + note(launch))
+        for label, shape in shapes.items()
+        for target in SHARED_LIMITS
+        for launch in record(target, *shape).values()
+    ]
+
+
 def assert_shapes_fit(
     folder: Path,
     shapes: Mapping[str, tuple[Any, ...]],
     record: Callable[..., Mapping[str, Launch]],
     note: Callable[[Launch], str] = lambda launch: "",
 ) -> None:
-    """All launches that ``record`` notes at each shape on each target fit, as in the table of
-    ``folder``; ``note`` ends their labels."""
-    rows = [
-        resources_of(launch, target, label + note(launch))
-        for label, shape in shapes.items()
-        for target in SHARED_LIMITS
-        for launch in record(target, *shape).values()
-    ]
-    assert_all_fit(rows, folder / "resources.txt")
+    """They fit, as in the table of ``folder``."""
+    assert_all_fit(resources_at(shapes, record, note), folder / "resources.txt")
 
 
 def assert_as_in_table(rows: Sequence[Resources], table: Path) -> None:

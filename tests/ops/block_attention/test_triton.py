@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from tests.devices import needs_cuda
 from tests.ops.block_attention.cases import CASES, Inputs, make_inputs
 from tests.ops.contract import assert_within_budget
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import needs_triton
+from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.block_attention import block_attention, reference
 
@@ -25,11 +24,7 @@ CONTRACT = """
     ) or triton_invariant and (float64 and odd_l and bf16 or chunked and invariant-1))
     and not interpreter and not on_a_gpu and not writes or any_of_a_tile
 """
-
-
-@needs_triton
-def test_in_the_interpreter(interpret: Callable[[str], None]):
-    interpret(CONTRACT)
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda

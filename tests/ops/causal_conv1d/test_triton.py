@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from tests.devices import needs_cuda
 from tests.ops.causal_conv1d.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.contract import assert_within_budget, rows_apart
 from tests.ops.triton_compile import Launch, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import needs_triton
+from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_shapes_fit
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 from torch_hybrid.ops.causal_conv1d.reference import causal_conv1d_reference
@@ -26,11 +25,7 @@ CONTRACT = """
     triton and (exact and not qwen3_next and not bamba and not lfm or segments)
     and not (gates and bf16) and not on_a_gpu and not interpreter
 """
-
-
-@needs_triton
-def test_in_the_interpreter(interpret: Callable[[str], None]):
-    interpret(CONTRACT)
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from tests.ops.triton_compile import (
     SHARED_LIMITS,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
+from tests.ops.triton_interpreter import interprets, needs_interpreter
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.delta_rule import gated_delta_rule
 from torch_hybrid.ops.delta_rule.reference import delta_rule_reference
@@ -30,13 +29,7 @@ CONTRACT = """
         exact and (one_token or decode or three_value_heads or odd_dims)
     ) or in_interpreter)
 """
-
-
-@needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-):
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_interpreter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tests.ops.delta_rule.step_triton import (
 )
 from tests.ops.step_triton import check, check_captured
 from tests.ops.triton_compile import needs_cross_compiler
-from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_interpreter import interprets
 
 # What of the contract the interpreter can do in seconds. It cuts bfloat16 off where a GPU rounds,
 # and here numbers are rounded four times, one after the other.
@@ -40,13 +39,7 @@ CONTRACT = """
         )
     )
 """
-
-
-@needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-):
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 RULES = {"gated": GATED, "kimi": KIMI}

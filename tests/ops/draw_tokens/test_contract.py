@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from tests.devices import needs_cuda
 from tests.ops.contract import impl_fixture, rows_apart
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import needs_triton
+from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.draw_tokens import draw_tokens, reference
 from torch_hybrid.ops.draw_tokens.op import IMPLEMENTATIONS, DrawTokens
@@ -126,9 +125,7 @@ def test_rows_that_lie_apart(impl: str) -> None:
         assert draw_tokens(x, settings, **options, impl=impl).tolist() == expected
 
 
-@needs_triton
-def test_in_the_interpreter(interpret: Callable[[str], None]) -> None:
-    interpret("triton")
+test_in_the_interpreter = interprets("triton")
 
 
 @needs_cuda

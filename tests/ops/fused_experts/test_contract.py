@@ -16,8 +16,8 @@ from tests.ops.contract import (
     assert_draws_within_budget,
     assert_traces_once,
     assert_within_budget,
+    impl_fixture,
     impls_on,
-    skip_reason,
     to_exact,
 )
 from tests.ops.fused_experts.cases import (
@@ -40,11 +40,7 @@ SMALL = Case(num_tokens=5, num_experts=4, dim=24, width=20)
 INVARIANT = impls_on("cpu", IMPLEMENTATIONS, frozenset({BATCH_INVARIANT}))
 
 
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS, NO_FEATURES))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS, NO_FEATURES)
 
 
 def run(
@@ -162,11 +158,7 @@ def test_is_deterministic(impl: str) -> None:
 # ---- weights of 8 bits -----------------------------------------------------------------------
 
 
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS, FEATURES))
-def fp8_impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+fp8_impl = impl_fixture(IMPLEMENTATIONS, FEATURES)
 
 
 # Three blocks of either weight's columns, the last one smaller, and gate's last block too.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ from tests.ops.triton_compile import (
     needs_cross_compiler,
     simplified_ir,
 )
-from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
-from tests.ops.triton_resources import assert_all_fit, resources_of
+from tests.ops.triton_interpreter import interprets, needs_interpreter, needs_triton
+from tests.ops.triton_resources import assert_all_fit, resources_at, resources_of
 from torch_hybrid.ops.formats.block_scales import BLOCK, DTYPE
 from torch_hybrid.ops.fused_experts import fused_experts
 from torch_hybrid.ops.fused_experts.op import IMPLEMENTATIONS, FusedExperts
@@ -106,11 +106,7 @@ def test_blocks_are_those_of_each_expert_in_a_row(block: int) -> None:
     assert all(block[0] == num_experts for block in blocks[len(expected) :])
 
 
-@needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-) -> None:
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda
@@ -286,12 +282,7 @@ def test_rows_of_weights_are_permuted_as_threads_hold_columns() -> None:
 
 @needs_cross_compiler
 def test_compiles_without_spills() -> None:
-    rows = [
-        resources_of(launch, target, label)
-        for label, shape in SHAPES.items()
-        for target in SHARED_LIMITS
-        for launch in record_launches(target, *shape).values()
-    ]
+    rows = resources_at(SHAPES, record_launches)
     inkling2 = (384, 8, 4608, 2304, "silu", torch.bfloat16, (4.0, 25.0))
     rows += [
         resources_of(launch, "sm_90", f"Inkling-2 {num_tokens}")

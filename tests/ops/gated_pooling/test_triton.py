@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget
 from tests.ops.gated_pooling.cases import CASES, Inputs, make_inputs
 from tests.ops.triton_compile import Launch, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import needs_triton
+from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_shapes_fit
 from torch_hybrid.ops.gated_pooling import gated_pooling, reference
 
@@ -22,11 +21,7 @@ CONTRACT = """
     triton and (float64 and (odd or a_token) or segments or out_of_range)
     and not interpreter and not on_a_gpu
 """
-
-
-@needs_triton
-def test_in_the_interpreter(interpret: Callable[[str], None]):
-    interpret(CONTRACT)
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from tests.devices import needs_cuda
 from tests.ops.head_linear.test_contract import assert_same_bits_in_any_batch, inputs
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import needs_triton
+from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.head_linear import head_linear, reference
 from torch_hybrid.ops.head_linear.op import HeadLinear
@@ -24,11 +23,7 @@ CONTRACT = """
 """
 # Heads, rows and depth of DeepSeek-V3's absorbed projections, by whether weights are transposed.
 REAL = {True: (128, 512, 128), False: (128, 128, 512)}
-
-
-@needs_triton
-def test_in_the_interpreter(interpret: Callable[[str], None]) -> None:
-    interpret(CONTRACT)
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda

@@ -15,9 +15,8 @@ from torch import Tensor
 from tests.ops.contract import (
     assert_traces_once,
     assert_within_budget,
-    impls_on,
+    impl_fixture,
     pool_clones,
-    skip_reason,
 )
 from tests.ops.latent_attention.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.pages import offsets
@@ -32,11 +31,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = Case(num_heads=4, rank=32, rope_dim=16, lengths=((1, 23), (9, 30), (1, 1)))
 
 
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 MAKE = {"as_written": make_inputs, "fp8": partial(make_inputs, fp8=True)}

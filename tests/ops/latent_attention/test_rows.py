@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import assert_traces_once, impls_on, pool_clones, skip_reason
+from tests.ops.contract import assert_traces_once, impl_fixture, pool_clones
 from tests.ops.latent_attention.cases import CASES, Case, Inputs, make_inputs
 from torch_hybrid.ops.latent_attention import (
     gather_latents,
@@ -29,11 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = Case(num_heads=4, rank=32, rope_dim=16, lengths=((1, 23), (9, 30), (1, 1)))
 
 
-@pytest.fixture(params=impls_on("cpu", STORE_IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(STORE_IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(STORE_IMPLEMENTATIONS)
 
 
 def bits(x: Tensor) -> Tensor:

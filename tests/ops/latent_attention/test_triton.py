@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from tests.ops.triton_compile import (
     needs_cross_compiler,
     simplified_ir,
 )
-from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.latent_attention import latent_attention, reference
 from torch_hybrid.ops.latent_attention.op import LatentAttention
@@ -44,13 +43,7 @@ HOPPER = {
     "tokens": Case(num_heads=20, page_size=64, lengths=((7, 300), (0, 9), (2, 2), (9, 65))),
     "not split": Case(num_heads=64, lengths=((1, 200), (1, 63), *[(1, 3)] * 130)),
 }
-
-
-@needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-) -> None:
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda

@@ -16,6 +16,7 @@ from tests.ops.contract import (
     assert_draws_within_budget,
     assert_traces_once,
     assert_within_budget,
+    impl_fixture,
     impls_on,
     skip_reason,
 )
@@ -42,11 +43,7 @@ SMALL = Case(num_rows=6, depth=50, widths=(7, 20), biased=frozenset({1}))
 INVARIANT = impls_on("cpu", IMPLEMENTATIONS, frozenset({BATCH_INVARIANT}))
 
 
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS, NO_FEATURES))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS, NO_FEATURES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,11 +113,7 @@ def test_infinity_and_nan_in_a_weight_stay_in_their_column(impl: str) -> None:
 # ---- weights of 8 bits -----------------------------------------------------------------------
 
 
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS, FEATURES))
-def fp8_impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+fp8_impl = impl_fixture(IMPLEMENTATIONS, FEATURES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from tests.ops.linear.cases import (
 )
 from tests.ops.linear.test_contract import assert_same_bits_in_any_batch, expected_of
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.formats.block_scales import DTYPE, num_blocks
 from torch_hybrid.ops.linear.by_torch import ALIGNED, empty_columns
@@ -59,11 +59,7 @@ def test_rows_of_several_results_are_aligned() -> None:
     assert empty_columns(x, (22,)).is_contiguous()
 
 
-@needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-) -> None:
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda

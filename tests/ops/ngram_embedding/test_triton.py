@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from tests.devices import needs_cuda
 from tests.ops.ngram_embedding.cases import CASES, EOS, Inputs, make_inputs
 from tests.ops.triton_compile import Launch, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import needs_triton
+from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_shapes_fit
 from torch_hybrid.ops.ngram_embedding import ngram_embedding, reference
 
@@ -21,11 +20,7 @@ CONTRACT = """
     triton and (reference and (bigrams or five or decode) and not fp16 or across or out_of_range)
     and not interpreter and not on_a_gpu
 """
-
-
-@needs_triton
-def test_in_the_interpreter(interpret: Callable[[str], None]):
-    interpret(CONTRACT)
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from tests.ops.contract import (
     assert_within_budget,
-    impls_on,
-    skip_reason,
+    impl_fixture,
 )
 from tests.ops.paged_attention.cases import (
     CASES,
@@ -38,11 +37,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = Case(num_q_heads=4, num_kv_heads=2, head_dim=32, lengths=((1, 23), (9, 30), (1, 1)))
 
 
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
-    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
-        pytest.skip(reason)
-    return request.param
+impl = impl_fixture(IMPLEMENTATIONS)
 
 
 MAKE = {"as_written": make_inputs, "fp8": partial(make_inputs, fp8=True)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from tests.ops.triton_compile import (
     launches_on,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
+from tests.ops.triton_interpreter import interprets, needs_interpreter
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.paged_attention import paged_attention_with_lse, reference
 from torch_hybrid.ops.paged_attention.op import PagedAttentionWithLse
@@ -90,13 +89,7 @@ HOPPER = {
         num_q_heads=16, num_kv_heads=2, head_dim=256, page_size=64, lengths=((70, 198), (0, 3))
     ),
 }
-
-
-@needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-) -> None:
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_interpreter

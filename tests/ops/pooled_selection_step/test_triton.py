@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from tests.devices import needs_cuda
 from tests.ops.pooled_selection_step.cases import CASES, Inputs, make_inputs
 from tests.ops.triton_compile import Launch, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import needs_interpreter, needs_triton
+from tests.ops.triton_interpreter import interprets, needs_interpreter
 from tests.ops.triton_resources import assert_shapes_fit
 from torch_hybrid.ops.pooled_selection_step import pooled_selection_step, reference
 
@@ -23,11 +22,7 @@ CONTRACT = """
     or round_once or step_by_step or out_of_range or several_tiles)
     and not in_the_interpreter and not on_a_gpu
 """
-
-
-@needs_triton
-def test_in_the_interpreter(interpret: Callable[[str], None]):
-    interpret(CONTRACT)
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_interpreter

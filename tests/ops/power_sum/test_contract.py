@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from tests.ops.triton_compile import (
     needs_cross_compiler,
     orders_of_sums,
 )
-from tests.ops.triton_interpreter import needs_triton
+from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.power_sum import power_sum, reference
@@ -115,9 +114,7 @@ def assert_same_bits_anywhere(x: Tensor, impl: str) -> None:
     assert torch.equal(power_sum(x.unsqueeze(1).repeat(1, 3, 1), 2, impl=impl)[:, 1], whole)
 
 
-@needs_triton
-def test_in_the_interpreter(interpret: Callable[[str], None]) -> None:
-    interpret("triton")
+test_in_the_interpreter = interprets("triton")
 
 
 @needs_cuda

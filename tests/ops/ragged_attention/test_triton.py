@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +13,13 @@ from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget
 from tests.ops.ragged_attention.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.triton_compile import (
-    SHARED_LIMITS,
     Launch,
     launches_on,
     machine_code,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import needs_triton
-from tests.ops.triton_resources import assert_all_fit, resources_of
+from tests.ops.triton_interpreter import interprets
+from tests.ops.triton_resources import assert_all_fit, resources_at, resources_of
 from torch_hybrid.ops.core.declare import Declaration
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse, reference
 from torch_hybrid.ops.ragged_attention.op import RaggedAttentionWithLse
@@ -56,11 +54,7 @@ HOPPER |= {
 }
 
 NAMES = list(Declaration(RaggedAttentionWithLse).kinds)  # of the tensors
-
-
-@needs_triton
-def test_in_the_interpreter(interpret: Callable[[str], None]) -> None:
-    interpret(CONTRACT)
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda
@@ -134,12 +128,7 @@ SHAPES = {
 
 @needs_cross_compiler
 def test_compiles_without_spills() -> None:
-    rows = [
-        resources_of(launch, target, label)
-        for label, shape in SHAPES.items()
-        for target in SHARED_LIMITS
-        for launch in record_launches(target, *shape).values()
-    ]
+    rows = resources_at(SHAPES, record_launches)
     (launch,) = record_launches("sm_90", *SHAPES["DeepSeek-V3 extend 8192"], gluon=False).values()
     rows.append(resources_of(launch, "sm_90", "DeepSeek-V3 of other Gluon"))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))

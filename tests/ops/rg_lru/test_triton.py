@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from tests.devices import needs_cuda
 from tests.ops.rg_lru.cases import CASES, Case, Inputs
 from tests.ops.rg_lru.test_contract import FAMILY
 from tests.ops.triton_compile import Launch, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import needs_interpreter, needs_triton
+from tests.ops.triton_interpreter import interprets, needs_interpreter
 from tests.ops.triton_resources import assert_shapes_fit
 from tests.ops.vector_state_contract import carried, check_on_a_gpu, check_segments
 
@@ -23,11 +22,7 @@ CONTRACT = """
     or first_token or not_stored or nothing_to_do) or triton_invariant and segments_are_the_whole)
     and not on_a_gpu and not in_the_interpreter
 """
-
-
-@needs_triton
-def test_in_the_interpreter(interpret: Callable[[str], None]):
-    interpret(CONTRACT)
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda

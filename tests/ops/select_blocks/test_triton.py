@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 from tests.devices import needs_cuda
 from tests.ops.select_blocks.cases import CASES, Inputs, make_inputs
 from tests.ops.triton_compile import Launch, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import needs_triton
+from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_shapes_fit
 from torch_hybrid.ops.select_blocks import reference, select_blocks
 
@@ -25,11 +24,7 @@ CONTRACT = """
     ) or triton_invariant and any_call and bf16)
     and not interpreter and not on_a_gpu
 """
-
-
-@needs_triton
-def test_in_the_interpreter(interpret: Callable[[str], None]):
-    interpret(CONTRACT)
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from tests.ops.triton_compile import (
     launches_on,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
+from tests.ops.triton_interpreter import interprets, needs_interpreter
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.selective_scan import selective_scan
 from torch_hybrid.ops.selective_scan.reference import selective_scan_reference
@@ -37,13 +36,7 @@ SEGMENTS = Case(
     lengths=(21, 8, 0, 9, 1), channels=38, num_groups=2, bias="float32", num_padding_tokens=3
 )
 IMPLS = ("recurrent_triton", "chunk_triton")
-
-
-@needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-):
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda

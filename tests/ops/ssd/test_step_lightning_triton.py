@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from tests.ops.triton_compile import (
     needs_cross_compiler,
     orders_of_sums,
 )
-from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.ssd.op_step_lightning import LightningStep
 
@@ -34,13 +33,7 @@ CONTRACT = """
         and not on_a_gpu and not interpreter
     )
 """
-
-
-@needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-):
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda

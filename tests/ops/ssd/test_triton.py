@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,13 +13,12 @@ from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget
 from tests.ops.ssd.cases import CASES, Case, Inputs, make_inputs, skip_beyond
 from tests.ops.triton_compile import (
-    SHARED_LIMITS,
     Launch,
     launches_on,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
-from tests.ops.triton_resources import assert_all_fit, resources_of
+from tests.ops.triton_interpreter import interprets, needs_interpreter
+from tests.ops.triton_resources import assert_all_fit, resources_at
 from torch_hybrid.ops.ssd import ssd
 from torch_hybrid.ops.ssd.op import Ssd
 from torch_hybrid.ops.ssd.reference import ssd_reference
@@ -32,13 +30,7 @@ CONTRACT = """
         exact and (one_token or decode or three_heads or odd_dims or odd_lightning)
     ) or in_interpreter
 """
-
-
-@needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-):
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_interpreter
@@ -134,12 +126,7 @@ SHAPES = {
 
 @needs_cross_compiler
 def test_compiles_without_spills() -> None:
-    rows = [
-        resources_of(launch, target, label)
-        for label, shape in SHAPES.items()
-        for target in SHARED_LIMITS
-        for launch in record_launches(target, *shape).values()
-    ]
+    rows = resources_at(SHAPES, record_launches)
     assert_all_fit(rows, Path(__file__).with_name("resources_recurrent.txt"))
 
 

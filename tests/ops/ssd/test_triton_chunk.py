@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from tests.ops.triton_compile import (
     launches_on,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
+from tests.ops.triton_interpreter import interprets, needs_interpreter
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.ssd import ssd
 from torch_hybrid.ops.ssd.op import Ssd
@@ -31,13 +30,7 @@ CONTRACT = """
 """
 # Of several segments, of one, of none; the second begins within what was one of the first's.
 SEGMENTS = Case(lengths=(170, 64, 0, 65, 1), num_heads=2, k_dim=32, v_dim=32, num_padding_tokens=3)
-
-
-@needs_triton
-def test_in_the_interpreter(
-    interpreter: Interpreter, record_property: Callable[[str, object], None]
-):
-    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+test_in_the_interpreter = interprets(CONTRACT)
 
 
 @needs_cuda

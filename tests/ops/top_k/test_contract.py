@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 from tests.devices import needs_cuda
 from tests.ops.contract import impl_fixture
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
-from tests.ops.triton_interpreter import needs_triton
+from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.top_k import reference, top_k
 from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TopK
@@ -75,9 +74,7 @@ def test_agrees_with_torch(impl: str) -> None:
     assert all(map(torch.equal, top_k(x, 7, impl=impl), x.topk(7)))
 
 
-@needs_triton
-def test_in_the_interpreter(interpret: Callable[[str], None]) -> None:
-    interpret("triton")
+test_in_the_interpreter = interprets("triton")
 
 
 @needs_cuda
