@@ -33,6 +33,7 @@ class _OwnFunctions(TorchFunctionMode):
     def __init__(self, replaced: Replacements) -> None:
         super().__init__()
         self._replaced = replaced
+        self._has_names = any(isinstance(each, str) for each in replaced)
 
     def __torch_function__(
         self,
@@ -41,8 +42,9 @@ class _OwnFunctions(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        replacement = self._replaced.get(func) or self._replaced.get(name)
+        replacement = self._replaced.get(func)
+        if replacement is None and self._has_names:
+            replacement = self._replaced.get(getattr(func, "__name__", ""))
         if replacement is None:
-            return func(*args, **kwargs or {})
+            return func(*args, **kwargs) if kwargs else func(*args)
         return replacement(func, *args, **kwargs or {})

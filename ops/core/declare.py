@@ -67,6 +67,7 @@ from torch_hybrid.ops.core.registration import (
     define_op,
     given,
     load_traced,
+    plain_reads,
 )
 from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native import cpu_tuning
@@ -467,8 +468,27 @@ class Declaration:
         passed = ", ".join(
             f"{each.name}={each.name}" if each.kw_only else each.name for each in self._fields
         )
-        own = {name for name, method in _CHECKS.items() if getattr(self.cls, name) is not method}
         yield f"def {self.name}({self._parameters()}):"
+        yield "    with plain_reads():"
+        for check in self._all_checks(passed, limited, has_floats=has_floats, is_traced=is_traced):
+            yield f"    {check}"
+        if self.takes_plan:
+            passed = passed.replace(f"{_PLANNED}={_PLANNED}", f"**given({_PLANNED})")
+        if is_traced:
+            yield "    if implementations[impl].is_traced:"
+            yield f"        if {self.first}.device.type == 'cpu' and not is_compiling():"
+            yield "            _given.check_indices()"
+            yield "        load_traced(op_name, impl)"
+            yield "        return traced[impl](_given)"
+        yield f"    return op({passed}, impl=impl)"
+        values = ", ".join(f"{each.name}=x.{each.name}" for each in [*self._fields, *self._traced])
+        yield f"def call(x): return {self.name}({values}, impl=x.impl)"
+
+    def _all_checks(
+        self, passed: str, limited: Mapping[str, str], *, has_floats: bool, is_traced: bool
+    ) -> Iterator[str]:
+        """Write the checks of tensors, of options and of the implementation."""
+        own = {name for name, method in _CHECKS.items() if getattr(self.cls, name) is not method}
         if own or is_traced:
             also = "".join(f", {each.name}={each.name}" for each in self._traced)
             yield f"    _given = cls({passed}, impl=impl{also})"
@@ -492,16 +512,6 @@ class Declaration:
         yield f"    check_impl({asked})"
         if self.takes_plan:
             yield f"    check_planned(impl, implementations, {_PLANNED})"
-            passed = passed.replace(f"{_PLANNED}={_PLANNED}", f"**given({_PLANNED})")
-        if is_traced:
-            yield "    if implementations[impl].is_traced:"
-            yield f"        if {self.first}.device.type == 'cpu' and not is_compiling():"
-            yield "            _given.check_indices()"
-            yield "        load_traced(op_name, impl)"
-            yield "        return traced[impl](_given)"
-        yield f"    return op({passed}, impl=impl)"
-        values = ", ".join(f"{each.name}=x.{each.name}" for each in [*self._fields, *self._traced])
-        yield f"def call(x): return {self.name}({values}, impl=x.impl)"
 
     def _parameters(self) -> str:
         """Write the parameters in the order of a call."""
@@ -727,6 +737,7 @@ _SCOPE: dict[str, Any] = {
     "check_impl": check_impl,
     "check_planned": check_planned,
     "is_compiling": torch.compiler.is_compiling,
+    "plain_reads": plain_reads,
     "load_traced": load_traced,
     "given": given,
     "has_dense_rows": has_dense_rows,

@@ -7,6 +7,7 @@ less than the ``custom_op`` decorator, and traces the same: an opaque node with 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -127,6 +128,17 @@ def _fake_like(schema: torch.FunctionSchema, names: Sequence[str]) -> Callable[.
         return outputs[0] if len(outputs) == 1 else outputs or None
 
     return fake
+
+
+def plain_reads() -> AbstractContextManager[object]:
+    """Read shapes, dtypes and strides past a ``TorchFunctionMode``, which an uncompiled step has.
+
+    Each read would be a call of the mode, of a microsecond: a mixer's op reads fifty.
+    """
+    if torch.compiler.is_compiling() or not torch._C._is_torch_function_mode_enabled():
+        return nullcontext()
+    context: AbstractContextManager[object] = torch._C.DisableTorchFunction()
+    return context
 
 
 def check_shapes(expected: Mapping[str, tuple[Tensor | None, Sequence[int]]]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from torch_hybrid.ops.core import declare
 from torch_hybrid.ops.core.capability import NO_FEATURES, Capability, Implementation
@@ -118,6 +119,25 @@ def test_the_public_function_is_that_of_the_fields():
     assert signature.parameters["sign"].default == "plus"
     assert signature.parameters["x"].annotation is Tensor
     assert declared_sum.__doc__ == DeclaredSum.__doc__
+
+
+def test_a_function_mode_sees_the_op_and_nothing_that_it_checks():
+    """Each read of a shape would be a call of the mode, in every uncompiled step."""
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return func(*args, **kwargs or {})
+
+    seen: list[str] = []
+    inputs = given(bias=torch.ones(5), gate=torch.ones(3, 5))
+    wrong = inputs | {"weight": torch.ones(9)}
+    with Mode():
+        declared_sum(**inputs)
+        with pytest.raises(ValueError, match="weight must have shape"):
+            declared_sum(**wrong)
+        assert inputs["x"].shape == (3, 5)  # which it sees again, after an error too
+    assert seen == ["declared_sum.default", "__get__"]
 
 
 def test_values_and_mutation():
