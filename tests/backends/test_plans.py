@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from tests.backends import planning
 from torch_hybrid.backends import step as step_module
-from torch_hybrid.backends.gated_delta_rule import GATED_DELTA_RULE
+from torch_hybrid.backends.delta_rules import GATED_DELTA_RULE
 from torch_hybrid.backends.mode import MODES, LayerForm, Mode
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.backends.step import LayerBackend, Step, chunk_grid, make_backends, plan_all

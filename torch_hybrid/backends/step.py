@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from torch_hybrid.backends.delta_rules import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION
 from torch_hybrid.backends.free_sizes import free_sizes
-from torch_hybrid.backends.gated_delta_rule import GATED_DELTA_RULE
 from torch_hybrid.backends.indexed_attention import (
     GATED_POOLING,
     POOLED_SELECTION_STEP,
     IndexedAttentionBackend,
     IndexedPlan,
 )
-from torch_hybrid.backends.kimi_delta_attention import KIMI_DELTA_ATTENTION
 from torch_hybrid.backends.latent_attention import LatentAttentionBackend, LatentPlan
 from torch_hybrid.backends.mode import MODES, LayerForm, Mode
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan

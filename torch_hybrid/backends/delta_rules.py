@@ -1,0 +1,46 @@
+"""Delta rules, gated and of Kimi: choices of their ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch_hybrid.backends.recurrent import CONVOLUTION, OpChoice, Recurrence, chunked_rule
+from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.delta_rule import op, op_step_gated, op_step_kimi
+from torch_hybrid.specs import DeltaRuleSpec, KimiDeltaSpec
+
+
+def sizes_of(spec: DeltaRuleSpec | KimiDeltaSpec) -> dict[str, int]:
+    """Return the sizes of a layer that implementations may limit."""
+    return {
+        "head_k_dim": spec.head_k_dim,
+        "head_v_dim": spec.head_v_dim,
+        "num_v_heads": spec.num_heads if isinstance(spec, KimiDeltaSpec) else spec.num_v_heads,
+    }
+
+
+def _rule(
+    name: str, forms: Mapping[str, Implementation], step: str, of_step: Mapping[str, Implementation]
+) -> Recurrence:
+    return chunked_rule(
+        name,
+        CONVOLUTION,
+        implementations=forms,
+        sizes=sizes_of,
+        mixer=OpChoice(name=step, implementations=of_step, sizes=sizes_of),
+        timed={"head_k_dim": (128,), "head_v_dim": (128,)},
+    )
+
+
+GATED_DELTA_RULE = _rule(
+    "gated_delta_rule",
+    op.GATED_IMPLEMENTATIONS,
+    "gated_delta_step",
+    op_step_gated.IMPLEMENTATIONS,
+)
+KIMI_DELTA_ATTENTION = _rule(
+    "kimi_delta_attention",
+    op.KIMI_IMPLEMENTATIONS,
+    "kimi_delta_step",
+    op_step_kimi.IMPLEMENTATIONS,
+)
