@@ -49,12 +49,12 @@ def by_rows(input: Tensor, weight: Tensor, bias: Tensor | None, *, impl: str) ->
 
 
 def _is_taken(input: Tensor, weight: Tensor, bias: Tensor | None, impl: str) -> bool:
-    dtypes = {input.dtype, weight.dtype} | ({bias.dtype} if bias is not None else set())
     return (
         type(weight) in (Tensor, nn.Parameter)  # a weight of its own kind multiplies itself
         and input.ndim >= 2
         and input.stride(-1) == 1
         and weight.is_contiguous()
-        and len(dtypes) == 1
+        and weight.dtype == input.dtype
+        and (bias is None or bias.dtype == input.dtype)
         and input.dtype in IMPLEMENTATIONS[impl].capability.dtypes
     )

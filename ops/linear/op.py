@@ -134,9 +134,11 @@ class Linear(Op):
         dtype = self.weights[0].dtype if has_scales else self.x.dtype
         size = weight.shape[0]
         shape = stored_weights.stored_shape((size, self.x.shape[1]), dtype)
-        check_shapes({f"weights[{i}]": (weight, shape), f"biases[{i}]": (bias, (size,))})
-        check_dtypes({f"weights[{i}]": (weight, dtype), f"biases[{i}]": (bias, self.x.dtype)})
-        check_contiguous(**{f"weights[{i}]": weight, f"biases[{i}]": bias})
+        is_right = weight.shape == shape and weight.dtype == dtype and weight.is_contiguous()
+        if not is_right or bias is not None:  # names are written where they may be needed
+            check_shapes({f"weights[{i}]": (weight, shape), f"biases[{i}]": (bias, (size,))})
+            check_dtypes({f"weights[{i}]": (weight, dtype), f"biases[{i}]": (bias, self.x.dtype)})
+            check_contiguous(**{f"weights[{i}]": weight, f"biases[{i}]": bias})
         if self.scales is not None and has_scales:
             stored_weights.check_scales(weight, self.scales[i], f"scales[{i}]")
 
