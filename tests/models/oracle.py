@@ -118,6 +118,12 @@ def assert_equal_logits(actual: list[Tensor], oracle: Oracle) -> None:
         assert error < 2e-5, f"text {row} of {len(ours)} tokens: {error:.1e} of the largest logit"
 
 
+def assert_serves(runner: Runner, oracle: Oracle, *ways: Iterator[Step] | list[Step]) -> None:
+    """The runner gives the oracle's logits, in whichever of these ways its texts arrive."""
+    for steps in ways:
+        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+
+
 def assert_rounds_like(
     actual: list[Tensor], oracle: Oracle, exact: Oracle, dtype: torch.dtype
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import torch_hybrid as th
-from tests.models.oracle import Oracle, ask, assert_equal_logits, chunked, make_texts, serve
+from tests.models.oracle import Oracle, ask, assert_serves, chunked, make_texts
 from tests.tiny_models import make_model
 from torch_hybrid.models.adapt import adapt
 
@@ -46,7 +46,7 @@ def test_a_draft_beside_a_target_whose_first_layer_is_linear(draft: str):
         done = [n + step.get(row, 0) for row, n in enumerate(done)]
     for r, own, oracle in ((runner, draft_seqs, of_draft), (target, seqs, expected)):
         r.free(own)
-        assert_equal_logits(serve(r, oracle.texts, steps), oracle)
+        assert_serves(r, oracle, steps)
 
 
 def test_a_draft_may_share_nothing_but_the_tokens():

@@ -13,8 +13,8 @@ from tests.models.oracle import (
     PROMPT_LENGTHS,
     Oracle,
     ask,
-    assert_equal_logits,
     assert_rounds_like,
+    assert_serves,
     chunked,
     decoded,
     make_texts,
@@ -63,28 +63,28 @@ def runner(hf_model: Any, oracle: Oracle, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_whole_prompts(runner: th.Runner, oracle: Oracle):
-    assert_equal_logits(serve(runner, oracle.texts, whole(PROMPT_LENGTHS)), oracle)
+    assert_serves(runner, oracle, whole(PROMPT_LENGTHS))
 
 
 @pytest.mark.parametrize("length", PROMPT_LENGTHS)
 def test_one_prompt_alone(runner: th.Runner, oracle: Oracle, length: int):
     row = PROMPT_LENGTHS.index(length)
     alone = Oracle([oracle.texts[row]], [oracle.logits[row]])
-    assert_equal_logits(serve(runner, alone.texts, whole([length])), alone)
+    assert_serves(runner, alone, whole([length]))
 
 
 @pytest.mark.parametrize("size", [7, 63, 64, 100])
 def test_chunked_prompts(runner: th.Runner, oracle: Oracle, size: int):
-    assert_equal_logits(serve(runner, oracle.texts, chunked(PROMPT_LENGTHS, size)), oracle)
+    assert_serves(runner, oracle, chunked(PROMPT_LENGTHS, size))
 
 
 def test_decode_after_prompts(runner: th.Runner, oracle: Oracle):
-    assert_equal_logits(serve(runner, oracle.texts, decoded(LENGTHS, NUM_DECODED)), oracle)
+    assert_serves(runner, oracle, decoded(LENGTHS, NUM_DECODED))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_mixed_batches(runner: th.Runner, oracle: Oracle, seed: int):
-    assert_equal_logits(serve(runner, oracle.texts, mixed(LENGTHS, seed)), oracle)
+    assert_serves(runner, oracle, mixed(LENGTHS, seed))
 
 
 def test_last_logits_are_those_of_the_last_tokens(runner: th.Runner, oracle: Oracle):

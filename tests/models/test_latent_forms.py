@@ -12,16 +12,7 @@ import torch
 
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
-from tests.models.oracle import (
-    Oracle,
-    ask,
-    assert_equal_logits,
-    chunked,
-    make_texts,
-    mixed,
-    serve,
-    whole,
-)
+from tests.models.oracle import Oracle, ask, assert_serves, chunked, make_texts, mixed, whole
 from tests.tiny_models import make_model
 from torch_hybrid.models.adapt import adapt
 
@@ -58,8 +49,7 @@ def make_runner(model: th.HybridModel, policy: th.PrefixPolicy, *, compile: bool
 @pytest.mark.parametrize("size", [20, 100])
 def test_prompts_in_pieces(model: th.HybridModel, oracle: Oracle, policy: str, size: int):
     runner = make_runner(model, POLICIES[policy], compile=False)
-    assert_equal_logits(serve(runner, oracle.texts, whole(LENGTHS)), oracle)
-    assert_equal_logits(serve(runner, oracle.texts, chunked(LENGTHS, size)), oracle)
+    assert_serves(runner, oracle, whole(LENGTHS), chunked(LENGTHS, size))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import torch_hybrid as th
-from tests.models.oracle import Oracle, ask, assert_equal_logits, make_texts, mixed, serve
+from tests.models.oracle import Oracle, ask, assert_serves, make_texts, mixed
 from tests.tiny_models import make_model, randomize
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models import families
@@ -25,7 +25,7 @@ LAYERS = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_atte
 
 def assert_served(hf_model: Any, oracle: Oracle) -> th.Runner:
     runner = th.Runner(th.adapt(hf_model), max_seqs=3, max_tokens=256, kv_tokens=512, compile=False)
-    assert_equal_logits(serve(runner, oracle.texts, mixed(LENGTHS, seed=0)), oracle)
+    assert_serves(runner, oracle, mixed(LENGTHS, seed=0))
     return runner
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import torch_hybrid as th
 from tests.models.changes_of_file import walk_through_loading
-from tests.models.oracle import ask, assert_equal_logits, make_texts, serve
+from tests.models.oracle import ask, assert_serves, make_texts
 from tests.models.oracle import whole as whole_texts
 from tests.tiny_models import LINEAR, MROPE, SIZES, VOCAB_SIZE, make_model, randomize
 from torch_hybrid.models.families import FAMILIES
@@ -265,7 +265,7 @@ def test_text_part_of_a_multimodal_checkpoint(make: Callable[[], Any], tmp_path:
             model = load()
         assert len(warned) == 1
         runner = th.Runner(model, **SMALL)
-        assert_equal_logits(serve(runner, oracle.texts, whole_texts([40])), oracle)
+        assert_serves(runner, oracle, whole_texts([40]))
         assert model.eos_token_ids == ()
         assert model.vocab_size == VOCAB_SIZE
 
@@ -282,7 +282,7 @@ def test_a_head_is_tied_as_the_whole_model_has_it(
     oracle = ask(hf_model, make_texts([20]))
     model = th.from_pretrained(tmp_path)
     runner = th.Runner(model, **SMALL)
-    assert_equal_logits(serve(runner, oracle.texts, whole_texts([20])), oracle)
+    assert_serves(runner, oracle, whole_texts([20]))
     assert (model.head.weight is model.embedding.weight) == whole
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torch_hybrid as th
-from tests.models.oracle import ask, assert_equal_logits, decoded, make_texts, serve, whole
+from tests.models.oracle import ask, assert_serves, decoded, make_texts, serve, whole
 from tests.tiny_models import VOCAB_SIZE, make_model
 from torch_hybrid.models.families import architecture_of
 
@@ -86,15 +86,13 @@ def test_gates_have_no_lower_bound():
     experts = hf_model.model.language_model.layers[1].mlp.experts
     experts.gate_up_proj.mul_(8)
     oracle = ask(hf_model, make_texts([40]))
-    runner = make_runner(th.adapt(hf_model))
-    assert_equal_logits(serve(runner, oracle.texts, whole([40])), oracle)
+    assert_serves(make_runner(th.adapt(hf_model)), oracle, whole([40]))
 
 
 def test_decay_without_a_bound():
     hf_model = make_model("glm5_next", num_hidden_layers=2, linear_lower_bound=None)
     oracle = ask(hf_model, make_texts([40]))
-    runner = make_runner(th.adapt(hf_model))
-    assert_equal_logits(serve(runner, oracle.texts, whole([40])), oracle)
+    assert_serves(make_runner(th.adapt(hf_model)), oracle, whole([40]))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import torch_hybrid as th
-from tests.models.oracle import ask, assert_equal_logits, chunked, decoded, make_texts, serve
+from tests.models.oracle import ask, assert_serves, chunked, decoded, make_texts, serve
 from tests.models.refused import refusals
 from tests.tiny_models import make_model
 
@@ -25,8 +25,7 @@ def check(hf_model: Any, **options: Any) -> th.Runner:
     texts = [[token % model.vocab_size for token in text] for text in make_texts(LENGTHS)]
     oracle = ask(hf_model, texts)
     runner = th.Runner(model, **TINY, **options)
-    for steps in (chunked(LENGTHS, 25), decoded(LENGTHS, 2)):
-        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+    assert_serves(runner, oracle, chunked(LENGTHS, 25), decoded(LENGTHS, 2))
     return runner
 
 

@@ -10,15 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import torch_hybrid as th
-from tests.models.oracle import (
-    ask,
-    assert_equal_logits,
-    chunked,
-    decoded,
-    make_texts,
-    serve,
-    whole,
-)
+from tests.models.oracle import ask, assert_serves, chunked, decoded, make_texts, whole
 from tests.models.refused import refusals
 from tests.tiny_models import make_model
 from torch_hybrid.models.families import architecture_of
@@ -39,16 +31,14 @@ def test_a_window_counts_the_query_itself(window: int):
     assert windows_of(hf_model) == [window, 0]
     oracle = ask(hf_model, make_texts([90, 40]))
     runner = th.Runner(th.adapt(hf_model), **TINY)
-    for steps in (whole([90, 40]), chunked([90, 40], 17), decoded([90, 40], 20)):
-        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+    assert_serves(runner, oracle, whole([90, 40]), chunked([90, 40], 17), decoded([90, 40], 20))
 
 
 @pytest.mark.parametrize("options", [{"use_sandwich_norm": False}, {"use_attention_gate": False}])
 def test_lfm3_without_what_is_new_in_it(options: dict[str, bool]):
     hf_model = make_model("lfm3", **options)
     oracle = ask(hf_model, make_texts([60]))
-    runner = th.Runner(th.adapt(hf_model), **TINY)
-    assert_equal_logits(serve(runner, oracle.texts, decoded([60], 3)), oracle)
+    assert_serves(th.Runner(th.adapt(hf_model), **TINY), oracle, decoded([60], 3))
 
 
 @pytest.mark.parametrize("family", ["lfm2", "lfm3"])
@@ -58,8 +48,7 @@ def test_no_attention_at_all(family: str):
     model = th.adapt(hf_model)
     assert model.table.kinds == ("short_convolution",)
     runner = th.Runner(model, **TINY)
-    for steps in (whole([60, 3]), chunked([60, 3], 2), decoded([60, 3], 2)):
-        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+    assert_serves(runner, oracle, whole([60, 3]), chunked([60, 3], 2), decoded([60, 3], 2))
 
 
 def test_bias_of_experts_is_for_the_choice_alone():
@@ -67,16 +56,14 @@ def test_bias_of_experts_is_for_the_choice_alone():
     oracle = ask(hf_model, make_texts([60]))
     for layer in hf_model.model.layers[1:]:
         layer.feed_forward.expert_bias.add_(torch.randn(6))
-    runner = th.Runner(th.adapt(hf_model), **TINY)
-    assert_equal_logits(serve(runner, oracle.texts, whole([60])), oracle)
+    assert_serves(th.Runner(th.adapt(hf_model), **TINY), oracle, whole([60]))
 
 
 @pytest.mark.parametrize("options", [{"use_expert_bias": False}, {"norm_topk_prob": False}])
 def test_routers_with_less(options: dict[str, bool]):
     hf_model = make_model("lfm2_moe", **options)
     oracle = ask(hf_model, make_texts([60]))
-    runner = th.Runner(th.adapt(hf_model), **TINY)
-    assert_equal_logits(serve(runner, oracle.texts, chunked([60], 25)), oracle)
+    assert_serves(th.Runner(th.adapt(hf_model), **TINY), oracle, chunked([60], 25))
 
 
 # ---- refusals ----------------------------------------------------------------------------------

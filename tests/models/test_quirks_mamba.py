@@ -13,6 +13,7 @@ import torch_hybrid as th
 from tests.models.oracle import (
     ask,
     assert_equal_logits,
+    assert_serves,
     chunked,
     decoded,
     make_texts,
@@ -58,8 +59,7 @@ def test_a_second_piece_of_a_prompt_starts_from_the_states_of_the_first(family: 
     assert (in_tokens - logits).abs().max() < 2e-5 * oracle.scale
     in_pieces = cached(hf_model, text, [20, 20])
     assert (in_pieces - logits).abs().max() > 0.05 * oracle.scale
-    runner = th.Runner(th.adapt(hf_model), **TINY)
-    assert_equal_logits(serve(runner, oracle.texts, chunked([40], 20)), oracle)
+    assert_serves(th.Runner(th.adapt(hf_model), **TINY), oracle, chunked([40], 20))
 
 
 @pytest.mark.parametrize("family", ALONE)
@@ -68,8 +68,7 @@ def test_limits_of_steps_are_of_fresh_weights_alone(family: str):
     limits = {"time_step_min": 0.4, "time_step_max": 0.5, "time_step_floor": 0.45}
     oracle = ask(make_model(family), make_texts([30]))
     runner = th.Runner(th.adapt(make_model(family, **limits)), **TINY)
-    for steps in (whole([30]), decoded([30], 20)):
-        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+    assert_serves(runner, oracle, whole([30]), decoded([30], 20))
 
 
 @pytest.mark.parametrize("in_float32", [True, False])
@@ -103,8 +102,7 @@ def test_falcon_normed_by_another_number():
     """Its norms have an eps of their own, which is not that of the residuals'."""
     hf_model = make_model("falcon_mamba", mixer_rms_eps=0.5, layer_norm_epsilon=1e-5)
     oracle = ask(hf_model, make_texts([20]))
-    runner = th.Runner(th.adapt(hf_model), **TINY)
-    assert_equal_logits(serve(runner, oracle.texts, whole([20])), oracle)
+    assert_serves(th.Runner(th.adapt(hf_model), **TINY), oracle, whole([20]))
 
 
 def test_jamba_has_attention_and_experts_by_period():
@@ -113,8 +111,7 @@ def test_jamba_has_attention_and_experts_by_period():
     assert kinds == ["mamba", "mamba", "paged_attention", "mamba"]
     hf_model = make_model("jamba", num_experts=1)
     oracle = ask(hf_model, make_texts([40]))
-    runner = th.Runner(th.adapt(hf_model), **TINY)
-    assert_equal_logits(serve(runner, oracle.texts, chunked([40], 16)), oracle)
+    assert_serves(th.Runner(th.adapt(hf_model), **TINY), oracle, chunked([40], 16))
 
 
 def test_jamba_does_not_know_where_its_tokens_stand():

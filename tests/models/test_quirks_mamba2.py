@@ -14,7 +14,7 @@ import torch_hybrid as th
 from tests.models.oracle import (
     Oracle,
     ask,
-    assert_equal_logits,
+    assert_serves,
     chunked,
     decoded,
     make_texts,
@@ -97,8 +97,7 @@ def test_step_sizes_are_clamped_in_decode_too(family: str):
     drift = (continued(hf_model, oracle.texts[0], 20) - oracle.logits[0])[20:]
     assert drift.abs().max() > 1e-3 * oracle.scale
     runner = th.Runner(th.adapt(hf_model), **TINY)
-    for steps in (whole([60]), chunked([60], 7), decoded([60], 40)):
-        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+    assert_serves(runner, oracle, whole([60]), chunked([60], 7), decoded([60], 40))
 
 
 @pytest.mark.parametrize("family", GATES)
@@ -209,15 +208,13 @@ def test_one_kind_of_mixer(name: str):
     model = th.adapt(hf_model)
     assert model.table.kinds == kinds
     runner = th.Runner(model, **TINY)
-    for steps in (whole([70, 3]), chunked([70, 3], 32), decoded([70, 3], 2)):
-        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+    assert_serves(runner, oracle, whole([70, 3]), chunked([70, 3], 32), decoded([70, 3], 2))
 
 
 def test_experts_behind_a_latent_projection():
     hf_model = make("nemotron_h", moe_latent_size=24)
     oracle = ask(hf_model, make_texts([70]))
-    runner = th.Runner(th.adapt(hf_model), **TINY)
-    assert_equal_logits(serve(runner, oracle.texts, chunked([70], 32)), oracle)
+    assert_serves(th.Runner(th.adapt(hf_model), **TINY), oracle, chunked([70], 32))
 
 
 # ---- refusals ----------------------------------------------------------------------------------
@@ -262,5 +259,4 @@ granitemoehybrid: config field normalization_function must be one of ['rmsnorm']
 def test_an_mlp_alone_may_have_any_activation():
     hf_model = make("nemotron_h", mlp_hidden_act="gelu", layer_types=["linear_attention", "mlp"])
     oracle: Oracle = ask(hf_model, make_texts([40]))
-    runner = th.Runner(th.adapt(hf_model), **TINY)
-    assert_equal_logits(serve(runner, oracle.texts, whole([40])), oracle)
+    assert_serves(th.Runner(th.adapt(hf_model), **TINY), oracle, whole([40]))

@@ -11,15 +11,7 @@ from expecttest import assert_expected_inline
 from transformers import DynamicCache
 
 import torch_hybrid as th
-from tests.models.oracle import (
-    ask,
-    assert_equal_logits,
-    chunked,
-    decoded,
-    make_texts,
-    serve,
-    whole,
-)
+from tests.models.oracle import ask, assert_serves, chunked, decoded, make_texts, whole
 from tests.models.refused import refusals
 from tests.tiny_models import make_model
 
@@ -37,8 +29,7 @@ def test_chunks_go_on_where_the_last_one_ended():
     chunk = hf_model(tokens[:, 20:], position_ids=positions[:, 20:], **options)
     drift = (chunk.logits[0] - oracle.logits[0][20:]).abs().max()
     assert drift > 1e-2 * oracle.scale
-    runner = th.Runner(th.adapt(hf_model), **TINY)
-    assert_equal_logits(serve(runner, oracle.texts, chunked([60], 20)), oracle)
+    assert_serves(th.Runner(th.adapt(hf_model), **TINY), oracle, chunked([60], 20))
 
 
 @pytest.mark.parametrize("window", [1, 16, 100])
@@ -47,9 +38,7 @@ def test_a_window_counts_the_query_itself(window: int):
     oracle = ask(hf_model, make_texts([90, 40]))
     model = th.adapt(hf_model)
     assert {entry.spec.window for entry in model.table.of_kind("paged_attention")} == {window}
-    runner = th.Runner(model, **TINY)
-    for steps in (whole([90, 40]), decoded([90, 40], 20)):
-        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+    assert_serves(th.Runner(model, **TINY), oracle, whole([90, 40]), decoded([90, 40], 20))
 
 
 @pytest.mark.parametrize(
@@ -66,8 +55,7 @@ def test_variants(options: dict[str, Any]):
     hf_model = make_model("recurrent_gemma", **options)
     oracle = ask(hf_model, make_texts([60, 3]))
     runner = th.Runner(th.adapt(hf_model), **TINY)
-    for steps in (chunked([60, 3], 25), decoded([60, 3], 2)):
-        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+    assert_serves(runner, oracle, chunked([60, 3], 25), decoded([60, 3], 2))
 
 
 def test_logits_are_bounded():
@@ -85,8 +73,7 @@ def test_embeddings_are_scaled_by_a_rounded_number():
     hf_model = make_model("recurrent_gemma", **options)
     assert float(hf_model.model.normalizer) == 7.75 != 60**0.5
     oracle = ask(hf_model, make_texts([30]))
-    runner = th.Runner(th.adapt(hf_model), **TINY)
-    assert_equal_logits(serve(runner, oracle.texts, whole([30])), oracle)
+    assert_serves(th.Runner(th.adapt(hf_model), **TINY), oracle, whole([30]))
 
 
 # ---- refusals ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch_hybrid as th
 from tests.models.oracle import (
     Oracle,
     ask,
-    assert_equal_logits,
+    assert_serves,
     chunked,
     decoded,
     make_texts,
@@ -45,8 +45,7 @@ def test_states_are_not_rounded_between_chunks():
     oracle = ask(hf_model, make_texts([90]))
     hf_model.config.max_inference_chunksize = 20
     assert drift(oracle, ask(hf_model, oracle.texts)) > 1e-3
-    runner = th.Runner(th.adapt(hf_model), **TINY)
-    assert_equal_logits(serve(runner, oracle.texts, chunked([90], 20)), oracle)
+    assert_serves(th.Runner(th.adapt(hf_model), **TINY), oracle, chunked([90], 20))
 
 
 @torch.no_grad()
@@ -71,8 +70,7 @@ def test_widths_need_not_be_multiples_of_64():
     with pytest.raises((RuntimeError, ValueError)):
         hf_model(torch.tensor(oracle.texts[:1]), use_cache=True)
     runner = th.Runner(th.adapt(hf_model), **TINY)
-    for steps in (chunked([60, 3], 25), decoded([60, 3], 2)):
-        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+    assert_serves(runner, oracle, chunked([60, 3], 25), decoded([60, 3], 2))
 
 
 @pytest.mark.parametrize(
@@ -91,8 +89,7 @@ def test_variants(options: dict[str, Any]):
     hf_model = xlstm(**options)
     oracle = ask(hf_model, make_texts([60, 3]))
     runner = th.Runner(th.adapt(hf_model), **TINY)
-    for steps in (chunked([60, 3], 25), decoded([60, 3], 2)):
-        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+    assert_serves(runner, oracle, chunked([60, 3], 25), decoded([60, 3], 2))
 
 
 def test_kernels_of_a_package_that_is_not_there(tmp_path: Path):
@@ -108,8 +105,7 @@ def test_kernels_of_a_package_that_is_not_there(tmp_path: Path):
     with pytest.raises(StrictDataclassError, match="chunkwise_kernel"):
         AutoConfig.from_pretrained(tmp_path)
     oracle = ask(hf_model, make_texts([60]))
-    runner = th.Runner(th.from_pretrained(tmp_path), **TINY)
-    assert_equal_logits(serve(runner, oracle.texts, whole([60])), oracle)
+    assert_serves(th.Runner(th.from_pretrained(tmp_path), **TINY), oracle, whole([60]))
 
 
 def test_fused_weights_are_nothing_that_transformers_has():

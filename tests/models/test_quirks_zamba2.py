@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import torch_hybrid as th
-from tests.models.oracle import ask, assert_equal_logits, chunked, decoded, make_texts, serve
+from tests.models.oracle import ask, assert_serves, chunked, decoded, make_texts, serve
 from tests.models.refused import refusals
 from tests.tiny_models import make_model
 from torch_hybrid.layers.scaled_linear import ScaledLinear
@@ -34,8 +34,7 @@ def test_variants(name: str):
     hf_model = make_model("zamba2", **VARIANTS[name])
     oracle = ask(hf_model, make_texts([60, 3]))
     runner = th.Runner(th.adapt(hf_model), **TINY)
-    for steps in (chunked([60, 3], 25), decoded([60, 3], 2)):
-        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+    assert_serves(runner, oracle, chunked([60, 3], 25), decoded([60, 3], 2))
 
 
 def test_scores_are_scaled_by_half_the_width_of_a_head():
@@ -102,8 +101,7 @@ def test_a_block_that_was_changed_in_one_layer_alone_is_not_shared():
     weight = block.self_attn.q_proj.weight
     block.self_attn.q_proj.weight = nn.Parameter(weight.roll(1, 0), requires_grad=False)
     oracle = ask(hf_model, make_texts([40]))
-    runner = th.Runner(th.adapt(hf_model), **TINY)
-    assert_equal_logits(serve(runner, oracle.texts, chunked([40], 25)), oracle)
+    assert_serves(th.Runner(th.adapt(hf_model), **TINY), oracle, chunked([40], 25))
 
 
 # ---- refusals ----------------------------------------------------------------------------------

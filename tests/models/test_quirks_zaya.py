@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import torch_hybrid as th
-from tests.models.oracle import ask, assert_equal_logits, chunked, decoded, make_texts, serve
+from tests.models.oracle import ask, assert_serves, chunked, decoded, make_texts, serve
 from tests.models.refused import refusals
 from tests.tiny_models import make_model
 
@@ -31,8 +31,7 @@ def test_variants(name: str):
     hf_model = make_model("zaya", **VARIANTS[name])
     oracle = ask(hf_model, make_texts([60, 3]))
     runner = th.Runner(th.adapt(hf_model), **TINY)
-    for steps in (chunked([60, 3], 25), decoded([60, 3], 2)):
-        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+    assert_serves(runner, oracle, chunked([60, 3], 25), decoded([60, 3], 2))
 
 
 def test_values_of_the_second_half_of_the_heads_are_those_of_the_token_before():
@@ -65,8 +64,7 @@ def test_some_tokens_skip_the_experts():
     share = (torch.cat(taken) == 0).float().mean()
     assert 0.05 < share < 0.5
     runner = th.Runner(th.adapt(hf_model), **TINY)
-    for steps in (chunked([60], 25), decoded([60], 20)):
-        assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+    assert_serves(runner, oracle, chunked([60], 25), decoded([60], 20))
 
 
 def test_the_bias_of_skipping_is_that_of_the_checkpoint(tmp_path: Path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import torch_hybrid as th
-from tests.models.oracle import ask, assert_equal_logits, decoded, make_texts, mixed, serve
+from tests.models.oracle import ask, assert_serves, decoded, make_texts, mixed
 from tests.tiny_models import make_model
 
 LENGTHS = (4, 70, 131)
@@ -93,5 +93,4 @@ def test_logits(name: str, tmp_path):
     hf_model.save_pretrained(tmp_path)
     model = th.from_pretrained(tmp_path)
     runner = th.Runner(model, max_seqs=3, max_tokens=256, kv_tokens=320, compile=False)
-    assert_equal_logits(serve(runner, oracle.texts, mixed(LENGTHS, seed=0)), oracle)
-    assert_equal_logits(serve(runner, oracle.texts, decoded(LENGTHS, 3)), oracle)
+    assert_serves(runner, oracle, mixed(LENGTHS, seed=0), decoded(LENGTHS, 3))

@@ -17,8 +17,8 @@ from tests.models import fp8_checkpoint
 from tests.models.fp8_checkpoint import QUANTIZATION, change_config
 from tests.models.oracle import (
     ask,
-    assert_equal_logits,
     assert_rounds_like,
+    assert_serves,
     chunked,
     decoded,
     make_texts,
@@ -81,8 +81,7 @@ def test_logits_are_those_of_the_twin(family: str, tmp_path: Path):
     oracle = ask(twin, make_texts(LENGTHS))
     model = th.from_pretrained(tmp_path, dtype=torch.float32)
     assert held_in_8_bits(model) > 0.8 * stored_in_8_bits(tmp_path)
-    runner = th.Runner(model, **SIZES, compile=False)
-    assert_equal_logits(serve(runner, oracle.texts, list(decoded(LENGTHS, 2))), oracle)
+    assert_serves(th.Runner(model, **SIZES, compile=False), oracle, list(decoded(LENGTHS, 2)))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
@@ -106,7 +105,7 @@ def test_compiled(tmp_path: Path):
     oracle = ask(twin, make_texts(lengths))
     model = th.from_pretrained(tmp_path, dtype=torch.float32)
     runner = th.Runner(model, **SIZES, prefill=False)
-    assert_equal_logits(serve(runner, oracle.texts, chunked(lengths, 1)), oracle)
+    assert_serves(runner, oracle, chunked(lengths, 1))
     chosen = {choice.op: choice.impl for choice in runner.choices}
     assert chosen == {"fp8 linear": "cpp", "fp8 fused_experts": "cpp", "linear": "cpp"}
     [graph] = runner.report().graphs.values()
@@ -184,7 +183,7 @@ def test_scales_in_bfloat16(tmp_path: Path):
     twin = fp8_checkpoint.save(hf_model, tmp_path, scale_dtype=torch.bfloat16)
     oracle = ask(AutoModelForCausalLM.from_pretrained(twin), make_texts(LENGTHS))
     runner = th.Runner(th.from_pretrained(tmp_path, dtype=torch.float32), **SIZES, compile=False)
-    assert_equal_logits(serve(runner, oracle.texts, list(decoded(LENGTHS, 2))), oracle)
+    assert_serves(runner, oracle, list(decoded(LENGTHS, 2)))
 
 
 @pytest.mark.parametrize(

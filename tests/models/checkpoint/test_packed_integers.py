@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import torch_hybrid as th
 from tests.models import packed_checkpoint
 from tests.models.fp8_checkpoint import change_config
-from tests.models.oracle import ask, assert_equal_logits, decoded, make_texts, serve
+from tests.models.oracle import ask, assert_serves, decoded, make_texts
 from tests.models.packed_checkpoint import (
     AWQ_CONFIG,
     FORMATS,
@@ -83,8 +83,7 @@ def assert_as_twin(folder: Path, twin: Path) -> None:
     numbers = ("weight_packed", "qweight", "proj.weight")
     integers = [w for key, w in stored.items() if key.endswith(numbers)]
     assert held > 0.8 * sum(w.nbytes for w in integers if w.dtype in (torch.int32, torch.int8))
-    runner = th.Runner(model, **SIZES, compile=False)
-    assert_equal_logits(serve(runner, oracle.texts, list(decoded(LENGTHS, 2))), oracle)
+    assert_serves(th.Runner(model, **SIZES, compile=False), oracle, list(decoded(LENGTHS, 2)))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
