@@ -8,7 +8,7 @@ from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.caches.snapshot import Snapshot
-from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.errors import CapacityError, PromptTooLongError, UnsupportedError
 from torch_hybrid.graphs.agreement import Agreement
 from torch_hybrid.graphs.kv_scales import kv_scales
 from torch_hybrid.graphs.report import Report
@@ -73,6 +73,7 @@ __all__ = [
     "PrefixCache",
     "PrefixPolicy",
     "PrefixStats",
+    "PromptTooLongError",
     "Report",
     "Request",
     "RgLruSpec",

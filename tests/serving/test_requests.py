@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.serving.fake_runner import FakeRunner, alone, digest_of
-from torch_hybrid.errors import CapacityError
+from torch_hybrid.errors import CapacityError, PromptTooLongError
 from torch_hybrid.sampling import Sampling
 from torch_hybrid.serving import engine as engine_module
 from torch_hybrid.serving.engine import Engine
@@ -35,6 +35,53 @@ def test_submit_queues_all_n_outputs_or_none():
         assert request.output.tokens == alone([1, 2], alike)
     only = engine.submit([4], sampling=Sampling(max_new_tokens=1))
     assert only.samples == (only,)
+
+
+def test_prepared_requests_are_queued_together_or_not_at_all():
+    engine = Engine(FakeRunner(), max_waiting=3)
+    sampling = Sampling(max_new_tokens=5, temperature=1.0, seed=3, n=2)
+    first, second = engine.prepare([1, 2], sampling), engine.prepare([4], sampling)
+    assert not engine.has_unfinished
+    with pytest.raises(CapacityError, match="0 requests wait already and 4 more came"):
+        engine.enqueue([first, second])
+    engine.enqueue([first])
+    while engine.has_unfinished:
+        engine.step()
+    outputs = [request.output.tokens for request in first.samples]
+    seeds = [Sampling(max_new_tokens=5, temperature=1.0, seed=seed) for seed in (3, 4)]
+    assert outputs == [alone([1, 2], seed) for seed in seeds]
+    assert second.output is None
+
+
+def test_a_prompt_without_room_tells_its_length():
+    with pytest.raises(PromptTooLongError, match="more than the 3 tokens") as error:
+        Engine(FakeRunner()).prepare([1, 2, 3], Sampling(max_length=3))
+    assert error.value.num_tokens == 3
+
+
+def test_requests_count_the_steps_that_raised_while_they_ran(monkeypatch):
+    runner = FakeRunner(max_seqs=1)
+    engine = Engine(runner)
+    running, waiting = engine.submit([1]), engine.submit([2])
+
+    def broken(rows):
+        raise MemoryError
+
+    with monkeypatch.context() as broken_steps:
+        broken_steps.setattr(engine._loop, "_start", broken)
+        with pytest.raises(MemoryError):
+            engine.step()
+    assert (running.num_restarts, waiting.num_restarts) == (1, 0)
+    while engine.has_unfinished:
+        engine.step()
+    assert running.output.tokens == alone([1], Sampling())
+
+
+def test_preemptions_are_counted():
+    engine = Engine(FakeRunner(max_seqs=2, num_pages=6))
+    list(engine.generate([[1] * 5, [2] * 5], Sampling(max_new_tokens=16)))
+    assert engine.stats().num_preemptions >= 1
+    assert Engine(FakeRunner()).stats().num_preemptions == 0
 
 
 def expected_logprobs(runner, tokens, start):

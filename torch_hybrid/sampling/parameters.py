@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from torch_hybrid.errors import PromptTooLongError
 from torch_hybrid.sampling.generation_config import (
     DEFAULT_MAX_NEW_TOKENS,
     counts_prompt,
@@ -25,6 +26,7 @@ LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 _SEEDS = range(-(2**63), 2**64)  # what torch.Generator takes
 
 
+@runtime_checkable
 class HasGenerationConfig(Protocol):
     """Interface of a model that ``Sampling.of`` reads."""
 
@@ -169,15 +171,19 @@ class Sampling:
         """Convert lengths that include the prompt into lengths of the output of one prompt.
 
         Raises:
-            ValueError: the prompt leaves no token of ``max_length``.
+            PromptTooLongError: the prompt leaves no token of ``max_length``.
         """
         if self.max_length is None and not self.min_length:
             return self
         most = self.max_new_tokens
         if self.max_length is not None:
             most = min(most, self.max_length - num_tokens)
-            expected = f"more than the {num_tokens} tokens of the prompt, which it counts"
-            _check("max_length", expected, self.max_length, most > 0)
+            if most < 1:
+                raise PromptTooLongError(
+                    f"max_length must be more than the {num_tokens} tokens of the prompt, which it "
+                    f"counts, got {self.max_length}",
+                    num_tokens,
+                )
         least = min(most, max(self.min_new_tokens, self.min_length - num_tokens))
         return replace(
             self, max_new_tokens=most, min_new_tokens=least, max_length=None, min_length=0

@@ -265,12 +265,42 @@ class Engine(Shown):
         """
         _check_timeout(timeout_s)
         reader = reader_of(on_event, queue)
-        first, *others = self._intake.requests(prompt, sampling, index=0, stream=stream)
-        first.others = tuple(others)
+        first = self.prepare(prompt, sampling, stream=stream)
         for request in first.samples:
             request.on_event = reader
         self._queue(first.samples, timeout_s)
         return first
+
+    def prepare(
+        self, prompt: Prompt, sampling: Sampling = GREEDY, *, stream: bool = False
+    ) -> Request:
+        """Encode and check one prompt as ``submit`` does, without queueing it.
+
+        It waits for no step, so threads of a server can encode prompts while another one steps.
+
+        Args:
+            prompt: one prompt, as ``generate`` takes it.
+            sampling: how tokens are chosen and when the request ends.
+            stream: give events their text as it comes.
+
+        Returns:
+            The request, for one call of ``enqueue``.
+
+        Raises:
+            TypeError: the prompt or ``sampling`` is of another kind.
+            ValueError: the prompt cannot be served; see ``submit``.
+        """
+        first, *others = self._intake.requests(prompt, sampling, index=0, stream=stream)
+        first.others = tuple(others)
+        return first
+
+    def enqueue(self, requests: Iterable[Request]) -> None:
+        """Queue prepared requests with all their samples, or none; ``step`` returns their events.
+
+        Raises:
+            CapacityError: with these, more than ``max_waiting`` requests would wait.
+        """
+        self._queue([sample for first in requests for sample in first.samples], None)
 
     def cancel(self, request: Request) -> None:
         """End a request with the tokens it has, at once or when the step in progress ends.
@@ -329,8 +359,10 @@ class Engine(Shown):
                 num_waiting=len(self._scheduler.waiting),
                 num_steps=self._loop.num_steps,
                 num_tokens=self._loop.num_tokens,
+                num_preemptions=self._loop.num_preemptions,
                 seconds=self._seconds,
                 free_slots=runner.free_slots,
+                num_pages=runner.max_seq_len // runner.page_size,
                 free_pages=runner.free_pages,
                 prefix_cache=None if self._prefixes is None else self._prefixes.stats,
                 drafts=DraftCounts() if self._speculator is None else self._speculator.counts,

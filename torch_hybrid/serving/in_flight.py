@@ -101,6 +101,7 @@ class InFlight:
                 if request.output is None and depth < len(drafts) and drafts[depth] == token:
                     accepted.append(n)
                     self.num_accepted[n] += 1
+                    request.num_accepted_drafts += 1
             depth, going = depth + 1, accepted
         if any(self.drafts):
             self.runner.accept(sequences_of(self.sampled), self.num_accepted)

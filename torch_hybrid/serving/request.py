@@ -44,6 +44,7 @@ class Output:
     text: str | None  # None without a tokenizer; ends before a stop text or stop token
     finish_reason: FinishReason
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    num_accepted_drafts: int = 0  # tokens that came as drafts
     error: str | None = None  # set when finish_reason is "error"
     logprobs: list[TokenLogprob] | None = None  # of ``tokens``, where they were asked for
     prompt_logprobs: list[TokenLogprob] | None = None  # of ``prompt[1:]``: nothing precedes the 1st
@@ -69,6 +70,8 @@ class Request:
     num_passes: int = 0  # see ``scheduler.Job``
     message_end: int | None = None  # tokens of the prompt before the generation prompt
     num_cached_tokens: int | None = None  # prompt tokens from the prefix cache, at the first start
+    num_accepted_drafts: int = 0
+    num_restarts: int = 0  # steps that raised while the request ran
     is_finite: bool = True  # no step had NaN or infinite logits after its tokens
     deadline: float = math.inf  # by time.monotonic, in seconds
     images: Images | None = None  # of the prompt, shared by its samples
@@ -254,6 +257,7 @@ class Request:
             text=whole,
             finish_reason=reason,
             num_cached_tokens=self.num_cached_tokens or 0,
+            num_accepted_drafts=self.num_accepted_drafts,
             error=error,
             logprobs=None if sampling.logprobs is None else self.logprobs,
             prompt_logprobs=None if sampling.prompt_logprobs is None else self.prompt_logprobs,

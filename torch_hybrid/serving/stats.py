@@ -18,8 +18,10 @@ class EngineStats(Shown):
     num_waiting: int
     num_steps: int
     num_tokens: int  # generated
+    num_preemptions: int
     seconds: float  # spent in steps; steps that raised are not counted
     free_slots: int  # of the runner
+    num_pages: int  # of the runner
     free_pages: int  # of the runner, with those that a prefix cache gives back when needed
     prefix_cache: PrefixStats | None  # None without a prefix cache
     drafts: DraftCounts  # zeros without speculation

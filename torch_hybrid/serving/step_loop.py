@@ -48,7 +48,7 @@ class StepLoop:
         # The oldest first; between steps at most one.
         self._flights: deque[InFlight] = deque()
         self._late_events: list[TokenEvent] = []  # of requests that ended outside of a step
-        self.num_steps = self.num_tokens = 0
+        self.num_steps = self.num_tokens = self.num_preemptions = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -171,6 +171,7 @@ class StepLoop:
 
     def _preempt(self, requests: Sequence[Request]) -> None:
         """Free preempted requests, which wait again; the prefix cache may keep snapshots."""
+        self.num_preemptions += len(requests)
         for request in requests:
             if self._prefixes is not None:
                 self._prefixes.leave(request)
@@ -196,6 +197,8 @@ class StepLoop:
         """Free every sequence after an exception; unfinished requests wait to be recomputed."""
         flying = [request for flight in self._flights for request in flight.requests]
         requests = [*self._scheduler.running, *self._scheduler.waiting, *flying]
+        for request in {*self._scheduler.running, *flying}:
+            request.num_restarts += 1
         try:
             self._runner.wait()  # steps under way still write into their sequences
         finally:
