@@ -20,7 +20,7 @@ from torch_hybrid.ops.native.targets import TARGETS, cpu_flags
 from torch_hybrid.ops.native.wheel import make_wheel
 
 ROOT = Path(__file__).parents[1]
-SHIPPED = {".py", ".cpp", ".h", ".json", ".safetensors", ".typed"}
+SHIPPED = {".py", ".cpp", ".h", ".json", ".safetensors", ".typed", ".html"}
 # Where each folder at the top goes in the package.
 FOLDERS = {
     "torch_hybrid": "torch_hybrid",

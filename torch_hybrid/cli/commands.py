@@ -1,4 +1,4 @@
-"""The command line: ``torch-hybrid demo | generate | chat | bench | explain``.
+"""The command line: ``torch-hybrid demo | generate | chat | serve | bench | explain``.
 
 Results go to stdout, progress to stderr. A user's mistake is one message and exit code 2.
 No command imports torch before it needs it: help, versions and mistyped options come at once.
@@ -28,6 +28,7 @@ from torch_hybrid.cli.options import (
     SEED,
     ModelOptions,
     SamplingOptions,
+    ServerOptions,
     compile_ahead,
     finish_artefact,
     load_processor,
@@ -35,6 +36,7 @@ from torch_hybrid.cli.options import (
     model_options,
     prefix_cache_option,
     sampling_options,
+    server_options,
     speculate_option,
 )
 from torch_hybrid.cli.output import (
@@ -149,6 +151,51 @@ def chat(
         finish_artefact(options, engine.runner)
 
 
+@cli.command(short_help="Serve OpenAI's API over HTTP.")
+@model_options
+@server_options
+@prefix_cache_option(default=16)
+@speculate_option
+def serve(
+    options: ModelOptions, server: ServerOptions, prefix_cache: int, speculate: str | None
+) -> None:
+    """Serve MODEL by OpenAI's API until SIGTERM, which lets running requests end."""
+    try:
+        from torch_hybrid.http.app import create_app
+        from torch_hybrid.http.run import run
+    except ImportError as error:
+        missing = f"serve needs {error.name}: pip install 'torch-hybrid[serve]'"
+        raise ValueError(missing) from error
+    if options.ranks:
+        raise ValueError("serve runs in one process so far: leave --ranks out")
+
+    def open_engine() -> Engine:
+        model = options.load(vision=server.vision, mtp=speculate == "mtp")
+        processor = load_processor(options.model) if server.vision else None
+        tokenizer = load_tokenizer(options.model, hint="it cannot be served over HTTP")
+        waiting = server.max_queue
+        engine = _engine(options, model, tokenizer, prefix_cache, speculate, processor, waiting)
+        compile_ahead(engine.runner)
+        return engine
+
+    app = create_app(
+        open_engine,
+        model=server.served_model_name or options.model,
+        api_key=server.api_key,
+        max_body=server.max_body * 2**20,
+        max_wait_s=server.max_wait,
+        origins=server.allow_origin,
+        log_requests=server.log_requests,
+    )
+    run(
+        app,
+        host=server.host,
+        port=server.port,
+        drain_s=server.drain,
+        listens=lambda url: note(f"listening on {url}"),
+    )
+
+
 def _engine(
     options: ModelOptions,
     model: HybridModel | Ring25,
@@ -156,6 +203,7 @@ def _engine(
     prefix_cache: int,
     speculate: str | None,
     processor: Any = None,
+    max_waiting: int | None = None,
 ) -> Engine:
     """Make an engine of these options.
 
@@ -166,6 +214,7 @@ def _engine(
         prefix_cache: the number of snapshots that the prefix cache may keep; 0: no cache.
         speculate: the source of drafts as ``--speculate`` names it, or None.
         processor: the checkpoint's image processor, or None.
+        max_waiting: the most requests that may wait, or None.
     """
     from torch_hybrid.serving.engine import Engine
 
@@ -178,6 +227,7 @@ def _engine(
         prefix_cache=prefix_cache > 0,
         speculate=speculation,
         processor=processor,
+        max_waiting=max_waiting,
     )
 
 

@@ -271,6 +271,76 @@ model_options = _grouped(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Options of the HTTP server."""
+
+    host: str
+    port: int
+    served_model_name: str | None
+    api_key: str | None
+    vision: bool
+    max_queue: int
+    max_wait: float
+    max_body: int  # MiB
+    drain: int
+    allow_origin: tuple[str, ...]
+    log_requests: bool
+
+
+server_options = _grouped(
+    ServerOptions,
+    "server",
+    (
+        click.option("--host", default="127.0.0.1", show_default=True, help="Address to serve."),
+        click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True),
+        click.option("--served-model-name", help="Name of the model; by default its PATH."),
+        click.option(
+            "--api-key",
+            envvar="TORCH_HYBRID_API_KEY",
+            help="Key that clients must send; or the environment's TORCH_HYBRID_API_KEY.",
+        ),
+        click.option(
+            "--vision", is_flag=True, help="Load the vision tower: messages may have images."
+        ),
+        click.option(
+            "--max-queue",
+            type=click.IntRange(min=1),
+            default=256,
+            show_default=True,
+            help="Most requests that wait; further ones get status 429.",
+        ),
+        click.option(
+            "--max-wait",
+            type=click.FloatRange(min=0, min_open=True),
+            default=300.0,
+            show_default=True,
+            help="Seconds that a request waits to run; then it gets status 503.",
+        ),
+        click.option(
+            "--max-body",
+            type=click.IntRange(min=1),
+            default=32,
+            show_default=True,
+            help="Largest body of a request in MiB; a larger one gets status 413.",
+        ),
+        click.option(
+            "--drain",
+            type=click.IntRange(min=1),
+            default=60,
+            show_default=True,
+            help="Seconds that running requests may take after SIGTERM.",
+        ),
+        click.option(
+            "--allow-origin",
+            multiple=True,
+            help="A site whose pages may call; several can be given.",
+        ),
+        click.option("--log-requests", is_flag=True, help="Print a line about each request."),
+    ),
+)
+
+
 def sampling_options(*, max_new_tokens: int) -> Decorator:
     """Offer the fields of ``SamplingOptions``; the command gets them as ``chosen``."""
     return _grouped(

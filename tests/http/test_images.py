@@ -1,0 +1,44 @@
+"""Images in messages: the text that the engine gives for the same picture."""
+
+import base64
+import io
+
+import pytest
+
+import torch_hybrid as th
+from tests.http.conftest import Server
+from tests.tiny_models import FEWEST_LAYERS
+from tests.tiny_tokenizers import image_processor
+from tests.tiny_vision import PATCH, make_vision_model
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def test_a_chat_about_an_image():
+    processor = image_processor(PATCH)
+    ids = processor.tokenizer.convert_tokens_to_ids
+    sizes = {**FEWEST_LAYERS["qwen3_5"], "vocab_size": len(processor.tokenizer)}
+    hf_model = make_vision_model("qwen3_5", **sizes)
+    hf_model.model.config.image_token_id = ids("<|image_pad|>")
+    model = th.adapt(hf_model, vision=True)
+    runner = th.Runner(model, max_seqs=2, max_tokens=32, kv_tokens=320, compile=False)
+    engine = th.Engine(runner, processor=processor)
+    picture = Image.effect_noise((20, 16), 90).convert("RGB")
+    shown = {"type": "image", "image": picture}
+    asked = [{"role": "user", "content": [shown, {"type": "text", "text": "the quick"}]}]
+    (expected,) = engine.generate(asked, th.Sampling(max_new_tokens=6, ignore_eos=True))
+
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    asked[0]["content"][0] = part
+    server = Server(engine)
+    options = {"model": "demo", "max_tokens": 6, "extra_body": {"ignore_eos": True}}
+    answer = server.client.chat.completions.create(messages=asked, **options)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens == len(expected.prompt)
+    part["image_url"]["url"] = url[:40]
+    with pytest.raises(Exception, match="the processor refuses the conversation"):
+        server.client.chat.completions.create(messages=asked, **options)
+    server.close()

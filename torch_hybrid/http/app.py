@@ -1,0 +1,279 @@
+"""OpenAI's routes in front of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from http import HTTPStatus
+from importlib.resources import files
+from typing import TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from torch_hybrid.errors import PromptTooLongError
+from torch_hybrid.http.answer import Answer, Form, Json
+from torch_hybrid.http.call import Call
+from torch_hybrid.http.chat import ChatForm, check_images
+from torch_hybrid.http.completions import CompletionForm
+from torch_hybrid.http.errors import HttpError
+from torch_hybrid.http.guard import Guard
+from torch_hybrid.http.metrics import Metrics
+from torch_hybrid.http.protocol import (
+    BodyT,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Generation,
+    TokenizeBody,
+    of_value,
+    read,
+)
+from torch_hybrid.http.stepping import Stepper
+from torch_hybrid.sampling import GREEDY, Sampling
+from torch_hybrid.sampling.parameters import HasGenerationConfig
+from torch_hybrid.serving.detokenizer import Tokenizer
+from torch_hybrid.serving.engine import Engine
+from torch_hybrid.serving.prompts import Prompt
+from torch_hybrid.serving.stats import EngineStats
+
+ONE_TOKEN = Sampling(max_new_tokens=1)
+ResultT = TypeVar("ResultT")
+
+
+def create_app(
+    open_engine: Callable[[], Engine],
+    *,
+    model: str,
+    api_key: str | None = None,
+    max_body: int = 32 * 2**20,
+    max_wait_s: float = 300.0,
+    origins: Sequence[str] = (),
+    log_requests: bool = False,
+) -> FastAPI:
+    """Make an ASGI app that serves an engine by OpenAI's API.
+
+    Args:
+        open_engine: makes the engine, in the thread that will step it; until it returns, requests
+            are refused with 503. The engine needs a tokenizer; its ``max_waiting`` bounds the
+            queue.
+        model: name under which the model is served.
+        api_key: key that requests must bear; None asks for none.
+        max_body: most bytes of a request's body.
+        max_wait_s: longest time that a request waits until it runs.
+        origins: web sites whose pages may call the API.
+        log_requests: log one line for each request: sizes and times, no texts.
+
+    Returns:
+        The app; ``state.ended`` is a Future that has the error, if one ended the thread.
+    """
+    service = _Service(open_engine, model, max_wait_s, log_requests)
+    app = FastAPI(lifespan=service.lifespan, openapi_url=None)
+    app.state.stepper, app.state.ended = service.stepper, service.stepper.ended
+    app.add_middleware(Guard, api_key=api_key, max_body=max_body)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_exception_handler(HttpError, _refuse)
+    app.add_exception_handler(HTTPException, _refuse)
+    app.add_exception_handler(Exception, _refuse)
+    for path, method, route in (
+        ("/", "GET", service.page),
+        ("/health", "GET", service.health),
+        ("/metrics", "GET", service.metrics),
+        ("/v1/models", "GET", service.models),
+        ("/v1/models/{name:path}", "GET", service.model),
+        ("/v1/completions", "POST", service.complete),
+        ("/v1/chat/completions", "POST", service.chat),
+        ("/tokenize", "POST", service.tokenize),
+        ("/detokenize", "POST", service.detokenize),
+    ):
+        app.add_api_route(path, route, methods=[method])
+    return app
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    """Answer an error with OpenAI's object."""
+    if isinstance(error, HttpError):
+        return error.response()
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    return HttpError(status, HTTPStatus(status).phrase).response()
+
+
+class _Service:
+    """Routes of one server; see ``create_app``."""
+
+    def __init__(
+        self,
+        open_engine: Callable[[], Engine],
+        name: str,
+        max_wait_s: float,
+        log_requests: bool,
+    ) -> None:
+        self._open_engine, self._name, self._max_wait_s = open_engine, name, max_wait_s
+        self._created, self._defaults = int(time.time()), GREEDY
+        self._metrics = Metrics(name, self._stats, logs=log_requests)
+        self.stepper = Stepper(self._open, self._metrics)
+        # One thread: tokenizers may not encode in several, and steps need the processor more.
+        self._encoder = ThreadPoolExecutor(1, "encoding")
+
+    @asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        """Step while the server runs."""
+        self.stepper.start()
+        yield
+        await self.stepper.close()
+        self._encoder.shutdown(wait=False)
+
+    async def page(self) -> Response:
+        """Serve the page, which asks for the key itself."""
+        return HTMLResponse((files("torch_hybrid.http") / "page.html").read_text("utf-8"))
+
+    async def health(self) -> Response:
+        """Tell whether requests can be served now, or what keeps the server from it."""
+        illness = self.stepper.illness
+        return JSONResponse({"status": illness or "ok"}, 503 if illness else 200)
+
+    async def metrics(self) -> Response:
+        """Write all metrics; the engine's counts may wait for a step to end."""
+        text = await asyncio.to_thread(generate_latest, self._metrics.registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self) -> Json:
+        """List the only model."""
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, name: str) -> Json:
+        """Describe the model."""
+        self._check_model(name)
+        return self._model()
+
+    async def complete(self, request: Request) -> Response:
+        """Continue prompts."""
+        body = await self._read(CompletionBody, request)
+        body.check()
+        most, num_top = body.max_tokens, body.logprobs
+        sampling = self._sampling(body, len(body.prompts), most, num_top)
+        if body.echo:
+            sampling = replace(sampling, prompt_logprobs=num_top)
+        call = await self._call(request, body, body.prompts, sampling, is_empty=most == 0)
+        form = CompletionForm(call, self._name, self._tokenizer, echoes=body.echo)
+        return self._answer(body, form)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        body = await self._read(ChatBody, request)
+        body.check()
+        check_images(body.messages)
+        most = body.max_completion_tokens or body.max_tokens
+        num_top = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = self._sampling(body, 1, most, num_top)
+        call = await self._call(request, body, [body.messages], sampling)
+        return self._answer(body, ChatForm(call, self._name, self._tokenizer))
+
+    async def tokenize(self, request: Request) -> Json:
+        """Encode a text, or a conversation by its template."""
+        body = await self._read(TokenizeBody, request)
+        prompt: Prompt | None = body.prompt if body.messages is None else body.messages
+        if prompt is None:
+            raise HttpError(400, "you must provide prompt or messages", param="prompt")
+        prepare = self.stepper.engine.prepare
+        tokens = (await self._encode(lambda: prepare(prompt, ONE_TOKEN))).prompt
+        return {
+            "count": len(tokens),
+            "max_model_len": self.stepper.engine.runner.max_seq_len,
+            "tokens": tokens,
+        }
+
+    async def detokenize(self, request: Request) -> Json:
+        """Decode tokens, special ones included."""
+        tokens = (await self._read(DetokenizeBody, request)).tokens
+        last = self.stepper.engine.runner.vocab_size - 1
+        if wrong := [token for token in tokens if not 0 <= token <= last]:
+            expected = f"token ids must be within 0 and {last}, got {wrong[0]}"
+            raise HttpError(400, expected, param="tokens")
+        return {"prompt": self._tokenizer.decode(tokens, skip_special_tokens=False)}
+
+    def _open(self) -> Engine:
+        """Make the engine, in its thread."""
+        engine = self._open_engine()
+        if engine.tokenizer is None:
+            raise ValueError("a server needs an engine with a tokenizer, got none")
+        if isinstance(model := engine.runner.model, HasGenerationConfig):
+            self._defaults = Sampling.of(model)
+        return engine
+
+    async def _read(self, kind: type[BodyT], request: Request) -> BodyT:
+        body = read(kind, await request.body(), request.headers.get("content-type", ""))
+        self._check_model(body.model)
+        return body
+
+    def _sampling(
+        self, body: Generation, num_prompts: int, most: int | None, num_top: int | None
+    ) -> Sampling:
+        engine = self.stepper.engine
+        limit, count = engine.max_waiting, num_prompts * (body.n or 1)
+        if limit is not None and count > limit:
+            raise HttpError(400, f"a call may ask for {limit} outputs, got {count}", param="n")
+        room = engine.runner.max_seq_len
+        return body.sampling(self._defaults, room, most=most, num_top=num_top)
+
+    async def _call(
+        self,
+        request: Request,
+        body: Generation,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        is_empty: bool = False,
+    ) -> Call:
+        """Encode prompts, and make their requests."""
+        prepare = partial(self.stepper.engine.prepare, sampling=sampling, stream=body.stream)
+        firsts = await self._encode(lambda: [prepare(prompt) for prompt in prompts])
+        return Call(request.state.request_id, firsts, self._max_wait_s, is_empty=is_empty)
+
+    def _answer(self, body: Generation, form: Form) -> Response:
+        shows_usage = body.stream_options.include_usage
+        return Answer(form, self.stepper, streams=body.stream, shows_usage=shows_usage)
+
+    async def _encode(self, encode: Callable[[], ResultT]) -> ResultT:
+        """Encode in the thread for it; a prompt that cannot be served is the client's mistake."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
+        except PromptTooLongError as error:
+            room = self.stepper.engine.runner.max_seq_len
+            told = (
+                f"This model's maximum context length is {room} tokens, and the prompt has "
+                f"{error.num_tokens}"
+            )
+            raise HttpError(400, told, code="context_length_exceeded") from error
+        except (TypeError, ValueError) as error:
+            raise of_value(error) from error
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._name):
+            told = f"The model `{name}` does not exist: {self._name!r} is served"
+            raise HttpError(404, told, param="model", code="model_not_found")
+
+    def _model(self) -> Json:
+        room = self.stepper.engine.runner.max_seq_len
+        about = {"object": "model", "owned_by": "torch_hybrid", "max_model_len": room}
+        return {"id": self._name, "created": self._created, **about}
+
+    def _stats(self) -> EngineStats | None:
+        return None if self.stepper.doing else self.stepper.engine.stats()
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = self.stepper.engine.tokenizer
+        assert tokenizer is not None
+        return tokenizer

@@ -1,0 +1,219 @@
+"""Bodies that clients send: of OpenAI's API, with the further options of vLLM's that are known.
+
+An option that is neither is refused, for a client that sets it expects something of it.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from torch_hybrid.http.errors import HttpError
+from torch_hybrid.sampling import Sampling
+
+# Options that change no text: accounting, caching and tracing at OpenAI.
+IGNORED = {
+    *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "prompt_cache_options"),
+}
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
+MOST_TOP = 20  # likeliest tokens to report
+_SAMPLED = {  # fields of ``Sampling`` under their own names
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "seed", "n", "ignore_eos", "stop_token_ids"),
+}
+_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+
+Count = Annotated[int, Field(ge=0)]
+Key = Annotated[int, Field(strict=False)]  # JSON has texts alone
+Text = Annotated[str, Field(min_length=1, max_length=256)]
+BodyT = TypeVar("BodyT", bound="Body")
+
+
+class Body(BaseModel):
+    """A body that refuses unknown fields; null counts as absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None and name not in IGNORED
+        }
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # pads chunks at OpenAI; there is nothing to hide here
+
+
+class Generation(Body):
+    """Options of completions and chats alike."""
+
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[Key, float] | None = None
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    ignore_eos: bool | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=8)] | None = None
+    stop_token_ids: list[int] | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    def sampling(
+        self, defaults: Sampling, room: int, *, most: int | None, num_top: int | None
+    ) -> Sampling:
+        """Convert the options, with the checkpoint's own where none is given.
+
+        Args:
+            defaults: the checkpoint's sampling.
+            room: tokens that a sequence can hold; outputs end there.
+            most: most tokens of an output; None is all that there is room for.
+            num_top: likeliest tokens to report; None reports no log-probabilities.
+
+        Raises:
+            HttpError: a value is out of its range.
+        """
+        given = self.model_dump(include=_SAMPLED, exclude_none=True)
+        if self.top_k is not None:
+            given["top_k"] = max(0, self.top_k) if self.top_k == -1 else self.top_k  # as vLLM
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        most = max(1, min(room, room if most is None else most))
+        least = min(defaults.min_new_tokens, most) if self.min_tokens is None else self.min_tokens
+        try:
+            return replace(
+                defaults,
+                **{"n": 1, **given},
+                max_new_tokens=most,
+                min_new_tokens=least,
+                max_length=room + 1,  # the last token is never held
+                stop=tuple(dict.fromkeys([*defaults.stop, *stop])),
+                logprobs=num_top,
+            )
+        except ValueError as error:
+            raise of_value(error) from error
+
+
+class CompletionBody(Generation):
+    """Body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: Count = DEFAULT_MAX_TOKENS
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Prompts, each a text or tokens.
+
+        Raises:
+            HttpError: there is none.
+        """
+        if not self.prompt:
+            raise HttpError(400, "prompt must not be empty", param="prompt")
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        return [given] if isinstance(given[0], int) else given  # type: ignore[list-item,return-value]
+
+    def check(self) -> None:
+        """Refuse an answer without any text.
+
+        Raises:
+            HttpError: it is asked for.
+        """
+        if self.max_tokens == 0 and not self.echo:
+            told = "max_tokens must be at least 1 without echo, got 0"
+            raise HttpError(400, told, param="max_tokens")
+
+
+class ChatBody(Generation):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+
+    def check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            HttpError: they do.
+        """
+        if 0 in (self.max_tokens, self.max_completion_tokens):
+            raise HttpError(400, "max_tokens must be at least 1, got 0", param="max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise HttpError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+
+
+class TokenizeBody(Body):
+    """Body of /tokenize: a text or a conversation."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+class DetokenizeBody(Body):
+    """Body of /detokenize."""
+
+    tokens: list[int]
+
+
+def read(kind: type[BodyT], body: bytes, content_type: str) -> BodyT:
+    """Read a body.
+
+    Args:
+        kind: what the body should be.
+        body: JSON.
+        content_type: header; a form of another site's page cannot send JSON's.
+
+    Raises:
+        HttpError: it is something else; the error names the field.
+    """
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise HttpError(400, f"Content-Type must be application/json, got {content_type!r}")
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False, include_context=False)[0]
+    if first["loc"][:1] == ("prompt",):  # else one of four alternatives would be named
+        first["loc"], first["msg"] = ("prompt",), "must be a text or token ids, or a list of either"
+    name = ".".join(map(str, first["loc"])) or None
+    if first["type"] == "extra_forbidden":
+        raise HttpError(400, f"Unrecognized request argument supplied: {name}", param=name)
+    if first["type"] == "missing":
+        raise HttpError(400, f"you must provide {name}", param=name)
+    got = "" if name is None else f", got {reprlib.repr(first['input'])}"
+    raise HttpError(400, f"{name or 'the body'}: {first['msg']}{got}", param=name)
+
+
+def of_value(error: Exception) -> HttpError:
+    """Make the 400 of a value that ``Sampling`` or the engine refuses."""
+    text = str(error)
+    word = text.partition(" ")[0]
+    for ours, theirs in _RENAMED.items():
+        text = text.replace(ours, theirs)
+    return HttpError(400, text, param=_RENAMED.get(word, word) if word in _FIELDS else None)
+
+
+_FIELDS = _SAMPLED | _RENAMED.keys() | {"stop"}

@@ -1,0 +1,64 @@
+"""Server process: uvicorn around the app; SIGTERM ends it when running requests have ended."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import uvicorn
+from fastapi import FastAPI
+
+
+def run(
+    app: FastAPI, *, host: str, port: int, drain_s: int, listens: Callable[[str], object]
+) -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Args:
+        app: what ``create_app`` made.
+        host: name or address to listen on.
+        port: 0 takes a free one.
+        drain_s: longest time in seconds that running requests may take after the signal.
+        listens: called with the server's URL when it listens; the model is loaded after that.
+
+    Raises:
+        ValueError: the address cannot be listened on.
+        Exception: what ended the stepping thread, such as an error while it loaded the model.
+    """
+    ended: Future[None] = app.state.ended
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=drain_s,
+        )
+    )
+    ended.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))
+    with _listen(host, port) as listener:
+        # uvicorn raises them again at its end, for whoever handled them before.
+        handlers = {n: signal.signal(n, _ignore) for n in (signal.SIGTERM, signal.SIGINT)}
+        host, port = listener.getsockname()[:2]
+        listens(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        try:
+            server.run(sockets=[listener])
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    if ended.done():
+        ended.result()
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error}") from error

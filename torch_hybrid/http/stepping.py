@@ -1,0 +1,193 @@
+"""Stepping thread: it alone touches the engine, beside the event loop that talks to clients.
+
+The loop hands it actions through a queue. The thread does them between steps, and sleeps on the
+queue while no request is left. The events of a step reach the loop in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Protocol
+
+from torch_hybrid.errors import CapacityError
+from torch_hybrid.http.call import Call
+from torch_hybrid.http.errors import HttpError
+from torch_hybrid.serving.engine import Engine
+from torch_hybrid.serving.request import Request, TokenEvent
+
+FLUSH_S = 0.01  # shortest time between two deliveries: tokens of faster steps come together
+MOST_FAULTS = 3  # steps that raise one after the other until the server counts as ill
+LOG = logging.getLogger(__name__)
+
+
+class Watcher(Protocol):
+    """Observer of calls, in the event loop."""
+
+    def saw(self, call: Call, event: TokenEvent) -> None: ...
+
+    def left(self, call: Call) -> None: ...
+
+
+class Stepper:
+    """Thread of an engine, and the event loop's side of it.
+
+    Args:
+        open_engine: makes the engine, in the thread; it may load and compile.
+        watcher: sees each event before its call does.
+
+    Attributes:
+        doing: what keeps the server from serving; None once it can.
+        ended: done when the thread has ended; with the error that ended it, if any.
+    """
+
+    def __init__(self, open_engine: Callable[[], Engine], watcher: Watcher) -> None:
+        self.doing: str | None = "loading the model"
+        self.ended: Future[None] = Future()
+        self._open_engine, self._watcher = open_engine, watcher
+        self._engine: Engine | None = None
+        self._thread = Thread(target=self._run, name="stepping", daemon=True)
+        self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._calls: dict[Request, Call] = {}  # the loop's: calls that are open
+        self._live: set[Request] = set()  # the thread's: requests that the engine holds
+        self._heard: list[TokenEvent] = []  # the loop's: to be delivered
+        self._delivered = 0.0  # when events were delivered last, by the loop's time
+        self._num_faults, self._is_closing = 0, False
+
+    @property
+    def engine(self) -> Engine:
+        """The engine.
+
+        Raises:
+            HttpError: it is not ready yet, or the thread has ended.
+        """
+        if self._engine is None or self.doing is not None:
+            raise HttpError(503, f"the server is not ready: {self.doing}", code="not_ready")
+        return self._engine
+
+    @property
+    def illness(self) -> str | None:
+        """Reason why the server cannot serve now, if any."""
+        if self.doing is None and self._num_faults >= MOST_FAULTS:
+            return f"the last {self._num_faults} steps raised errors"
+        return self.doing
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests whose clients wait."""
+        return len(self._calls)
+
+    def start(self) -> None:
+        """Start the thread, for the event loop that runs here."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Cancel what is left and end the thread, unless it still loads."""
+        if self.doing is None:
+            self._actions.put(self._close)
+            await asyncio.wait([asyncio.wrap_future(self.ended)])
+
+    def open(self, call: Call) -> None:
+        """Queue the requests of a call; its inbox gets their events, or an error."""
+        self._calls |= dict.fromkeys(call.requests, call)
+        self._actions.put(lambda: self._enqueue(call))
+
+    def leave(self, call: Call) -> None:
+        """Forget a call; requests of it that have not ended are cancelled between two steps."""
+        for request in call.requests:
+            self._calls.pop(request, None)
+        if any(request.output is None for request in call.requests):
+            self._actions.put(lambda: self._cancel(call.requests))
+        self._watcher.left(call)
+
+    def _hear(self, events: list[TokenEvent]) -> None:
+        """Pass events on at once or, soon after others, with those that come meanwhile."""
+        if not self._heard:
+            self._loop.call_at(self._delivered + FLUSH_S, self._deliver)
+        self._heard += events
+
+    def _deliver(self) -> None:
+        events, self._heard = self._heard, []
+        self._delivered = self._loop.time()
+        for event in events:
+            call = self._calls.get(event.request)
+            if call is not None:
+                self._watcher.saw(call, event)
+                call.put(event)
+
+    def _fail(self, requests: Iterable[Request], error: HttpError) -> None:
+        for call in {self._calls[request] for request in requests if request in self._calls}:
+            call.fail(error)
+
+    # In the thread.
+
+    def _tell(self, hear: Callable[..., object], *args: object) -> None:
+        self._loop.call_soon_threadsafe(hear, *args)
+
+    def _run(self) -> None:
+        try:
+            engine = self._engine = self._open_engine()
+            self.doing = None
+            while not self._is_closing:
+                self._act(may_sleep=not engine.has_unfinished)
+                self._step(engine)
+        except BaseException as error:
+            self.doing = f"the stepping thread ended: {type(error).__name__}: {error}"
+            self._tell(self._fail, self._calls, HttpError(500, self.doing))
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
+
+    def _act(self, *, may_sleep: bool) -> None:
+        """Do all actions that have come; if the thread may sleep, wait for the first one."""
+        if may_sleep:
+            self._actions.get()()
+        while True:
+            try:
+                action = self._actions.get_nowait()
+            except Empty:
+                return
+            action()
+
+    def _step(self, engine: Engine) -> None:
+        """Run a step. If it raises, the requests that ran fail, and others go on."""
+        try:
+            events = engine.step()
+        except Exception as error:  # of a kernel, of memory, of a bug: the server outlives it
+            LOG.exception("a step raised")
+            self._num_faults += 1
+            hit = [r for r in self._live if r.num_restarts or r.output is not None]
+            hit = hit or list(self._live)  # else the same step would be tried for ever
+            self._tell(self._fail, hit, HttpError(500, f"a step raised {type(error).__name__}"))
+            self._cancel(hit)
+            return
+        if events:
+            self._num_faults = 0 if any(e.token is not None for e in events) else self._num_faults
+            self._live -= {event.request for event in events if event.output is not None}
+            self._tell(self._hear, events)
+
+    def _enqueue(self, call: Call) -> None:
+        assert self._engine is not None
+        try:
+            self._engine.enqueue(call.firsts)
+        except CapacityError as full:
+            self._tell(call.fail, HttpError(429, str(full), code="queue_full"))
+        else:
+            self._live |= set(call.requests)
+
+    def _cancel(self, requests: Sequence[Request]) -> None:
+        assert self._engine is not None
+        for request in self._live.intersection(requests):
+            self._engine.cancel(request)
+        self._live -= {request for request in requests if request.output is not None}
+
+    def _close(self) -> None:
+        assert self._engine is not None
+        self._is_closing = True
+        self._engine.close()
+        self._tell(self._fail, self._calls, HttpError(503, "the server is stopping"))
