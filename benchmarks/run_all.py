@@ -48,6 +48,7 @@ TRAITS = {
     "gpu": Traits(quick=("--parts", "token_ops", "--only", "router"), needs_cuda=True),
     "grammar": _OF_STEPS,
     "gpu_memory": Traits(quick=("--kv-tokens", "8192"), needs_cuda=True),
+    "http": _OF_STEPS,
     "integers": Traits(quick=("--prompts", "4")),
     "latent_prefix": Traits(quick=("--prefixes", "256", "--tokens", "16", "--budget", "128")),
     "llama_cpp": _OF_FAMILIES,
