@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch_hybrid as th
@@ -159,21 +159,29 @@ def main() -> None:
     clients = Clients(port)
     bodies = [body_of(prompt, num_new) for prompt in prompts]
 
-    alone, served = [], []
+    alone, served, cpu = [], [], {"alone": 0.0, "served": 0.0}
     _, expected = generate(engine, prompts, num_new)
     for number in range(options.rounds + 1):
+        begun = process_time()
         alone.append(generate(engine, prompts, num_new)[0])
+        between = process_time()
         seconds, texts = clients.ask(bodies)
+        cpu["alone"] += between - begun
+        cpu["served"] += process_time() - between
         assert texts == expected, "texts through HTTP are others"
         served.append(seconds)
         if number == 0:  # connections, threads and allocators have come
-            alone, served = [], []
+            alone, served, cpu = [], [], {"alone": 0.0, "served": 0.0}
     share = statistics.median(a / b for a, b in zip(alone, served, strict=True))
     total = count * num_new
 
     results = Results(title=title(options, "HTTP"), columns=["", "seconds", "tokens/s"])
     results.add("Engine.generate", min(alone), total / min(alone))
     results.add(f"{count} streams through HTTP", min(served), total / min(served))
+    spent = cpu["alone"] / cpu["served"]
+    results.notes.append(
+        f"CPU time alone, as a share of that with HTTP: {spent:.3f}"
+    )
     before = rss()
     many = [body_of(prompts[n % count], 8) for n in range(num_open)]
     seconds, texts = clients.ask(many)
