@@ -179,9 +179,7 @@ def main() -> None:
     results.add("Engine.generate", min(alone), total / min(alone))
     results.add(f"{count} streams through HTTP", min(served), total / min(served))
     spent = cpu["alone"] / cpu["served"]
-    results.notes.append(
-        f"CPU time alone, as a share of that with HTTP: {spent:.3f}"
-    )
+    results.notes.append(f"CPU time alone, as a share of that with HTTP: {spent:.3f}")
     before = rss()
     many = [body_of(prompts[n % count], 8) for n in range(num_open)]
     seconds, texts = clients.ask(many)

@@ -101,7 +101,7 @@ def main() -> None:
     sizes = {"max_seqs": 8, "max_tokens": 128, "kv_tokens": 1024}
     runner = th.Runner(model, **sizes, max_snapshots=8, max_drafts=2, compile=False)
     drafts = th.Speculation("ngram", num_drafts=2)
-    engine = Engine(runner, WordTokenizer(), max_waiting=16, prefix_cache=True, speculate=drafts)
+    engine = Engine(runner, WordTokenizer(), max_waiting=64, prefix_cache=True, speculate=drafts)
     free = runner.free_slots, runner.free_pages
     port, server = start_server(engine)
     counts = asyncio.run(soak(port, 60 * options.minutes, options.clients))
