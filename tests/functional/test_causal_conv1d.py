@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from tests.functional.rules import Tensors, offsets, packing
 from tests.ops.contract import assert_same_bits, assert_within_budget, skip_reason
 from torch_hybrid.functional import causal_conv1d
+from torch_hybrid.ops.causal_conv1d.training import causal_conv1d_backward
 from torch_hybrid.ops.core.registration import REGISTERED
 
 NAMES = ("y", "final_state", "dx", "dweight", "dbias", "dinitial_state")
@@ -118,6 +119,26 @@ def test_bfloat16_without_bias_or_states(impl: str) -> None:
 
     for a, b in zip(run(x, weight), run(x.float(), weight.float()), strict=True):
         torch.testing.assert_close(a.float(), b, rtol=2**-7, atol=1e-5 * b.abs().max().item())
+
+
+@on_each
+def test_tokens_past_the_last_sequence_have_no_gradient(impl: str) -> None:
+    """Rows lie apart; what stands in padding is read by nothing."""
+    x, weight, bias, states = inputs()
+    wide = torch.full((len(x) + 3, 2 * x.shape[1]), torch.nan)
+    padded, dout = wide.split(x.shape[1], -1)
+    padded[:-3], dout[:-3] = x, torch.randn_like(x)
+    cu_seqlens = offsets(LENGTHS).int()
+
+    def backward(x, dout):
+        return causal_conv1d_backward(
+            x, weight, bias, cu_seqlens, states, dout, states, activation="silu", impl=impl
+        )
+
+    dx, *others = backward(padded, dout)
+    assert_same_bits(dx[-3:], torch.zeros(3, x.shape[1]))
+    for a, b in zip((dx[:-3], *others), backward(x, dout[:-3].contiguous()), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_gradcheck_of_the_torch_form() -> None:

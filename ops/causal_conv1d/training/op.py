@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS, MAX_WIDTH, MIN_WIDTH
 from torch_hybrid.ops.conv_step import check_activation
-from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import (
     Dense,
     Index,
@@ -25,7 +25,7 @@ from torch_hybrid.ops.core.declare import (
     several_made,
 )
 from torch_hybrid.ops.core.packed import PackedOp, empty_results, gradients
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton
 
 _FOLDER = "torch_hybrid.ops.causal_conv1d.training"
 FORWARD: dict[str, Implementation] = {
@@ -37,14 +37,9 @@ FORWARD: dict[str, Implementation] = {
     for name, each in IMPLEMENTATIONS.items()
 }
 BACKWARD: dict[str, Implementation] = {
-    "triton": Implementation(
-        capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),
-        launcher=f"{_FOLDER}._triton:causal_conv1d_backward",
-    ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
-        launcher=f"{_FOLDER}._torch:causal_conv1d_backward",
-    ),
+    "cpp": in_cpp(f"{_FOLDER}._cpu:causal_conv1d_backward", checks_indices=False),
+    "triton": in_triton(f"{_FOLDER}._triton:causal_conv1d_backward"),
+    "torch": in_torch(f"{_FOLDER}._torch:causal_conv1d_backward", dtypes=FLOATS_AND_FLOAT64),
 }
 
 
