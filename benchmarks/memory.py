@@ -36,14 +36,14 @@ LIMIT = 1.15
 MB = 1e6
 
 
-def _resident(field: str) -> float:
+def resident(field: str) -> float:
     """Bytes of this process: VmRSS now, or VmHWM at most since the last reset."""
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024.0
 
 
-def _reset_peak() -> None:
+def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -66,7 +66,7 @@ def _load_libraries(family: str) -> None:
 def _child(options: argparse.Namespace) -> None:
     """Load, compile, serve; leave the logits of a prompt, and print bytes as JSON."""
     _load_libraries(options.model)
-    bare = _resident("VmRSS")
+    bare = resident("VmRSS")
     model = from_pretrained(options.child)
     count, longest, num_new = (4, 64, 8) if options.quick else (32, 1024, 64)
     runner = Runner(
@@ -75,10 +75,10 @@ def _child(options: argparse.Namespace) -> None:
     prompts = make_prompts(count, model.vocab_size, longest=longest)
     runner.warm_up()
     gc.collect()
-    ready = _resident("VmRSS")
-    _reset_peak()
+    ready = resident("VmRSS")
+    reset_peak()
     serve(Engine(runner), prompts, num_new)
-    peak = _resident("VmHWM")
+    peak = resident("VmHWM")
     logits = runner.extend(runner.new_sequences(1), prompts[:1])
     torch.save(logits, options.child / "logits.pt")
     found = {

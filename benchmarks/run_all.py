@@ -64,6 +64,9 @@ TRAITS = {
     "state_copy": Traits(quick=("--rounds", "1")),
     "training_compile_time": _OF_STEPS,
     "training_ops": Traits(quick=("--repeats", "1")),
+    "training_steps": Traits(
+        quick=("--layers", "1", "--packings", "2x32", "--rounds", "1", "--compile-limit", "0")
+    ),
     "whole_model": Traits(quick=("--layers", "4"), needs_cuda=True),
 }
 
