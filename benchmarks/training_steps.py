@@ -34,7 +34,7 @@ from torch_hybrid.host.malloc import trim
 MODELS = ("qwen3_next", "qwen3_5", "kimi_linear")
 WHO = ("ours", "ours, compiled", "transformers", "transformers, compiled")
 # Distance of gradients from those of transformers, as a share of their norm.
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 1e-1}  # both round; sums of heads cancel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
