@@ -50,7 +50,7 @@ class Case:
     def make(self, who: str) -> tuple[Any, Callable[[], Tensor]]:
         """Make a contestant's model, and its step, which returns the loss."""
         torch.manual_seed(0)
-        sizes = {"num_hidden_layers": self.layers}
+        sizes: dict[str, Any] = {"num_hidden_layers": self.layers}
         model = make_model(self.model, self.dtype, **sizes).train().requires_grad_()
         tokens = torch.randint(8, model.config.vocab_size, (self.num_seqs, self.length))
         given: dict[str, Any] = {"use_cache": False}
