@@ -13,6 +13,9 @@ from torch_hybrid.ops.linear_cross_entropy.op import (
     empty_results,
 )
 
+_FEWEST_ROWS = 256  # of a chunk: each adds once to the gradient of all weights
+_BLOCK = 2048  # rows of weights on a CPU, whose product stays in the cache until it is added
+
 
 @without_autocast
 def linear_cross_entropy_forward(x: LinearCrossEntropyForward) -> tuple[Tensor, ...]:
@@ -21,23 +24,36 @@ def linear_cross_entropy_forward(x: LinearCrossEntropyForward) -> tuple[Tensor, 
     total, dhidden, dweight = empty_results(x)
     total.zero_()
     sums = torch.zeros_like(dweight, dtype=total.dtype)
-    size = max(64, -(-hidden.numel() // weight.shape[0]))
-    for start in range(0, len(hidden), size):
-        rows = slice(start, start + size)
-        log_probs = (hidden[rows] @ weight.T).to(total.dtype).log_softmax(-1)
-        target, counts = x.targets[rows, None], x.targets[rows, None] != IGNORED
-        picked = log_probs.gather(1, target.clamp(min=0))
+    most = min(len(hidden), max(_FEWEST_ROWS, -(-hidden.numel() // weight.shape[0])))
+    # Of each chunk; memory is slow at its first use.
+    logits = hidden.new_empty(most, len(weight))
+    log_probs = torch.empty_like(logits, dtype=total.dtype)
+    for start in range(0, len(hidden), max(most, 1)):
+        rows = slice(start, start + most)
+        h, target, counts = hidden[rows], x.targets[rows, None], x.targets[rows, None] != IGNORED
+        z, p = logits[: len(h)], log_probs[: len(h)]
+        torch.log_softmax(torch.mm(h, weight.T, out=z), -1, total.dtype, out=p)
+        picked = p.gather(1, target.clamp(min=0))
         total -= picked.where(counts, 0.0).sum()
         if not x.of_hidden and not x.of_weight:
             continue
-        dlogits = log_probs.exp_()
-        dlogits.scatter_add_(1, target.clamp(min=0), -torch.ones_like(picked))
-        dlogits = dlogits.where(counts, 0.0).to(hidden.dtype)
+        p.exp_().scatter_add_(1, target.clamp(min=0), -torch.ones_like(picked))
+        dlogits = p.masked_fill_(~counts, 0.0).to(hidden.dtype)
         if x.of_hidden:
-            dhidden[rows] = dlogits @ weight
+            torch.mm(dlogits, weight, out=dhidden[rows])
         if x.of_weight:
-            sums += dlogits.T @ hidden[rows]
+            _add_product(sums, dlogits.T, h)
     return total, dhidden, sums.to(weight.dtype)
+
+
+def _add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the product of ``a [V, R]`` and ``b [R, D]`` to sums of their dtype or a wider one."""
+    if sums.dtype == a.dtype:
+        sums.addmm_(a, b)
+        return
+    size = _BLOCK if sums.device.type == "cpu" else len(sums)
+    for block, rows in zip(sums.split(size), a.split(size), strict=True):
+        block += rows @ b
 
 
 def linear_cross_entropy_backward(x: LinearCrossEntropyBackward) -> tuple[Tensor, Tensor]:
