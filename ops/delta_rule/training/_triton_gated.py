@@ -8,9 +8,9 @@ what a chunk computes: ``e = r - N (beta r)``, ``r = v - since_start (k S^T)``, 
 1. ``_systems_kernel``, all chunks at once: N, decayed products of q and k, decays.
 2. States forwards (``_triton_walks.py``): those at the starts of chunks, which are stored, and e.
 3. Backwards: gradients of the states at the ends of chunks, and of e before beta,
-   ``d = du - N^T (beta du)``.
-4. ``_inputs_kernel``, all chunks at once: gradients of q, k, v, g and beta. A chunk's gradient of
-   its cumulated decays is ``q dq + (k dk) of keys that read - (k dk) of keys that write``.
+   ``d = du - N^T (beta du)``; of v it is ``beta d``.
+4. ``_inputs_kernel``, all chunks at once: gradients of q, k, g and beta. A chunk's gradient of its
+   cumulated decays is ``q dq + (k dk) of keys that read - (k dk) of keys that write``.
 
 All sums have one order, so that two runs have the same bits; none is atomic.
 """
@@ -107,7 +107,7 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
         walked.dstates,
         walked.derrors,
         x.cu_seqlens,
-        *grads,
+        *(grads[0], grads[1], *grads[3:]),
         x.scale,
         num_tokens,
         x.num_seqs,
@@ -214,7 +214,6 @@ def _inputs_kernel(
     cu_seqlens: tl.tensor,
     dq: tl.tensor,
     dk: tl.tensor,
-    dv: tl.tensor,
     dg: tl.tensor,
     dbeta: tl.tensor,
     scale: tl.tensor,
@@ -296,7 +295,6 @@ def _inputs_kernel(
             d_whole += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
             f_de = b_de.to(tl.float32)
             d_beta += tl.sum(b_e * f_de, 1)
-            tl.store(dv + tile_v, (f_de * b_beta[:, None]).to(dtype), mask=mask_tv)
             b_u = b_e * b_beta[:, None]
             t_u = tl.trans(b_u.to(dtype))
             d_attend = dot(b_do, t_u, d_attend)

@@ -52,7 +52,7 @@ def _launch(x: KimiDeltaAttentionBackward, q: Tensor, k: Tensor) -> tuple[Tensor
     v, g, beta, dout = x.v, x.g, x.beta, x.dout
     num_tokens, num_heads, k_dim = k.shape
     v_dim = v.shape[2]
-    dq, dk, dv, dg, dbeta = grads = tuple(each.new_empty(each.shape) for each in (q, k, v, g, beta))
+    dq, dk, _, dg, dbeta = grads = tuple(each.new_empty(each.shape) for each in (q, k, v, g, beta))
     dinitial = x.states(0) if x.initial_state is None else torch.empty_like(x.initial_state)
     if x.num_seqs == 0:
         return *(each.zero_() for each in grads), dinitial
@@ -120,7 +120,6 @@ def _launch(x: KimiDeltaAttentionBackward, q: Tensor, k: Tensor) -> tuple[Tensor
         x.cu_seqlens,
         d_system,
         d_attend,
-        dv,
         dbeta,
         x.scale,
         x.num_seqs,
@@ -355,7 +354,6 @@ def _products_kernel(
     cu_seqlens: tl.tensor,
     d_system: tl.tensor,
     d_attend: tl.tensor,
-    dv: tl.tensor,
     dbeta: tl.tensor,
     scale: tl.tensor,
     num_seqs: tl.tensor,
@@ -391,9 +389,7 @@ def _products_kernel(
         b_do = tl.load(dout + tile_o, mask=mask, other=0.0)
         b_e = tl.load(errors + tile_v, mask=mask, other=0.0).to(tl.float32)
         b_de = tl.load(derrors + tile_v, mask=mask, other=0.0)
-        f_de = b_de.to(tl.float32)
-        by_beta += tl.sum(b_e * f_de, 1)
-        tl.store(dv + tile_v, (f_de * b_beta[:, None]).to(dtype), mask=mask)
+        by_beta += tl.sum(b_e * b_de.to(tl.float32), 1)
         t_u = tl.trans((b_e * b_beta[:, None]).to(dtype))
         by_attend = dot(b_do, t_u, by_attend)
         by_system = dot(b_de, t_u, by_system)

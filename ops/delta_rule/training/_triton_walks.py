@@ -137,7 +137,7 @@ def walk_gradients(
     grads: tuple[Tensor, ...],
     sizes: dict[str, int],
 ) -> None:
-    """Fill in gradients of states and errors, of initial states, and of padding, which are 0.
+    """Fill in gradients of states, errors, v and initial states, and of padding, which are 0.
 
     ``grads``: of q, k, v, g, beta and the initial state.
     """
@@ -426,6 +426,9 @@ def _gradients_kernel(
             b_s = b_s * whole
         p_e = derrors + (token * HV + head_v) * V + row[None, :] * HV * V + index_v[:, None]
         tl.store(p_e, b_de.to(dtype), mask=mask_v[:, None] & mask_t[None, :])
+        p_dv = dv + (token * HV + head_v) * V + row[None, :] * HV * V + index_v[:, None]
+        b_dv = (b_de * b_beta[None, :]).to(dtype)
+        tl.store(p_dv, b_dv, mask=mask_v[:, None] & mask_t[None, :])
         b_s = dot(by_k, b_k, dot(by_q, b_q, b_s))
     if dinitial is not None:
         tl.store(dinitial + p_state, b_s, mask=mask_s)
