@@ -29,7 +29,8 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     Returns:
         [T, H, V].
     """
-    attend = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
+    is_compiled = torch.compiler.is_compiling() or not q.is_cuda
+    attend: Any = flex_attention if is_compiled else _compiled()
     out = attend(
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
         block_mask=blocks_of(cu_seqlens, q.shape[0]),
