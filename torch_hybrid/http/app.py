@@ -19,10 +19,17 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from torch_hybrid.errors import PromptTooLongError
+from torch_hybrid.errors import PromptTooLongError, UnsupportedError
 from torch_hybrid.http.answer import Answer, Form, Json
 from torch_hybrid.http.call import Call
-from torch_hybrid.http.chat import ChatForm, check_images
+from torch_hybrid.http.chat import (
+    BorderTokenizer,
+    ChatForm,
+    Reading,
+    check_images,
+    read_calls,
+    written,
+)
 from torch_hybrid.http.completions import CompletionForm
 from torch_hybrid.http.errors import HttpError
 from torch_hybrid.http.guard import Guard
@@ -37,12 +44,14 @@ from torch_hybrid.http.protocol import (
     of_value,
     read,
 )
+from torch_hybrid.http.splitting import END_THINK, thinking_of
 from torch_hybrid.http.stepping import Stepper
 from torch_hybrid.sampling import GREEDY, Sampling
 from torch_hybrid.sampling.parameters import HasGenerationConfig
 from torch_hybrid.serving.detokenizer import Tokenizer
 from torch_hybrid.serving.engine import Engine
-from torch_hybrid.serving.prompts import Prompt
+from torch_hybrid.serving.prompts import Prompt, template_of
+from torch_hybrid.serving.request import Request as Pending
 from torch_hybrid.serving.stats import EngineStats
 
 ONE_TOKEN = Sampling(max_new_tokens=1)
@@ -165,7 +174,10 @@ class _Service:
         sampling = self._sampling(body, len(body.prompts), most, num_top)
         if body.echo:
             sampling = replace(sampling, prompt_logprobs=num_top)
-        call = await self._call(request, body, body.prompts, sampling, is_empty=most == 0)
+        sampling = replace(sampling, grammar=body.grammar())
+        prepare = partial(self.stepper.engine.prepare, sampling=sampling, stream=body.stream)
+        firsts = await self._encode(lambda: [prepare(prompt) for prompt in body.prompts])
+        call = Call(request.state.request_id, firsts, self._max_wait_s, is_empty=most == 0)
         form = CompletionForm(call, self._name, self._tokenizer, echoes=body.echo)
         return self._answer(body, form)
 
@@ -177,8 +189,9 @@ class _Service:
         most = body.max_completion_tokens or body.max_tokens
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         sampling = self._sampling(body, 1, most, num_top)
-        call = await self._call(request, body, [body.messages], sampling)
-        return self._answer(body, ChatForm(call, self._name, self._tokenizer))
+        first, reading = await self._encode(lambda: self._prepare_chat(body, sampling))
+        call = Call(request.state.request_id, [first], self._max_wait_s)
+        return self._answer(body, ChatForm(call, self._name, self._tokenizer, reading))
 
     async def tokenize(self, request: Request) -> Json:
         """Encode a text, or a conversation by its template."""
@@ -227,19 +240,28 @@ class _Service:
         room = engine.runner.max_seq_len
         return body.sampling(self._defaults, room, most=most, num_top=num_top)
 
-    async def _call(
-        self,
-        request: Request,
-        body: Generation,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        is_empty: bool = False,
-    ) -> Call:
-        """Encode prompts, and make their requests."""
-        prepare = partial(self.stepper.engine.prepare, sampling=sampling, stream=body.stream)
-        firsts = await self._encode(lambda: [prepare(prompt) for prompt in prompts])
-        return Call(request.state.request_id, firsts, self._max_wait_s, is_empty=is_empty)
+    def _prepare_chat(self, body: ChatBody, sampling: Sampling) -> tuple[Pending, Reading]:
+        """Encode a conversation, and plan how its outputs are split; in the encoding thread."""
+        tokenizer, prepare = self._tokenizer, self.stepper.engine.prepare
+        template = str(template_of(tokenizer) or "")
+        form, grammar = body.calls_format(template), body.grammar()
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools if body.asks_tools]
+        prompt = written(read_calls(body.messages), tools, tokenizer)
+        first = prepare(prompt, sampling, stream=body.stream)
+        prompt_end = tokenizer.decode(list(first.prompt[-16:]), skip_special_tokens=False)
+        thinking = thinking_of(template, prompt_end)
+        if grammar is not None:  # without open thoughts it begins at once
+            thinking = "open" if thinking == "open" else "none"
+            grammar = replace(grammar, after=END_THINK if thinking == "open" else None)
+            first = prepare(prompt, replace(sampling, grammar=grammar), stream=body.stream)
+        splits = form is not None or thinking != "none"
+        return first, Reading(
+            thinking=thinking,
+            form=form,
+            schemas=body.schemas,
+            most_calls=None if body.parallel_tool_calls else 1,
+            tokenizer=BorderTokenizer.of(tokenizer, form) if splits else None,
+        )
 
     def _answer(self, body: Generation, form: Form) -> Response:
         shows_usage = body.stream_options.include_usage
@@ -256,7 +278,7 @@ class _Service:
                 f"{error.num_tokens}"
             )
             raise HttpError(400, told, code="context_length_exceeded") from error
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, UnsupportedError) as error:
             raise of_value(error) from error
 
     def _check_model(self, name: str | None) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from torch_hybrid.http.errors import HttpError
-from torch_hybrid.sampling import Sampling
+from torch_hybrid.http.tools import FORCED, Format, Schemas, calls_grammar, find_format
+from torch_hybrid.sampling import Grammar, Sampling
 
 # Options that change no text: accounting, caching and tracing at OpenAI.
 IGNORED = {
@@ -60,6 +61,69 @@ class StreamOptions(Body):
     include_obfuscation: bool = False  # pads chunks at OpenAI; there is nothing to hide here
 
 
+class JsonSchema(Body):
+    """Schema of a response format; each is strict."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool = True
+
+
+class ResponseFormat(Body):
+    """OpenAI's form of a grammar."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def grammar(self) -> Grammar | None:
+        """Make the grammar; None for text."""
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise ValueError("response_format must have json_schema if that is its type")
+        if self.json_schema is not None:
+            return Grammar.json_schema(self.json_schema.schema_)
+        return Grammar.json_object() if self.type == "json_object" else None
+
+
+class StructuredOutputs(Body):
+    """vLLM's form of a grammar."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar_: Annotated[str | None, Field(alias="grammar")] = None
+    json_object: Literal[True] | None = None
+
+    def grammar(self) -> Grammar:
+        """Make the grammar."""
+        made = [
+            *(Grammar.json_schema(schema) for schema in (self.json_,) if schema is not None),
+            *(Grammar.regex(pattern) for pattern in (self.regex,) if pattern is not None),
+            *(Grammar.choice(options) for options in (self.choice,) if options is not None),
+            *(Grammar.ebnf(text) for text in (self.grammar_,) if text is not None),
+            *(Grammar.json_object() for _ in (self.json_object,) if self.json_object),
+        ]
+        if len(made) != 1:
+            raise ValueError(f"structured_outputs must have one grammar, got {len(made)}")
+        return made[0]
+
+
+class Function(Body):
+    """Function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """Tool of a chat."""
+
+    type: Literal["function"]
+    function: Function
+
+
 class Generation(Body):
     """Options of completions and chats alike."""
 
@@ -80,6 +144,24 @@ class Generation(Body):
     stop_token_ids: list[int] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def grammar(self) -> Grammar | None:
+        """Make the grammar of the output, if one is asked for.
+
+        Raises:
+            HttpError: it is wrong, or there are two.
+        """
+        given = [x for x in (self.response_format, self.structured_outputs) if x is not None]
+        if len(given) == 2:
+            told = "response_format and structured_outputs exclude each other"
+            raise HttpError(400, told, param="structured_outputs")
+        try:
+            return given[0].grammar() if given else None
+        except (TypeError, ValueError) as error:
+            name = "response_format" if self.response_format else "structured_outputs"
+            raise HttpError(400, str(error), param=name) from error
 
     def sampling(
         self, defaults: Sampling, room: int, *, most: int | None, num_top: int | None
@@ -153,6 +235,55 @@ class ChatBody(Generation):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    tools: list[Tool] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+
+    @property
+    def asks_tools(self) -> bool:
+        """True if the model may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def schemas(self) -> Schemas:
+        """Schemas of the functions that may be called."""
+        if not self.asks_tools:
+            return {}
+        choice, named = self.tool_choice, None
+        if isinstance(choice, dict) and isinstance(function := choice.get("function"), dict):
+            named = function.get("name")
+        return {
+            tool.function.name: tool.function.parameters or {"type": "object"}
+            for tool in self.tools
+            if choice in ("auto", "required") or tool.function.name == named
+        }
+
+    def calls_format(self, template: str) -> Format | None:
+        """Find the format of calls; None where there can be none.
+
+        Raises:
+            HttpError: a chat template teaches none that is known.
+        """
+        if not self.asks_tools:
+            return None
+        form = find_format(template) if self.tool_choice == "auto" else FORCED
+        if form is None or "tools" not in template:
+            told = "the chat template writes no tools, or calls in a format that is not known"
+            raise HttpError(400, told, param="tools")
+        return form
+
+    def grammar(self) -> Grammar | None:
+        """Make the grammar of the output: of the calls, where there must be one."""
+        given = super().grammar()
+        if not self.asks_tools:
+            return given
+        if given is not None:
+            told = "a grammar beside tools needs tool_choice: 'none'"
+            raise HttpError(400, told, param="tool_choice")
+        if self.tool_choice == "auto":
+            return None
+        is_one = self.tool_choice != "required" or not self.parallel_tool_calls
+        return calls_grammar(self.schemas, most=1 if is_one else None)
 
     def check(self) -> None:
         """Refuse options that contradict each other.
@@ -164,6 +295,13 @@ class ChatBody(Generation):
             raise HttpError(400, "max_tokens must be at least 1, got 0", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise HttpError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        asks = self.tool_choice not in ("auto", "none")
+        if asks and not self.schemas:
+            told = (
+                "tool_choice must be 'none', 'auto', or with tools 'required' or {'type': "
+                f"'function', 'function': {{'name': a tool's}}}}, got {self.tool_choice!r}"
+            )
+            raise HttpError(400, told, param="tool_choice")
 
 
 class TokenizeBody(Body):

@@ -1,0 +1,143 @@
+"""Outputs in the formats of all families, split anywhere, give the thoughts, content and calls."""
+
+import pytest
+
+pytest.importorskip("pydantic")
+
+from torch_hybrid.http.splitting import Said, Splitter, thinking_of
+from torch_hybrid.http.tools import FORCED, find_format
+
+SCHEMAS = {"find": {"properties": {"word": {"type": "string"}, "count": {"type": "integer"}}}}
+CALLS = [("find", {"word": "größer </b> 7", "count": 3}), ("find", {"word": "12"})]
+JSON_CALLS = (
+    '{"name": "find", "arguments": {"word": "größer </b> 7", "count": 3}}',
+    '{"name": "find", "arguments": {"word": "12"}}',
+)
+KIMI_CALL = "<|tool_call_begin|>functions.find:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+XML_CALL = "<tool_call>\n<function=find>\n{}</function>\n</tool_call>"
+XML_VALUE = "<parameter={}>\n{}\n</parameter>\n"
+GLM_VALUE = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+TEXTS = {  # by a part of the template
+    "<tool_call>": "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in JSON_CALLS),
+    "<tool_call> <function=": "\n".join(
+        (
+            XML_CALL.format(
+                XML_VALUE.format("word", "größer </b> 7") + XML_VALUE.format("count", 3)
+            ),
+            XML_CALL.format(XML_VALUE.format("word", "12")),
+        )
+    ),
+    "<tool_call> <arg_key>": (
+        f"<tool_call>find\n{GLM_VALUE.format('word', 'größer </b> 7')}"
+        f"{GLM_VALUE.format('count', 3)}</tool_call>\n"
+        f"<tool_call>find\n{GLM_VALUE.format('word', '12')}</tool_call>"
+    ),
+    "<|tool_calls_section_begin|>": (
+        "<|tool_calls_section_begin|>"
+        + KIMI_CALL.format(0, '{"word": "größer </b> 7", "count": 3}')
+        + KIMI_CALL.format(1, '{"word": "12"}')
+        + "<|tool_calls_section_end|>"
+    ),
+    "<|tool_list_start|>": (
+        '<|tool_call_start|>[find(word="größer </b> 7", count=3), '
+        "find(word='12')]<|tool_call_end|>"
+    ),
+    "<TOOLCALL>": f"<TOOLCALL>[{', '.join(JSON_CALLS)}]</TOOLCALL>",
+    "<|tool_call|>": f"<|tool_call|>[{', '.join(JSON_CALLS)}]",
+}
+
+
+def split(pieces, template="", thinking="none", form=None):
+    """Parts of an output that comes in pieces."""
+    splitter = Splitter(thinking, form or find_format(template), SCHEMAS)
+    parts = [splitter.feed(piece) for piece in pieces[:-1]]
+    parts.append(splitter.feed(pieces[-1], ends=True))
+    return Said(
+        "".join(part.reasoning for part in parts),
+        "".join(part.content for part in parts),
+        [call for part in parts for call in part.calls],
+    )
+
+
+def split_anywhere(text, **options):
+    """Parts of an output, which must not depend on the pieces that it comes in."""
+    whole = split([text], **options)
+    for at in range(len(text) + 1):
+        assert split([text[:at], text[at:]], **options) == whole, text[:at]
+    assert split([*text], **options) == whole
+    return whole
+
+
+@pytest.mark.parametrize("template", TEXTS)
+def test_calls_of_each_format(template):
+    calls = TEXTS[template]
+    assert split_anywhere(calls, template=template) == Said("", "", CALLS)
+    said = split_anywhere(f"Let me 日本 look.\n\n{calls}", template=template)
+    assert said == Said("", "Let me 日本 look.", CALLS)
+    text = f"\nI must <b>look\n</think>\n\nSo:\n{calls}"
+    said = split_anywhere(text, template=template, thinking="open")
+    assert said == Said("I must <b>look", "So:", CALLS)
+
+
+@pytest.mark.parametrize("template", TEXTS)
+def test_a_block_that_is_no_call_is_content(template):
+    begin, end = find_format(template).begin, find_format(template).end
+    for body in ("{not JSON", "", '{"name": 3}', "5", "[f(", "[1]", "[" * 5000):
+        if body == "5" and "arg_key" in template:
+            continue  # a function's name
+        for text in (f"a {begin}{body}{end}", f"a {begin}{body}"):
+            said = split([text], template=template)
+            assert (said.content.replace(" ", ""), said.calls) == (text.replace(" ", ""), [])
+            assert split([*text], template=template) == said
+
+
+def test_a_block_ends_after_its_strings():
+    text = '<tool_call>{"name": "f", "arguments": {"x": "a</tool_call>b"}}</tool_call> end '
+    said = split_anywhere(text, template="<tool_call>")
+    assert said == Said("", "end ", [("f", {"x": "a</tool_call>b"})])
+    text = "<|tool_call_start|>[f(x='<|tool_call_end|>', y=[true, None])]<|tool_call_end|>"
+    said = split_anywhere(text, template="<|tool_call_start|>")
+    assert said == Said("", "", [("f", {"x": "<|tool_call_end|>", "y": [True, None]})])
+
+
+def test_values_in_tags_are_of_the_schemas_types():
+    values = {"word": "true", "count": "[1]", "other": "a, 5"}
+    text = XML_CALL.format("".join(XML_VALUE.format(*item) for item in values.items()))
+    said = split([text], template="<function=")
+    assert said.calls == [("find", {"word": "true", "count": [1], "other": "a, 5"})]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "text", "expected"),
+    [
+        ("none", " a <think> b</think> \n", Said("", " a <think> b</think> \n")),
+        ("possible", "\n<think>\na\n</think>\n\nb ", Said("a", "b ")),
+        ("possible", " <thin", Said("", " <thin")),
+        ("possible", " a</think>", Said("", " a</think>")),
+        ("open", "a b </thin", Said("a b </thin", "")),
+        ("open", "\n\n</think>\n\n", Said("", "")),
+    ],
+)
+def test_thoughts(thinking, text, expected):
+    assert split_anywhere(text, thinking=thinking) == expected
+
+
+def test_forced_calls_are_the_whole_output():
+    text = f"[{', '.join(JSON_CALLS)}]"
+    assert split_anywhere(text, form=FORCED) == Said("", "", CALLS)
+    assert split_anywhere(text[:40], form=FORCED) == Said("", text[:40], [])
+    said = split_anywhere(f"x</think>{text}", form=FORCED, thinking="open")
+    assert said == Said("x", "", CALLS)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt_end", "thinking"),
+    [
+        ("<think></think>", "<|assistant|>\n<think>\n", "open"),
+        ("<think></think>", "<|assistant|>\n<think>\n\n</think>\n\n", "none"),
+        ("<think></think>", "<|assistant|>\n", "possible"),
+        ("", "user: <think>", "none"),
+    ],
+)
+def test_the_prompt_tells_where_an_output_begins(template, prompt_end, thinking):
+    assert thinking_of(template, prompt_end) == thinking

@@ -1,0 +1,136 @@
+"""Split of an output into thoughts, content and tool calls, whole or as its text comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch_hybrid.http.tools import Called, Format, Schemas, UnfinishedError
+
+THINK, END_THINK = "<think>", "</think>"
+Thinking = Literal["open", "possible", "none"]  # where an output begins
+
+
+def thinking_of(template: str, prompt_end: str) -> Thinking:
+    """Tell whether an output begins within thoughts.
+
+    Args:
+        template: the chat template.
+        prompt_end: text of the prompt's last tokens, which may open or close thoughts.
+    """
+    if END_THINK not in template or prompt_end.rstrip().endswith(END_THINK):
+        return "none"
+    return "open" if prompt_end.rstrip().endswith(THINK) else "possible"
+
+
+@dataclass(slots=True)
+class Said:
+    """Parts of an output that have become final."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[Called] = field(default_factory=list)
+
+
+class Splitter:
+    """Split of one output; the parts of its pieces add up to those of the whole.
+
+    Text that may begin a border is held back. A block that is no valid call is content.
+
+    Args:
+        thinking: where the output begins.
+        form: format of calls; None reads none.
+        schemas: schemas of arguments.
+    """
+
+    def __init__(self, thinking: Thinking, form: Format | None, schemas: Schemas) -> None:
+        self._form, self._schemas = form, schemas
+        begin: dict[Thinking, str] = {"open": "thoughts", "possible": "start", "none": "content"}
+        self._state = begin[thinking]
+        self._held = ""
+        self._is_fresh = thinking == "open"  # space after a border is left out
+
+    def feed(self, text: str, *, ends: bool = False) -> Said:
+        """Take text; return what has become final, which is all where the output ends."""
+        self._held += text
+        said = Said()
+        steps = {
+            "start": self._start,
+            "thoughts": self._text,
+            "content": self._text,
+            "call": self._call,
+        }
+        while steps[self._state](said, ends):
+            pass
+        return said
+
+    def _go(self, state: str, rest: str, *, is_fresh: bool = True) -> bool:
+        self._state, self._held, self._is_fresh = state, rest, is_fresh
+        return True
+
+    def _start(self, _: Said, ends: bool) -> bool:
+        text = self._held.lstrip()
+        if text.startswith(THINK):
+            return self._go("thoughts", text[len(THINK) :])
+        if THINK.startswith(text) and not ends:
+            return False
+        return self._go("content", self._held, is_fresh=False)
+
+    def _text(self, said: Said, ends: bool) -> bool:
+        """Give text up to the border after it."""
+        thinks = self._state == "thoughts"
+        begin = None if self._form is None else self._form.begin
+        border = END_THINK if thinks else begin
+        if self._is_fresh:
+            self._held = self._held.lstrip()
+            self._is_fresh = not self._held
+        at = -1 if border is None else self._held.find(border)
+        if at >= 0:
+            given = self._held[:at].rstrip()
+        else:
+            given = self._held if ends or not border else _certain(self._held, border)
+        if thinks:
+            said.reasoning += given
+        else:
+            said.content += given
+        if at < 0:
+            self._held = self._held[len(given) :]
+            return False
+        assert border is not None
+        return self._go("content" if thinks else "call", self._held[at + len(border) :])
+
+    def _call(self, said: Said, ends: bool) -> bool:
+        """Read a block of calls when its end has come."""
+        assert self._form is not None
+        form, at = self._form, -1
+        while form.end and (at := self._held.find(form.end, at + 1)) >= 0:
+            try:
+                said.calls += self._read(self._held[:at])
+            except UnfinishedError:
+                continue
+            except ValueError:
+                said.content += form.begin + self._held[: at + len(form.end)]
+                return self._go("content", self._held[at + len(form.end) :], is_fresh=False)
+            return self._go("content", self._held[at + len(form.end) :])
+        if not ends:
+            return False
+        try:
+            said.calls += self._read(self._held)
+        except ValueError:
+            said.content += form.begin + self._held
+        self._held = ""
+        return False
+
+    def _read(self, block: str) -> list[Called]:
+        assert self._form is not None
+        calls = self._form.read(block, self._schemas)
+        if not calls:
+            raise ValueError(f"a block must have a call, got {block!r}")
+        return calls
+
+
+def _certain(text: str, border: str) -> str:
+    """Leave out the end of a text that may begin a border, and the space before that."""
+    longest = min(len(border) - 1, len(text))
+    num_begun = next((n for n in range(longest, 0, -1) if text.endswith(border[:n])), 0)
+    return text[: len(text) - num_begun].rstrip()
