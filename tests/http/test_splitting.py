@@ -91,6 +91,17 @@ def test_a_block_that_is_no_call_is_content(template):
             assert split([*text], template=template) == said
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud800"'])
+def test_arguments_that_cannot_be_sent_are_content(value):
+    text = f'<tool_call>{{"name": "f", "arguments": {{"x": {value}}}}}</tool_call>'
+    assert split_anywhere(text, template="<tool_call>") == Said("", text, [])
+    text = f"<|tool_call_start|>[f(x={value})]<|tool_call_end|>"
+    assert split_anywhere(text, template="<|tool_call_start|>").content == text
+    for literal in ("{1, 2}", "b'x'", "2j", "{(1,): 2}", "g()", "{**{}}"):
+        text = f"<|tool_call_start|>[f(x={literal})]<|tool_call_end|>"
+        assert split([text], template="<|tool_call_start|>").content == text
+
+
 def test_a_block_ends_after_its_strings():
     text = '<tool_call>{"name": "f", "arguments": {"x": "a</tool_call>b"}}</tool_call> end '
     said = split_anywhere(text, template="<tool_call>")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -126,6 +127,10 @@ class Splitter:
         calls = self._form.read(block, self._schemas)
         if not calls:
             raise ValueError(f"a block must have a call, got {block!r}")
+        try:  # infinities, lone surrogates, and literals of Python alone cannot be sent
+            json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"arguments must be of JSON's types: {error}") from None
         return calls
 
 

@@ -147,7 +147,6 @@ def _python_call(node: ast.expr) -> Called:
         str(keyword.arg): ast.literal_eval(_Constants().visit(keyword.value))
         for keyword in node.keywords
     }
-    json.dumps(given, allow_nan=False)
     return ast.unparse(node.func), given
 
 
