@@ -176,6 +176,21 @@ def test_usage_tells_kept_tokens_of_the_second_turn(server):
     assert second.usage.prompt_tokens == first.usage.prompt_tokens + 4 + 2 - 1
 
 
+def test_a_second_turn_with_tools_keeps_the_first(server, monkeypatch):
+    template = (
+        "{{ 'w9 ' if tools }}{# <tool_call> #}{% for m in messages %}{{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}<3> w4{% endif %}"
+    )
+    monkeypatch.setattr(server.engine.tokenizer, "chat_template", template)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    options = {"model": "demo", "tools": tools, "max_tokens": 4}
+    messages = [{"role": "user", "content": words(prompt_of(32, 20))}]
+    server.client.chat.completions.create(messages=messages, **options)
+    messages += [{"role": "assistant", "content": "w5"}, {"role": "user", "content": "w8"}]
+    second = server.client.chat.completions.create(messages=messages, **options)
+    assert second.usage.prompt_tokens_details.cached_tokens == 1 + len(prompt_of(32, 20))
+
+
 def test_models_and_tokens(server):
     (model,) = server.client.models.list().data
     assert (model.id, model.max_model_len) == ("demo", ROOM)

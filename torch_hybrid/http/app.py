@@ -246,7 +246,7 @@ class _Service:
         template = str(template_of(tokenizer) or "")
         form, grammar = body.calls_format(template), body.grammar()
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools if body.asks_tools]
-        prompt = written(read_calls(body.messages), tools, tokenizer)
+        prompt, message_end = written(read_calls(body.messages), tools, tokenizer)
         first = prepare(prompt, sampling, stream=body.stream)
         prompt_end = tokenizer.decode(list(first.prompt[-16:]), skip_special_tokens=False)
         thinking = thinking_of(template, prompt_end)
@@ -254,6 +254,9 @@ class _Service:
             thinking = "open" if thinking == "open" else "none"
             grammar = replace(grammar, after=END_THINK if thinking == "open" else None)
             first = prepare(prompt, replace(sampling, grammar=grammar), stream=body.stream)
+        if message_end is not None:  # where the next turn's prompt may still be the same
+            for sample in first.samples:
+                sample.message_end = message_end
         splits = form is not None or thinking != "none"
         return first, Reading(
             thinking=thinking,

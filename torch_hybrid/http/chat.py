@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from typing import Any
 from uuid import uuid4
 
@@ -228,15 +230,20 @@ def _read_call(call: Any) -> Json:
     raise HttpError(400, told, param="messages")
 
 
-def written(messages: Sequence[Message], tools: list[Json], tokenizer: Tokenizer) -> Prompt:
+def written(
+    messages: Sequence[Message], tools: list[Json], tokenizer: Tokenizer
+) -> tuple[Prompt, int | None]:
     """Write a conversation with tools by the chat template, as tokens; others stay messages.
+
+    Returns:
+        The prompt, and the number of its tokens before the generation prompt, if it is written.
 
     Raises:
         TypeError: see ``read_messages``.
         ValueError: the template refuses it.
     """
     if not tools:
-        return messages
+        return messages, None
     from jinja2 import TemplateError
 
     if not isinstance(tokenizer, ChatTokenizer):
@@ -244,15 +251,12 @@ def written(messages: Sequence[Message], tools: list[Json], tokenizer: Tokenizer
     blind = Sight(otherwise="images beside tools are not served")
     checked = joined(read_messages(messages, tokenizer.chat_template, blind))
     is_continued = checked[-1]["role"] == "assistant"
+    write = partial(tokenizer.apply_chat_template, checked, tools=tools, return_dict=False)
     try:
-        tokens: list[int] = tokenizer.apply_chat_template(
-            checked,
-            tools=tools,
-            add_generation_prompt=not is_continued,
-            continue_final_message=is_continued,
-            tokenize=True,
-            return_dict=False,
-        )
+        alone: list[int] = write(continue_final_message=is_continued)
+        tokens: list[int] = alone if is_continued else write(add_generation_prompt=True)
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
-    return tokens
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(alone, tokens, strict=False))
+    length = sum(1 for _ in equal)
+    return tokens, length if 0 < length < len(tokens) else None
