@@ -42,6 +42,7 @@ def make_trainable(model: M) -> M:
         hand_down_packing,
         register_attention,
     )
+    from torch_hybrid.training.frozen_fp8 import FrozenFP8Linear, check_blocks
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import TWINS, Twin
 
@@ -55,12 +56,17 @@ def make_trainable(model: M) -> M:
             f"{type(model).__name__} has no mixer that is trained; these are {sorted(TWINS)}"
         )
     _check_weights(model)
+    fp8_layers = [each for each in modules if type(each).__name__ == "FP8Linear"]
+    for layer in fp8_layers:
+        check_blocks(layer)
     register_attention()
     for decoder in decoders:
         if not attends_to_picked_blocks(decoder):
             decoder.set_attn_implementation(ATTENTION)
         decoder.register_forward_pre_hook(hand_down_packing, with_kwargs=True)
         _install_capturing_hooks(decoder)
+    for layer in fp8_layers:
+        layer.__class__ = _in_front(FrozenFP8Linear, type(layer))
     for module in modules:
         children = dict(module.named_children())
         theirs: Any = type(module)
@@ -78,12 +84,13 @@ def undo_make_trainable(model: nn.Module) -> None:
         return
     from torch_hybrid.training.causal_lm import CausalLM
     from torch_hybrid.training.decoder import hand_down_packing
+    from torch_hybrid.training.frozen_fp8 import FrozenFP8Linear
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import Twin
 
     modules: list[Any] = list(model.modules())
     for module in modules:
-        if isinstance(module, Twin | CausalLM | LossHead):
+        if isinstance(module, Twin | CausalLM | LossHead | FrozenFP8Linear):
             module.__class__ = type(module).__bases__[-1]
         for number, hook in list(module._forward_pre_hooks.items()):
             if hook is hand_down_packing:
