@@ -11,24 +11,34 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.formats.block_scales import BLOCK, dequantized
 
 
-class _Product(torch.autograd.Function):
-    """Product with a dequantized weight that only its input has a gradient of.
+@torch.library.custom_op("torch_hybrid::frozen_fp8_product", mutates_args=())
+def _product(x: Tensor, weight: Tensor, scales: Tensor, of_output: bool) -> Tensor:
+    """Multiply x [..., K] by weight [N, K], or if ``of_output`` x [..., N] by its transpose.
 
-    Plain autograd would keep every dequantized weight until the backward. This keeps FP8, and
-    dequantizes the weight of one layer at a time.
+    A compiler that sees into it dequantizes once, and keeps the result until the backward.
     """
+    worth = dequantized(weight, scales, x.dtype)
+    return x @ (worth if of_output else worth.T)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-        """Multiply x [..., K] by weight [N, K]."""
-        ctx.save_for_backward(weight, scales)
-        return x @ dequantized(weight, scales, x.dtype).T
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        """Multiply dout [..., N] by weight [N, K]."""
-        weight, scales = ctx.saved_tensors
-        return dout @ dequantized(weight, scales, dout.dtype), None, None
+@_product.register_fake
+def _empty_product(x: Tensor, weight: Tensor, scales: Tensor, of_output: bool) -> Tensor:
+    """Make a tensor as the product is."""
+    return x.new_empty(*x.shape[:-1], weight.shape[1 if of_output else 0])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep the weight in FP8."""
+    ctx.save_for_backward(*inputs[1:3])
+    ctx.of_output = inputs[3]
+
+
+def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
+    """Multiply by the other orientation of the weight, which is frozen."""
+    return _product(dout, *ctx.saved_tensors, not ctx.of_output), None, None, None
+
+
+_product.register_autograd(_backward, setup_context=_keep)
 
 
 class FrozenFP8Linear(nn.Linear):
@@ -41,7 +51,7 @@ class FrozenFP8Linear(nn.Linear):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        out: Tensor = _Product.apply(x, self.weight, self.weight_scale_inv.float())
+        out: Tensor = _product(x, self.weight, self.weight_scale_inv.float(), False)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 

@@ -56,22 +56,22 @@ def make_trainable(model: M) -> M:
             f"{type(model).__name__} has no mixer that is trained; these are {sorted(TWINS)}"
         )
     _check_weights(model)
-    fp8_layers = [each for each in modules if type(each).__name__ == "FP8Linear"]
-    for layer in fp8_layers:
-        check_blocks(layer)
+    for module in modules:
+        if type(module).__name__ == "FP8Linear":
+            check_blocks(module)
     register_attention()
     for decoder in decoders:
         if not attends_to_picked_blocks(decoder):
             decoder.set_attn_implementation(ATTENTION)
         decoder.register_forward_pre_hook(hand_down_packing, with_kwargs=True)
         _install_capturing_hooks(decoder)
-    for layer in fp8_layers:
-        layer.__class__ = _in_front(FrozenFP8Linear, type(layer))
     for module in modules:
         children = dict(module.named_children())
         theirs: Any = type(module)
         if (twin := twins.get(theirs.__name__)) is not None:
             module.__class__ = _in_front(twin, theirs)
+        elif theirs.__name__ == "FP8Linear":
+            module.__class__ = _in_front(FrozenFP8Linear, theirs)
         elif type(children.get("lm_head")) is nn.Linear and children["lm_head"].bias is None:
             module.__class__ = _in_front(CausalLM, theirs)
             children["lm_head"].__class__ = LossHead
