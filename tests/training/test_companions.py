@@ -297,3 +297,18 @@ def test_fp8_blocks_of_another_size_are_refused():
     layer.up_proj = FP8Linear(layer.up_proj.in_features, layer.up_proj.out_features, (64, 64))
     with pytest.raises(th.UnsupportedError, match=r"blocks of 128 x 128, got \(64, 64\)"):
         th.make_trainable(model)
+
+
+def test_the_product_with_a_frozen_weight_is_a_sound_op():
+    torch.manual_seed(0)
+    layer = to_fp8(torch.nn.Linear(200, 140, bias=False))
+    x = torch.randn(2, 3, 200, requires_grad=True)
+    from torch_hybrid.training import frozen_fp8  # registers the op
+
+    op = frozen_fp8._product
+    # test_schema multiplies FP8 numbers, which a CPU cannot.
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, (x, layer.weight, layer.weight_scale_inv, False), test_utils=tests)
+    want = dequantized(layer.weight, layer.weight_scale_inv, x.dtype)
+    got = torch.autograd.grad(op(x, layer.weight, layer.weight_scale_inv, False).sum(), x)[0]
+    torch.testing.assert_close(got, want.sum(0).expand_as(x))
