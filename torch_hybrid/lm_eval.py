@@ -173,7 +173,7 @@ class HybridLM(TemplateLM):  # type: ignore[misc]  # without lm_eval it is Any
         ]
         outputs = self._outputs(prompts, [SCORED] * len(prompts), disable_tqdm)
         results = []
-        for (texts, _, continuation), output in zip(requests, outputs, strict=True):
+        for (texts, _context, continuation), output in zip(requests, outputs, strict=True):
             assert output.prompt_logprobs is not None
             scored = output.prompt_logprobs[-len(continuation) :]
             is_greedy = all(each.top[0][0] == each.token for each in scored)

@@ -26,7 +26,10 @@ def test_an_error_of_loading_ends_the_server(run, tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ranks_are_refused(run):
+def test_ranks_are_those_of_torchrun(run):
     code, _, err = run("serve", "nowhere", "--ranks")
     assert code == 2
-    assert "leave --ranks out" in err
+    assert "--ranks shares the model among the processes of torchrun" in err
+    code, _, err = run("serve", "nowhere", "--ranks", "--vision")
+    assert code == 2
+    assert "leave --vision out" in err

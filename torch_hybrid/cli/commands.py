@@ -52,6 +52,7 @@ from torch_hybrid.cli.output import (
     stream_output,
 )
 from torch_hybrid.cli.prompts import read_prompts, user_message
+from torch_hybrid.cli.ranks import join_ranks
 from torch_hybrid.errors import CapacityError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -162,12 +163,12 @@ def serve(
     """Serve MODEL by OpenAI's API until SIGTERM, which lets running requests end."""
     try:
         from torch_hybrid.http.app import create_app
-        from torch_hybrid.http.run import run
+        from torch_hybrid.http.run import run, run_follower
     except ImportError as error:
         missing = f"serve needs {error.name}: pip install 'torch-hybrid[serve]'"
         raise ValueError(missing) from error
-    if options.ranks:
-        raise ValueError("serve runs in one process so far: leave --ranks out")
+    if options.ranks and server.vision:
+        raise ValueError("several ranks serve no images so far: leave --vision out")
 
     def open_engine() -> Engine:
         model = options.load(vision=server.vision, mtp=speculate == "mtp")
@@ -178,6 +179,9 @@ def serve(
         compile_ahead(engine.runner)
         return engine
 
+    if options.ranks and join_ranks(options.device)[0].rank() != 0:
+        run_follower(open_engine)
+        return
     app = create_app(
         open_engine,
         model=server.served_model_name or options.model,

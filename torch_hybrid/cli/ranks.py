@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def join_ranks(device: str) -> tuple[dist.ProcessGroup, str]:
-    """Join the processes of torchrun that share the model, until the command ends.
+    """Join the processes of torchrun that share the model, until the command ends; twice is once.
 
     With "cuda", or "auto" where there are GPUs, each process takes the GPU of its local rank. Only
     rank 0 prints. Every rank takes rank 0's seed, so all draw the same numbers.
@@ -40,6 +40,9 @@ def join_ranks(device: str) -> tuple[dist.ProcessGroup, str]:
     if device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
+    if dist.is_initialized():  # by this command, in another thread
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD, device
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
     click.get_current_context().call_on_close(dist.destroy_process_group)
     seeds = [torch.initial_seed()]

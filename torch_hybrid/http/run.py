@@ -10,6 +10,9 @@ from concurrent.futures import Future
 import uvicorn
 from fastapi import FastAPI
 
+from torch_hybrid.http.ranks import follow
+from torch_hybrid.serving.engine import Engine
+
 
 def run(
     app: FastAPI, *, host: str, port: int, drain_s: int, listens: Callable[[str], object]
@@ -50,6 +53,13 @@ def run(
                 signal.signal(number, handler)
     if ended.done():
         ended.result()
+
+
+def run_follower(open_engine: Callable[[], Engine]) -> None:
+    """Follow rank 0 as another rank; signals are left to rank 0, whose end is this one's too."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _ignore)
+    follow(open_engine())
 
 
 def _ignore(*_: object) -> None:

@@ -14,9 +14,10 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Protocol
 
-from torch_hybrid.errors import CapacityError
+from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.http.call import Call
 from torch_hybrid.http.errors import HttpError
+from torch_hybrid.http.ranks import RanksError, Steps, steps_of
 from torch_hybrid.serving.engine import Engine
 from torch_hybrid.serving.request import Request, TokenEvent
 
@@ -50,6 +51,7 @@ class Stepper:
         self.ended: Future[None] = Future()
         self._open_engine, self._watcher = open_engine, watcher
         self._engine: Engine | None = None
+        self._steps: Steps | None = None  # the thread's: the engine, on all ranks that share it
         self._thread = Thread(target=self._run, name="stepping", daemon=True)
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._calls: dict[Request, Call] = {}  # the loop's: calls that are open
@@ -132,10 +134,11 @@ class Stepper:
     def _run(self) -> None:
         try:
             engine = self._engine = self._open_engine()
+            steps = self._steps = steps_of(engine)
             self.doing = None
             while not self._is_closing:
                 self._act(may_sleep=not engine.has_unfinished)
-                self._step(engine)
+                self._step(steps)
         except BaseException as error:
             self.doing = f"the stepping thread ended: {type(error).__name__}: {error}"
             self._tell(self._fail, self._calls, HttpError(500, self.doing))
@@ -154,10 +157,12 @@ class Stepper:
                 return
             action()
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, steps: Steps) -> None:
         """Run a step. If it raises, the requests that ran fail, and others go on."""
         try:
-            events = engine.step()
+            events = steps.step()
+        except RanksError:
+            raise
         except Exception as error:  # of a kernel, of memory, of a bug: the server outlives it
             LOG.exception("a step raised")
             self._num_faults += 1
@@ -172,22 +177,24 @@ class Stepper:
             self._tell(self._hear, events)
 
     def _enqueue(self, call: Call) -> None:
-        assert self._engine is not None
+        assert self._steps is not None
         try:
-            self._engine.enqueue(call.firsts)
+            self._steps.enqueue(call.firsts)
         except CapacityError as full:
             self._tell(call.fail, HttpError(429, str(full), code="queue_full"))
+        except UnsupportedError as unsupported:
+            self._tell(call.fail, HttpError(400, str(unsupported)))
         else:
             self._live |= set(call.requests)
 
     def _cancel(self, requests: Sequence[Request]) -> None:
-        assert self._engine is not None
+        assert self._steps is not None
         for request in self._live.intersection(requests):
-            self._engine.cancel(request)
+            self._steps.cancel(request)
         self._live -= {request for request in requests if request.output is not None}
 
     def _close(self) -> None:
-        assert self._engine is not None
+        assert self._steps is not None
         self._is_closing = True
-        self._engine.close()
+        self._steps.close()
         self._tell(self._fail, self._calls, HttpError(503, "the server is stopping"))

@@ -28,6 +28,11 @@ class RandomNumbers:
         generator = sampling.make_generator(sample)
         return None if generator is None else cls(generator)
 
+    @property
+    def seed(self) -> int:
+        """Seed of the generator."""
+        return self._generator.initial_seed()
+
     def __getitem__(self, place: int) -> float:
         while place >= len(self._drawn):
             new = torch.rand(_AT_ONCE, dtype=torch.float64, device="cpu", generator=self._generator)

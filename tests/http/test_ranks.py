@@ -1,0 +1,140 @@
+"""``torch-hybrid serve --ranks``: two processes share the demo's model, and rank 0 serves it."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import torch_hybrid as th
+from tests.http.conftest import RECALL, prompt_of, wait_for, word_tokenizer
+
+LIMIT_S = 120
+OPTIONS = ["--ranks", "--device", "cpu", "--eager", "--port", "0", "--max-seqs", "4"]
+
+
+class Ranks:
+    """Processes of a server, by rank, as torchrun starts them."""
+
+    def __init__(self, checkpoint, folder, port):
+        self._log = folder / "err"
+        self.processes = [self._start(rank, checkpoint, folder, port) for rank in range(2)]
+        wait_for(lambda: "listening on" in self.log or self.processes[0].poll() is not None)
+        self.port = int(re.search(r"listening on http://127.0.0.1:(\d+)", self.log)[1])
+        wait_for(lambda: self.ask("GET", "/health")[0] == 200)
+
+    def _start(self, rank, checkpoint, folder, port):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        added = {name: str(value) for name, value in {**ranks, **where}.items()}
+        command = [sys.executable, "-m", "torch_hybrid.cli", "serve", str(checkpoint), *OPTIONS]
+        with (self._log if rank == 0 else folder / "err1").open("w") as err:
+            return subprocess.Popen(
+                command, stderr=err, env={**os.environ, **added, "OMP_NUM_THREADS": "1"}
+            )
+
+    @property
+    def log(self):
+        return self._log.read_text()
+
+    def ask(self, method, path, body=None):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
+        headers = {"content-type": "application/json"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
+        found = answer.status, answer.read().decode()
+        connection.close()
+        return found
+
+    def ends(self):
+        """Exit codes of both."""
+        return [process.wait(LIMIT_S) for process in self.processes]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The demo's checkpoint with a tokenizer."""
+    folder = tmp_path_factory.mktemp("shared")
+    for file in RECALL.iterdir():
+        (folder / file.name).symlink_to(file)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def ranks(checkpoint, tmp_path, unused_port):
+    started = Ranks(checkpoint, tmp_path, unused_port)
+    yield started
+    for process in started.processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def unused_port():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def running(ranks):
+    """Number of requests that run, as rank 0 tells."""
+    metrics = ranks.ask("GET", "/metrics")[1]
+    return float(re.search(r"^vllm:num_requests_running{.*} (\S+)", metrics, re.MULTILINE)[1])
+
+
+def test_texts_are_those_of_one_rank(ranks, recall):
+    """Greedy and drawn, after a client that left; SIGTERM to all ends all of them well."""
+    left = http.client.HTTPConnection("127.0.0.1", ranks.port, timeout=LIMIT_S)
+    body = {"prompt": prompt_of(9), "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    left.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    answer = left.getresponse()
+    assert answer.status == 200
+    assert running(ranks) == 1
+    answer.close()
+    left.close()
+    wait_for(lambda: running(ranks) == 0)
+    runner = th.Runner(recall, max_seqs=4, max_tokens=64, kv_tokens=2048, compile=False)
+    engine = th.Engine(runner, word_tokenizer())
+    for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5}):
+        prompts = [prompt_of(seed) for seed in range(3)]
+        body = {"prompt": prompts, "max_tokens": 12, **options}
+        status, text = ranks.ask("POST", "/v1/completions", body)
+        assert status == 200, text
+        expected = engine.generate(prompts, th.Sampling(max_new_tokens=12, **options))
+        texts = [output.text for output in sorted(expected, key=lambda output: output.index)]
+        assert [choice["text"] for choice in json.loads(text)["choices"]] == texts
+    body = {"prompt": prompt_of(1), "max_tokens": 12, "temperature": 1.0, "n": 3}
+    assert ranks.ask("POST", "/v1/completions", body)[0] == 200  # drawn without a seed
+    for process in ranks.processes:
+        process.send_signal(signal.SIGTERM)
+    assert ranks.ends() == [0, 0], ranks.log
+
+
+def test_a_rank_that_dies_ends_the_other(ranks):
+    ranks.processes[1].kill()
+    body = {"prompt": prompt_of(1), "max_tokens": 12}
+    begun = time.monotonic()
+    assert ranks.ask("POST", "/v1/completions", body)[0] in (500, 503)
+    assert ranks.ends()[0] == 1
+    assert time.monotonic() - begun < 60
+    assert "a step of the ranks failed" in ranks.log
+
+
+@pytest.mark.parametrize("part", ["matcher", "images", "logits_processor"])
+def test_requests_that_ranks_cannot_share_are_refused(make_engine, part):
+    from torch_hybrid.http.ranks import check_shared
+
+    own = {part: lambda tokens, logits: logits} if part == "logits_processor" else {}
+    request = make_engine().prepare(prompt_of(1), th.Sampling(**own))
+    if not own:
+        check_shared(request)
+        setattr(request, part, object())
+    with pytest.raises(th.UnsupportedError, match="several ranks serve no grammars, images or own"):
+        check_shared(request)

@@ -1,0 +1,191 @@
+"""Commands to an engine that ranks share: rank 0 sends them before each step, so all run the same.
+
+Rank 0 alone talks to clients and looks at clocks. Other ranks do what it did, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.sampling import RandomNumbers, Sampling
+from torch_hybrid.serving.engine import Engine
+from torch_hybrid.serving.request import Request, TokenEvent
+
+IDLE = timedelta(days=365)  # longest time without a step; a rank that dies ends the wait at once
+
+
+class RanksError(RuntimeError):
+    """Error of a step that ranks share: they may differ after it, so the server ends."""
+
+
+class Steps(Protocol):
+    """Part of an engine that its thread uses."""
+
+    def enqueue(self, requests: Iterable[Request]) -> None: ...
+
+    def cancel(self, request: Request) -> None: ...
+
+    def step(self) -> list[TokenEvent]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """A prompt with its samples, numbered from ``number`` on, and the seeds of those that draw."""
+
+    number: int
+    prompt: list[int]
+    sampling: Sampling
+    seeds: Sequence[int | None]
+    has_text: bool
+    message_end: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled:
+    """A request that ends with the tokens that it has."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """End of the server."""
+
+
+Command = Queued | Cancelled | Closed
+
+
+def steps_of(engine: Engine) -> Steps:
+    """Choose how an engine is stepped: with the other ranks if they share its model."""
+    ranks = engine.runner.model.ranks
+    return engine if ranks is None or ranks.size == 1 else Leader(engine)
+
+
+class Leader:
+    """Rank 0's engine, which sends what was done to it before it steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._group = engine, _make_group()
+        self._commands: list[Command] = []
+        self._numbers: dict[Request, int] = {}
+        self._next = 0
+
+    def enqueue(self, requests: Iterable[Request]) -> None:
+        """Queue prepared requests on all ranks, or none.
+
+        Raises:
+            CapacityError: more requests than may wait.
+            UnsupportedError: ranks cannot share a request; see ``check_shared``.
+        """
+        firsts = list(requests)
+        for first in firsts:
+            check_shared(first)
+        self._engine.enqueue(firsts)
+        for first in firsts:
+            self._commands.append(_queued(first, self._next))
+            for sample in first.samples:
+                self._numbers[sample] = self._next
+                self._next += 1
+
+    def cancel(self, request: Request) -> None:
+        """Cancel a request on all ranks."""
+        self._engine.cancel(request)
+        if request in self._numbers:
+            self._commands.append(Cancelled(number=self._numbers.pop(request)))
+
+    def step(self) -> list[TokenEvent]:
+        """Run a step on all ranks.
+
+        Raises:
+            RanksError: it failed, or a rank is gone.
+        """
+        try:
+            commands, self._commands = self._commands, []
+            dist.broadcast_object_list([commands], src=0, group=self._group)
+            events = self._engine.step()
+        except Exception as error:
+            raise RanksError(f"a step of the ranks failed: {error}") from error
+        for event in events:
+            if event.output is not None:
+                self._numbers.pop(event.request, None)
+        return events
+
+    def close(self) -> None:
+        """Cancel all requests; the next step ends the other ranks."""
+        self._engine.close()
+        self._commands.append(Closed())
+
+
+def check_shared(request: Request) -> None:
+    """Check that all ranks can make the same request.
+
+    Raises:
+        UnsupportedError: it has a grammar, whose masks have a limit of time; or images, or a
+            function.
+    """
+    if request.matcher or request.images or request.sampling.logits_processor:
+        raise UnsupportedError("several ranks serve no grammars, images or own functions so far")
+
+
+def follow(engine: Engine) -> None:
+    """Do what rank 0 does to its engine, until it closes.
+
+    Args:
+        engine: made as rank 0's; it is closed at the end.
+
+    Raises:
+        RuntimeError: a step failed, or a rank is gone.
+    """
+    group, held = _make_group(), dict[int, Request]()
+    is_open = True
+    while is_open:
+        box: list[Sequence[Command]] = [()]
+        dist.broadcast_object_list(box, src=0, group=group)
+        for command in box[0]:
+            is_open = not isinstance(command, Closed)
+            _do(command, engine, held)
+        ended = {event.request for event in engine.step() if event.output is not None}
+        held = {number: request for number, request in held.items() if request not in ended}
+
+
+def _do(command: Command, engine: Engine, held: dict[int, Request]) -> None:
+    """Do a command of rank 0; ``held`` are the requests by their numbers."""
+    if isinstance(command, Closed):
+        engine.close()
+    elif isinstance(command, Cancelled):
+        if command.number in held:
+            engine.cancel(held.pop(command.number))
+    else:
+        first = engine.prepare(command.prompt, command.sampling, stream=command.has_text)
+        for at, (sample, seed) in enumerate(zip(first.samples, command.seeds, strict=True)):
+            if seed is not None:
+                sample.numbers = RandomNumbers(torch.Generator().manual_seed(seed))
+            sample.message_end = command.message_end
+            held[command.number + at] = sample
+        engine.enqueue([first])
+
+
+def _queued(first: Request, number: int) -> Queued:
+    return Queued(
+        number=number,
+        prompt=first.prompt,
+        sampling=first.sampling,
+        seeds=[None if each.numbers is None else each.numbers.seed for each in first.samples],
+        has_text=first.detokenizer is not None,
+        message_end=first.message_end,
+    )
+
+
+def _make_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=IDLE)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
