@@ -52,6 +52,7 @@ TRAITS = {
     "integers": Traits(quick=("--prompts", "4")),
     "latent_prefix": Traits(quick=("--prefixes", "256", "--tokens", "16", "--budget", "128")),
     "llama_cpp": _OF_FAMILIES,
+    "lm_eval": _OF_STEPS,
     "load": _OF_STEPS,
     "memory": _OF_STEPS,
     "overhead": _OF_STEPS,
