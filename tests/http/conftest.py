@@ -59,11 +59,11 @@ class Gate:
     def _gated(self):
         self._opened.wait()
         if self.raises and self.engine.has_unfinished:
-            error, loop = self.raises.pop(), self.engine._loop
+            loop = self.engine._loop
             start = loop._start
 
-            def broken(rows):
-                raise error
+            def broken(rows):  # not called where a step only ends what was cancelled
+                raise self.raises.pop()
 
             loop._start = broken
             try:
