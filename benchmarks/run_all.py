@@ -64,6 +64,7 @@ TRAITS = {
     "spills": Traits(quick=("--march", "x86-64-v3", "--only", "rg_lru")),
     "state_copy": Traits(quick=("--rounds", "1")),
     "training_compile_time": _OF_STEPS,
+    "training_gpu": Traits(quick=("--layers", "4", "--rows", "1"), needs_cuda=True),
     "training_ops": Traits(quick=("--repeats", "1")),
     "training_steps": Traits(
         quick=("--layers", "1", "--packings", "2x32", "--rounds", "1", "--compile-limit", "0")
