@@ -44,7 +44,8 @@ class Output:
     text: str | None  # None without a tokenizer; ends before a stop text or stop token
     finish_reason: FinishReason
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
-    num_accepted_drafts: int = 0  # tokens that came as drafts
+    # Tokens that came as drafts; outputs are equal whether or not some did.
+    num_accepted_drafts: int = field(default=0, compare=False)
     error: str | None = None  # set when finish_reason is "error"
     logprobs: list[TokenLogprob] | None = None  # of ``tokens``, where they were asked for
     prompt_logprobs: list[TokenLogprob] | None = None  # of ``prompt[1:]``: nothing precedes the 1st

@@ -49,7 +49,8 @@ def blocks_of(cu_seqlens: Tensor, num_tokens: int) -> BlockMask:
     """
     token = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     seq = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
-    block = torch.arange(-(-num_tokens // _BLOCK), device=cu_seqlens.device)
+    num_blocks = -(-num_tokens // _BLOCK)
+    block = torch.arange(num_blocks, dtype=torch.int64, device=cu_seqlens.device)
     first, last = seq[::_BLOCK], seq[((block + 1) * _BLOCK - 1).clamp(max=num_tokens - 1)]
     is_read = (last >= first[:, None]) & (block <= block[:, None])
     is_whole = (first == last[:, None]) & (block < block[:, None])

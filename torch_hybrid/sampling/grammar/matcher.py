@@ -113,4 +113,4 @@ def _bits(tokens: Sequence[int] | frozenset[int], num_words: int) -> Tensor:
     is_in = torch.zeros(num_words, 32, dtype=torch.int64, device="cpu")
     for token in tokens:
         is_in[token // 32, token % 32] = 1
-    return (is_in << torch.arange(32, device="cpu")).sum(-1).to(torch.int32)
+    return (is_in << torch.arange(32, dtype=torch.int64, device="cpu")).sum(-1).to(torch.int32)
