@@ -12,18 +12,16 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import Dense, Op, Rows, define, pair_made, several_made
+from torch_hybrid.ops.implementations import in_torch
 
 IGNORED = -100  # target of a row without a loss
-_CAPABILITY = Capability(
-    devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, cuda_graph=True
-)
 
 
 def _by_torch(launcher: str) -> dict[str, Implementation]:
     path = f"torch_hybrid.ops.linear_cross_entropy._torch:{launcher}"
-    return {"torch": Implementation(capability=_CAPABILITY, launcher=path)}
+    return {"torch": in_torch(path, dtypes=FLOATS_AND_FLOAT64, cuda_graph=True)}
 
 
 @dataclass(slots=True, repr=False, eq=False)

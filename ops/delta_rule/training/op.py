@@ -7,7 +7,7 @@ are larger than all other tensors of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import (
     Dense,
     Index,
@@ -31,10 +31,11 @@ from torch_hybrid.ops.delta_rule.op import (
     GATED_IMPLEMENTATIONS,
     KIMI_IMPLEMENTATIONS,
 )
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
+from torch_hybrid.ops.triton.devices import triton_missing
 
 _FOLDER = "torch_hybrid.ops.delta_rule.training"
-_TORCH_CAPABILITY = Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64)
+_TORCH = in_torch(f"{_FOLDER}._torch:delta_rule_backward", dtypes=FLOATS_AND_FLOAT64)
 
 
 def _by_pool(known: Mapping[str, Implementation], launcher: str) -> dict[str, Implementation]:
@@ -46,7 +47,7 @@ def _by_pool(known: Mapping[str, Implementation], launcher: str) -> dict[str, Im
     def make(name: str) -> Implementation:
         chunk_form = known[f"{CHUNK}_{name}"]
         return Implementation(
-            capability=_TORCH_CAPABILITY if name == "torch" else chunk_form.capability,
+            capability=(_TORCH if name == "torch" else chunk_form).capability,
             launcher=f"{_FOLDER}._pool:{launcher}",
             options={"by": chunk_form},
         )
@@ -56,17 +57,6 @@ def _by_pool(known: Mapping[str, Implementation], launcher: str) -> dict[str, Im
 
 GATED_FORWARD = _by_pool(GATED_IMPLEMENTATIONS, "gated_delta_rule_forward")
 KIMI_FORWARD = _by_pool(KIMI_IMPLEMENTATIONS, "kimi_delta_attention_forward")
-_TORCH_BACKWARD = Implementation(
-    capability=_TORCH_CAPABILITY, launcher=f"{_FOLDER}._torch:delta_rule_backward"
-)
-
-
-def _cpp_backward(launcher: str) -> Implementation:
-    return Implementation(
-        capability=GATED_IMPLEMENTATIONS[f"{CHUNK}_cpp"].capability,
-        launcher=f"{_FOLDER}._cpu:{launcher}",
-        checks_indices=True,
-    )
 
 
 def _gated_backward_missing() -> str | None:
@@ -76,32 +66,18 @@ def _gated_backward_missing() -> str | None:
     return triton_missing()
 
 
-def _triton_backward(module: str, *, why_not: Callable[[], str | None]) -> Implementation:
-    return Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            limits={"head_k_dim": 256},
-            cuda_graph=True,
-            available=why_not,
-        ),
-        launcher=f"{_FOLDER}.{module}",
-    )
-
-
+_in_triton = partial(in_triton, dtypes=CPP_DTYPES, limits={"head_k_dim": 256})
 GATED_BACKWARD: dict[str, Implementation] = {
-    "cpp": _cpp_backward("gated_delta_rule_backward"),
-    "triton": _triton_backward(
-        "_triton_gated:gated_delta_rule_backward", why_not=_gated_backward_missing
+    "cpp": in_cpp(f"{_FOLDER}._cpu:gated_delta_rule_backward"),
+    "triton": _in_triton(
+        f"{_FOLDER}._triton_gated:gated_delta_rule_backward", available=_gated_backward_missing
     ),
-    "torch": _TORCH_BACKWARD,
+    "torch": _TORCH,
 }
 KIMI_BACKWARD: dict[str, Implementation] = {
-    "cpp": _cpp_backward("kimi_delta_attention_backward"),
-    "triton": _triton_backward(
-        "_triton_kimi:kimi_delta_attention_backward", why_not=triton_missing
-    ),
-    "torch": _TORCH_BACKWARD,
+    "cpp": in_cpp(f"{_FOLDER}._cpu:kimi_delta_attention_backward"),
+    "triton": _in_triton(f"{_FOLDER}._triton_kimi:kimi_delta_attention_backward"),
+    "torch": _TORCH,
 }
 
 
