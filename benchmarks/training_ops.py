@@ -1,22 +1,29 @@
 """Forward and backward of the delta rules on a CPU, beside the chunks in torch of transformers.
 
-    python -m benchmarks.training_ops [--repeats N]
+    python -m benchmarks.training_ops [--repeats N] [--device cuda]
 
 Heads are those of the 225M models (models.py); q and k are normalised within. Times are CPU times
 of one thread, user and system together, the least of a few runs by turns: other work on the machine
 moves them little. Gradients of both are compared first.
+
+On a GPU: heads of Qwen3-Next and Kimi-Linear in bfloat16, beside flash-linear-attention where it is
+installed, whose gated rule is FlashQLA's where that is. Times are those of all kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import resource
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from tests.functional.rules import GATED, KIMI, Rule, packing
+import torch_hybrid as th
+from tests.functional.rules import GATED, KIMI, Rule, offsets, packing
 
 # 2 x 512 and 8 x 128 tokens; heads of Qwen3-Next and of Kimi-Linear.
 LENGTHS = ((512,) * 2, (128,) * 8)
@@ -30,7 +37,19 @@ RULES = {
         num_k_heads=8, num_v_heads=8, k_dim=128, v_dim=128,
     ),
 }  # fmt: skip
+LENGTHS_ON_A_GPU = ((8192,), (32768,), (1024,) * 8)
+RULES_ON_A_GPU = {
+    "gated delta rule, 16/32 x 128": Rule(
+        function=GATED.function, by_channel=False,
+        num_k_heads=16, num_v_heads=32, k_dim=128, v_dim=128,
+    ),
+    "Kimi delta attention, 32 x 128": Rule(
+        function=KIMI.function, by_channel=True,
+        num_k_heads=32, num_v_heads=32, k_dim=128, v_dim=128,
+    ),
+}  # fmt: skip
 Step = Callable[[], list[Tensor]]
+Outputs = Callable[..., Tensor]
 
 
 def cpu_ms(step: Step) -> float:
@@ -58,10 +77,67 @@ def steps(rule: Rule, lengths: tuple[int, ...], dtype: torch.dtype) -> dict[str,
     return {"torch_hybrid": ours, "transformers": theirs}
 
 
+def contestants(rule: Rule, lengths: tuple[int, ...], device: str) -> dict[str, Outputs]:
+    """Make functions of q, k, v, g and beta [T, ...]."""
+    cu_seqlens = offsets(lengths).to(device, torch.int32)
+    packed = th.Packing(cu_seqlens, len(lengths), num_tokens=sum(lengths))
+
+    def ours(*xs: Tensor) -> Tensor:
+        return rule.function(*xs, packed, qk_l2norm=True, output_final_state=False)[0]
+
+    if importlib.util.find_spec("fla") is None:
+        return {"torch_hybrid": ours}
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
+
+    theirs = partial(
+        chunk_kda if rule.by_channel else chunk_gated_delta_rule,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=cu_seqlens.long() if len(lengths) > 1 else None,
+    )
+    return {"torch_hybrid": ours, "fla": lambda *xs: theirs(*(x[None] for x in xs))[0][0]}
+
+
+def kernels_us(run: Callable[[], object], repeats: int) -> float:
+    """Sum the times of all kernels of a run."""
+    for _ in range(3):
+        run()
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    return sum(e.self_device_time_total for e in traced.key_averages()) / repeats
+
+
+def on_a_gpu(repeats: int) -> None:
+    print(torch.cuda.get_device_name())
+    print("| rule | tokens | by | forward, us | with backward, us |")
+    print("|---|---|---|---|---|")
+    for name, rule in RULES_ON_A_GPU.items():
+        for lengths in LENGTHS_ON_A_GPU:
+            drawn = rule.inputs(lengths, torch.bfloat16)[:5]
+            xs = [x.cuda().requires_grad_() for x in drawn]
+            dout = torch.randn_like(xs[2])
+            for who, run in contestants(rule, lengths, "cuda").items():
+                with torch.no_grad():
+                    forward = kernels_us(partial(run, *xs), repeats)
+                whole = kernels_us(
+                    lambda run=run, xs=xs, dout=dout: torch.autograd.grad(run(*xs), xs, dout),
+                    repeats,
+                )
+                tokens = f"{len(lengths)} x {lengths[0]}"
+                print(f"| {name} | {tokens} | {who} | {forward:.0f} | {whole:.0f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    options = parser.parse_args()
+    repeats: int = options.repeats
+    if options.device == "cuda":
+        on_a_gpu(repeats)
+        return
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print("| rule | tokens | dtype | torch_hybrid, ms | transformers, ms | ratio |")

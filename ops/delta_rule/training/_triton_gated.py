@@ -9,14 +9,16 @@ what a chunk computes: ``e = r - N (beta r)``, ``r = v - since_start (k S^T)``, 
 2. States forwards (``_triton_walks.py``): those at the starts of chunks, which are stored, and e.
 3. Backwards: gradients of the states at the ends of chunks, and of e before beta,
    ``d = du - N^T (beta du)``; of v it is ``beta d``.
-4. ``_inputs_kernel``, all chunks at once: gradients of q, k, g and beta. A chunk's gradient of its
-   cumulated decays is ``q dq + (k dk) of keys that read - (k dk) of keys that write``.
+4. ``_inputs_kernel``, all chunks at once: gradients of q, k, g and beta; on Hopper that of
+   ``_hopper_inputs.py``. A chunk's gradient of its cumulated decays is ``q dq + (k dk) of keys
+   that read - (k dk) of keys that write``.
 
 All sums have one order, so that two runs have the same bits; none is atomic.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -25,12 +27,13 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.delta_rule._triton_system import inverse, rounded_inverse
+from torch_hybrid.ops.delta_rule.training._hopper import hopper_inputs, serves
+from torch_hybrid.ops.delta_rule.training._triton_unit_rows import through_unit_rows
 from torch_hybrid.ops.delta_rule.training._triton_walks import (
     Rows,
     empty_walked,
     place_of_state,
     rows_of_v,
-    through_unit_rows,
     walk_gradients,
     walk_states,
 )
@@ -46,6 +49,7 @@ from torch_hybrid.ops.triton.products import NUM_PIECES, dot
 from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 
 _PIECES: tl.constexpr = tl.constexpr(NUM_PIECES)
+_LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 
 def gated_delta_rule_backward(x: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
@@ -66,9 +70,12 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
     chunk = 64 if not exact and k_dim <= 128 else 32
     programs = num_blocks(num_tokens, x.num_seqs, chunk)
     solve, attend = (k.new_empty(num_tokens, num_v_heads, chunk) for _ in range(2))
-    factors = k.new_empty(2, num_tokens, num_v_heads, dtype=torch.float32)
+    # Decays from the start of a chunk, and to its end; sums of their binary logarithms.
+    factors = k.new_empty(3, num_tokens, num_v_heads, dtype=torch.float32)
+    places = x.cu_seqlens.new_empty(programs, 4) if serves(x, q, k) else None
     sizes = {"H": num_k_heads, "HV": num_v_heads, "K": k_dim, "V": v_dim, "C": chunk}
     sizes["BLOCK_K"] = max(16, triton.next_power_of_2(k_dim))
+    given = {"STARTS": x.initial_state is not None, "ENDS": x.dfinal_state is not None}
     _systems_kernel[(programs * num_v_heads,)](
         q,
         k,
@@ -78,6 +85,7 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
         solve,
         attend,
         factors,
+        places,
         k.new_empty(programs * num_v_heads, chunk, 16) if exact else None,
         x.scale,
         num_tokens,
@@ -87,6 +95,7 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
         g.stride(0),
         beta.stride(0),
         **sizes,
+        **given,
         num_warps=4,
         num_stages=1,
         maxnreg=168 if chunk == 64 and is_hopper(q.device) else None,
@@ -96,6 +105,10 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
     walked = empty_walked(x, chunk, x.dfinal_state)
     walk_states(x, rows, walked, sizes)
     walk_gradients(x, dout, x.dfinal_state, rows, walked, (*grads, dinitial), sizes)
+    dq, dk, _, dg, dbeta = grads
+    if places is not None:
+        hopper_inputs(x, rows, walked, places, (dq, dk, dg, dbeta))
+        return *grads, dinitial
     _inputs_kernel[(programs * num_k_heads,)](
         q,
         k,
@@ -107,7 +120,10 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
         walked.dstates,
         walked.derrors,
         x.cu_seqlens,
-        *(grads[0], grads[1], *grads[3:]),
+        dq,
+        dk,
+        dg,
+        dbeta,
         x.scale,
         num_tokens,
         x.num_seqs,
@@ -117,9 +133,8 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
         beta.stride(0),
         dout.stride(0),
         **sizes,
+        **given,
         BLOCK_V=min(32, rows_of_v(v_dim)),
-        STARTS=x.initial_state is not None,
-        ENDS=x.dfinal_state is not None,
         num_warps=8,
         num_stages=2 if exact else 3,
         enable_fp_fusion=True,
@@ -137,6 +152,7 @@ def _systems_kernel(
     solve: tl.tensor,
     attend: tl.tensor,
     factors: tl.tensor,
+    places: tl.tensor | None,
     scratch: tl.tensor | None,
     scale: tl.tensor,
     num_tokens: tl.tensor,
@@ -151,16 +167,28 @@ def _systems_kernel(
     V: tl.constexpr,
     C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STARTS: tl.constexpr,
+    ENDS: tl.constexpr,
 ) -> None:
     """Prepare one chunk of one value head: one program. The grid is chunks by value heads.
 
-    ``solve`` and ``attend`` [T, HV, C]; ``factors`` [2, T, HV], decays since the start of the chunk
-    and until its end. Rows of q and k are in registers, whole.
+    ``solve`` and ``attend`` [T, HV, C]; ``factors`` [3, T, HV]. ``places`` [X, 4]: a chunk's first
+    token, the tokens that are left from there, and the states before and behind it, -1 for none.
+    Rows of q and k are in registers, whole.
     """
     chunk = tl.program_id(0) // HV
     head_v = tl.program_id(0) % HV
     head_k = head_v // (HV // H)
-    _seq, _begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, chunk, C)
+    seq, begin, end, first_token = tokens_of_block(cu_seqlens, num_seqs, chunk, C)
+    if places is not None:
+        is_first, is_last = first_token == begin, first_token + C >= end
+        before = place_of_state(first_token, is_first, seq, num_tokens, C)
+        behind = place_of_state(first_token + C, is_last, seq, num_tokens, C)
+        p_place = places + 4 * chunk
+        tl.store(p_place, first_token)
+        tl.store(p_place + 1, end - first_token)
+        tl.store(p_place + 2, tl.where(is_first & (not STARTS), -1, before).to(tl.int32))
+        tl.store(p_place + 3, tl.where(is_last & (not ENDS), -1, behind).to(tl.int32))
     if first_token >= end:
         return
     # Rows past the end have beta 0 and g 0.
@@ -185,6 +213,8 @@ def _systems_kernel(
     p_f = factors + place + row * HV
     tl.store(p_f, decay_since_start(total), mask=mask_t)
     tl.store(p_f + num_tokens.to(tl.int64) * HV, decay_until_end(total, C), mask=mask_t)
+    if places is not None:
+        tl.store(p_f + num_tokens.to(tl.int64) * 2 * HV, total * _LOG2_E, mask=mask_t)
     decay = decay_between(total, C)
     square = row[:, None] * (HV * C) + row[None, :]
     b_qk = (b_qk * decay * scale).to(attend.dtype.element_ty)

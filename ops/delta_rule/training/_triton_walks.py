@@ -9,7 +9,6 @@ stand the states that sequences are given, if they are. No table grows with a pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.delta_rule.training.op import TrainedDeltaRule
-from torch_hybrid.ops.delta_rule.unit_rows import gradient_before, inverse_length
 from torch_hybrid.ops.triton.decays import exp
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 from torch_hybrid.ops.triton.products import dot
@@ -62,29 +59,6 @@ class _Walk:
     block_v: int
     num_stages: int
     num_warps: int = 4
-
-
-@without_autocast
-def through_unit_rows(
-    x: TrainedDeltaRule, launch: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-) -> tuple[Tensor, ...]:
-    """Call ``launch`` on q and k of unit length, if the forward made them so."""
-    if not x.qk_l2norm:
-        return launch(x.q, x.k)
-    (q, of_q), (k, of_k) = _normalise(x.q), _normalise(x.k)
-    dq, dk, *others = launch(q, k)
-    return _unnormalise(dq, q, of_q), _unnormalise(dk, k, of_k), *others
-
-
-def _normalise(rows: Tensor) -> tuple[Tensor, Tensor]:
-    wide = rows.float()
-    factor = inverse_length(wide)
-    return (wide * factor).to(rows.dtype), factor
-
-
-def _unnormalise(grad: Tensor, rows: Tensor, factor: Tensor) -> Tensor:
-    """Take a gradient of normalised rows to one of the rows before."""
-    return gradient_before(grad.float(), rows.float(), factor).to(grad.dtype)
 
 
 def empty_walked(x: TrainedDeltaRule, chunk: int, dfinal: Tensor | None) -> Walked:

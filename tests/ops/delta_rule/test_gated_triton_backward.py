@@ -20,9 +20,10 @@ from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 
-# The kernel of all inputs holds three sums [C, K]; 549 us of 1x8192 on an H200, and 716 in parts.
-# The first has 168 registers, for three programs on an SM.
-MAY_SPILL = {"systems": 8, "gradients": 16, "inputs": 296}
+# The kernels of all inputs hold three sums [C, K]: 526 us of 1x8192 on an H200 and 716 in parts, or
+# 267 in Gluon, where one that spilled more took 285. The first has 168 registers, for three
+# programs on an SM.
+MAY_SPILL = {"systems": 8, "gradients": 16, "inputs": 296, "hopper_inputs": 112}
 
 
 @needs_triton

@@ -17,6 +17,9 @@ from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_t
 from tests.ops.triton_resources import assert_all_fit, resources_of
 
 make_backward = partial(backward.make_backward, by_channel=True)
+# Four warps with sums [C, 32] in registers take 1514 us of 1x8192 on an H200, eight 2690. The
+# systems have 168 registers, for three programs on an SM.
+MAY_SPILL = {"systems": 48, "inputs": 40}
 
 
 @needs_triton
@@ -106,4 +109,6 @@ def test_compiles_without_spills() -> None:
             with launches_on(target) as launches:
                 _triton_kimi.kimi_delta_attention_backward(moved(x, "meta"))
             rows += [resources_of(launch, target, label) for launch in launches.values()]
-    assert_all_fit(rows, Path(__file__).with_name("resources_kimi_backward.txt"))
+    assert_all_fit(
+        rows, Path(__file__).with_name("resources_kimi_backward.txt"), may_spill=MAY_SPILL
+    )
