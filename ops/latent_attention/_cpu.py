@@ -7,21 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.core.declare import cpp_launcher
 from torch_hybrid.ops.formats.fp8_kv import rounded, worth
 from torch_hybrid.ops.latent_attention.op import GatherLatents, LatentAttention, StoreLatents
 from torch_hybrid.ops.native.call import kernel
 
 _SOURCE = Path(__file__).with_name("_cpu.cpp")
-_ATTEND = kernel(
-    "latent_attention",
-    _SOURCE,
-    tensors="cu_seqlens seq_lens page_table slot_mapping pool_scale "
-    "q_latent q_rope latent k_rope pool out",
-    integers="page_table_row num_tokens num_seqs num_pages page_size max_pages "
-    "q_latent_token q_latent_head q_rope_token q_rope_head latent_token k_rope_token "
-    "num_heads rank rope_dim is_bf16 is_invariant num_threads",
-    numbers="scale",
-)
 _STORE = kernel(
     "store_latents",
     _SOURCE,
@@ -37,52 +28,18 @@ _GATHER = kernel(
 )
 
 
-def latent_attention(x: LatentAttention, *, is_invariant: bool = False) -> Tensor:
-    """Launch ``torch_hybrid::latent_attention``.
-
-    Args:
-        x: arguments of the op.
-        is_invariant: whether a token has the bits that it has alone.
-    """
-    q_latent, q_rope, pool, page_table = x.q_latent, x.q_rope, x.pool, x.page_table
-    num_tokens, num_heads, rank = q_latent.shape
-    num_pages, page_size, _ = pool.shape
-    out = q_latent.new_empty(q_latent.shape)
-    in_range = _ATTEND(
-        x.cu_seqlens,
-        x.seq_lens,
-        page_table,
-        x.slot_mapping,
-        x.pool_scale,
-        q_latent,
-        q_rope,
-        x.latent,
-        x.k_rope,
-        pool,
-        out,
-        page_table.stride(0),
-        num_tokens,
-        x.seq_lens.shape[0],
-        num_pages,
-        page_size,
-        page_table.shape[1],
-        q_latent.stride(0),
-        q_latent.stride(1),
-        q_rope.stride(0),
-        q_rope.stride(1),
-        x.latent.stride(0),
-        x.k_rope.stride(0),
-        num_heads,
-        rank,
-        q_rope.shape[2],
-        q_latent.dtype is torch.bfloat16,
-        is_invariant,
-        torch.get_num_threads(),
-        x.scale,
-    )
-    if not in_range:
-        x.check_indices()
-    return out
+latent_attention = cpp_launcher(
+    LatentAttention,
+    _SOURCE,
+    tensors="cu_seqlens seq_lens page_table slot_mapping pool_scale "
+    "q_latent q_rope latent k_rope pool out",
+    sizes="T=num_tokens N=num_seqs P=num_pages page_size M=max_pages H=num_heads rank rope_dim",
+    integers="page_table_row num_tokens num_seqs num_pages page_size max_pages "
+    "q_latent_token q_latent_head q_rope_token q_rope_head latent_token k_rope_token "
+    "num_heads rank rope_dim is_bf16 is_invariant num_threads",
+    numbers="scale",
+    out="q_latent",
+)
 
 
 def store_latents(x: StoreLatents) -> None:

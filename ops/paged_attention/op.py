@@ -228,7 +228,8 @@ class PagedAttentionWithLse(Pages):
     relative_bias: Annotated[Tensor | None, Strided("...")] = field(default=None, kw_only=True)
 
 
-def _empty(x: PagedAttentionWithLse) -> tuple[Tensor, Tensor]:
+def empty(x: PagedAttentionWithLse) -> tuple[Tensor, Tensor]:
+    """Allocate the output and its LSE."""
     return x.q.new_empty(x.q.shape), x.q.new_empty(x.q.shape[:2], dtype=torch.float32)
 
 
@@ -244,7 +245,7 @@ paged_attention = define(
 paged_attention_with_lse = define(
     PagedAttentionWithLse,
     WITH_LSE_IMPLEMENTATIONS,
-    returns=pair_made(_empty),
+    returns=pair_made(empty),
     limited={"head_dim": "D"},
     names_ndim=True,
     flops=_FLOPS,
