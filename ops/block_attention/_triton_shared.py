@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_hybrid.ops.block_attention.op import BlockAttention
 from torch_hybrid.ops.triton.devices import PROCESSORS
 from torch_hybrid.ops.triton.hopper_attention import BLOCK_M, HopperTiles
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.softmax import log2_scale
 
@@ -52,25 +53,17 @@ def attend_shared(x: BlockAttention, is_done: Tensor, out: Tensor) -> None:
     )
     from torch_hybrid.ops.block_attention._triton_shared_kernel import hopper_shared_kernel
 
-    hopper_shared_kernel[(num_tiles * num_kv_heads,)](
-        q,
-        kv,
-        slots,
-        sees,
-        num_keys,
-        x.cu_seqlens,
-        out,
-        log2_scale(x.scale),
-        num_seqs,
-        slots.shape[1],
-        q.stride(0),
-        q.stride(1),
-        kv.stride(0),
+    bind(hopper_shared_kernel, x, tiles)[(num_tiles * num_kv_heads,)](
+        slots=slots,
+        sees=sees,
+        num_keys=num_keys,
+        out=out,
+        scale_log2=log2_scale(x.scale),
+        stride_keys=slots.shape[1],
         H=num_heads,
         HK=num_kv_heads,
         D=head_dim,
         BLOCK_Q=block_q,
-        BLOCK_KV=tiles.block_kv,
         STAGES=tiles.num_stages,
         REGISTERS=_REGISTERS,
         COPY_REGISTERS=_COPY_REGISTERS,
@@ -150,7 +143,7 @@ def _list_kernel(
     num_seqs: tl.tensor,
     stride_named: tl.tensor,
     stride_keys: tl.tensor,
-    stride_table: tl.tensor,
+    stride_page_table: tl.tensor,
     BLOCK_Q: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -212,7 +205,7 @@ def _list_kernel(
         who_key = who[:, None] & (tl.full([1, 1], -1, tl.int32) << later)
         mask = (is_named > 0)[:, None] & (size < BLOCK_SIZE)
         page = tl.load(
-            page_table + seq * stride_table + block * BLOCK_SIZE // PAGE_SIZE,
+            page_table + seq * stride_page_table + block * BLOCK_SIZE // PAGE_SIZE,
             mask=is_named > 0,
             other=0,
         )

@@ -203,7 +203,7 @@ def hopper_shared_kernel(
     stride_keys: gl.tensor,
     stride_q_token: gl.tensor,
     stride_q_head: gl.tensor,
-    stride_values: gl.tensor,
+    stride_kv: gl.tensor,
     H: gl.constexpr,
     HK: gl.constexpr,
     D: gl.constexpr,
@@ -248,7 +248,7 @@ def hopper_shared_kernel(
         block = (first_token, end, head_k * GROUP)
         row = tile.to(gl.int64) * stride_keys
         head_keys = kv + head_k * D
-        keys = (head_keys, head_keys + stride_values, slots + row)
+        keys = (head_keys, head_keys + stride_kv, slots + row)
         num_tiles = gl.cdiv(count, BLOCK_KV)
         gl.warp_specialize(
             [

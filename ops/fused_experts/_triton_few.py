@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_hybrid.ops.fused_experts._triton_activation import activate, activated, sizes
 from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
 from torch_hybrid.ops.fused_experts.op import FusedExperts
+from torch_hybrid.ops.triton.launch import bind
 
 
 def multiply_few(
@@ -36,13 +37,10 @@ def multiply_few(
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    _hidden_kernel[(x.num_pairs, triton.cdiv(x.width, block_n))](
-        x.x,
-        x.expert_ids,
-        gate_up.numbers,
-        gate_up.scales,
-        hidden,
-        x.x.stride(0),
+    bind(_hidden_kernel, x)[(x.num_pairs, triton.cdiv(x.width, block_n))](
+        gate_up=gate_up.numbers,
+        scales=gate_up.scales,
+        hidden=hidden,
         **activated(x),
         ROWS=loader.rows,
         MULTIPLY=loader.multiply,
