@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": write the new rows, then attend, some programs for each query."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Attention of 64 rows, heads of one token, to chosen blocks of latents on Hopper.
 
 The kernel is that of ``latent_attention`` without rotation. Each of two groups of warps has half of

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Neighbours that name many of the same blocks: a tile of queries shares what any of them sees."""
 
 from __future__ import annotations

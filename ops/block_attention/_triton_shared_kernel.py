@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Attention on Hopper of 128 rows, a tile of queries, to the union of their blocks' keys.
 
 As in ``ops/triton/hopper_kernel.py``, two groups of warps have 64 rows each, and a third copies

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Queries that see all that is before them: those of a sequence share tiles of keys."""
 
 from __future__ import annotations

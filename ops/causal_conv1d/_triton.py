@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": one launch for any mix of decode and extend."""
 
 from __future__ import annotations

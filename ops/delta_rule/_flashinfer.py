@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "flashinfer" of the chunk form: FlashInfer's kernels for Hopper.
 
 FlashInfer takes dense rows and decays as factors (not their logarithms). A kernel before it

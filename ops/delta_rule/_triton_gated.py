@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton" of the chunk form: systems of all chunks in parallel, then the scan."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton" of the chunk form: rows and systems in parallel, then the scan."""
 
 from __future__ import annotations

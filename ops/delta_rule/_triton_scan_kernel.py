@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """The scan of the chunk forms: one program walks the chunks of a sequence with its state.
 
 Keys come as they are, with factors for their rows, or BY_CHANNEL decayed: those that read the state

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Delta rules' steps in Triton, drafts included: prepare the inputs, walk the states, norm the
 outputs.
 

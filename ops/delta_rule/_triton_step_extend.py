@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Delta rules' steps in Triton for any number of tokens a sequence, each with a decode step's bits.
 
 A token's outputs, and the states after it, depend only on the tokens before it. Three launches, as

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": thresholds are searched, nothing is sorted; see the README.
 
 best       of each segment of a row; of each of its blocks where there is a top-k.

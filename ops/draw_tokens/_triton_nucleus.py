@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """End of a nucleus that no top-k bounds: a bracket of weights, narrowed in a few passes.
 
 A pass adds up, for each of a few thresholds between the bounds, what lies above it, in float32: so

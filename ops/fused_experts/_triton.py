@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": pairs of a token and its expert, grouped by expert on the device."""
 
 from __future__ import annotations

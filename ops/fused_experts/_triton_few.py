@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """The experts in Triton for few tokens: no grouping, since few pairs share an expert.
 
 Each weight is multiplied as it comes from memory, read by a format's loader; where two tokens have

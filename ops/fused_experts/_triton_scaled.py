@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Experts whose weights have scales, in Triton: two kernels, which read weights by a loader.
 
 Pairs are grouped as ``_triton.py`` does it.

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program for each token; one keeps what its sequence leaves."""
 
 from __future__ import annotations

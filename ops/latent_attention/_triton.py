@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": heads are the rows of a tile, since all read the same latents."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """64 rows on Hopper: two groups of warps share the output, others copy latents beside them."""
 
 from __future__ import annotations

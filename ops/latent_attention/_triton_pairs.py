@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Attention to FP8 latents, which are fetched two by two.
 
 As in ``paged_attention``, two adjacent numbers of a row travel as one int16, which is what tensor

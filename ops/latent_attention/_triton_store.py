@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Writing new latents into their pages."""
 
 from __future__ import annotations

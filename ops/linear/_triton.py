@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": all weights of one input in one launch, for few rows.
 
 Memory bounds the product of few rows. One launch has all weights on their way at once, where one

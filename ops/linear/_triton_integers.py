@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """INT8 and INT4 weights in Triton: widened in registers, so that x is not rounded.
 
 For many rows, weights are widened in memory once, and torch multiplies.

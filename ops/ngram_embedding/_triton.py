@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program for each token, then one for each sequence's history."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Long queries: a program walks the pages of earlier steps, then the rows of this one."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Short queries, and float32 ones: programs share the keys of a sequence in splits.
 
 FP8 keys and values are fetched two by two. Tensor cores take 16-bit numbers, and what brings a tile

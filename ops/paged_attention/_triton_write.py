@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """New keys and values into their pages, and what rows of padding hold."""
 
 from __future__ import annotations

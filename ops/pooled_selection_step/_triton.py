@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": pool and score in one launch, then take the best blocks."""
 
 from __future__ import annotations

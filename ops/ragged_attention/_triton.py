@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program owns a block of one sequence's queries and walks its keys."""
 
 from __future__ import annotations

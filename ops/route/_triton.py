@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a warp takes a token, and finds its best expert k times."""
 
 from __future__ import annotations

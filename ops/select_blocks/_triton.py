@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": score all blocks, then write new keys and take each query's best."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program walks the tokens of some channels, their states in registers.
 
 The chunk form cuts sequences in segments: one launch walks each but the last from nothing for what

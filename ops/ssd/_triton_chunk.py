@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton" of the chunk form: one program walks the chunks of a head.
 
 Where heads are too few to fill a GPU, sequences are cut in segments: a launch walks each but the

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """The norm by groups that ends a step in Triton, with its gate.
 
 It begins while the launch before it ends, where a GPU can (PDL).

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton" of ``lightning_step``: walk the states, then norm and gate the outputs.
 
 Two launches, of which the second begins while the first ends, where a GPU can (PDL). A step with

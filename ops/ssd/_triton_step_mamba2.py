@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton" of ``ssd_step``: convolve the inputs, walk the states, norm the outputs.
 
 Three launches, each of which begins while the one before it ends, where a GPU can (PDL); see

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Selection of KV blocks by score: scores as integers of the same order, and a token's top k of
 them."""
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Attention of 128 rows to keys on Hopper, with warps that copy and two groups that compute.
 
 Each group of four warps computes 64 rows (``hopper_rows.py``); the copying warps keep STAGES tiles

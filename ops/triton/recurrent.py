@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """The recurrent form of delta rules and of SSD in Triton: one pass over the state, in registers.
 
 The decay ``g`` is one of a head ``[T, HV]``, or one of each of its channels ``[T, HV, K]``. A step

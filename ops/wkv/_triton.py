@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program walks the tokens of some channels, their states in registers
 (``ops.triton.channel_programs``)."""
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton" of the backward: gradients of inputs and filters in one walk.
 
 1. ``_inputs_kernel``, blocks of tokens by blocks of channels: gradients of x, and the block's sums
