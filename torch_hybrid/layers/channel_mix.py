@@ -2,58 +2,37 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
+from torch_hybrid.layers.mixer import Mixer
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.token_shift import TokenShift
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import ChannelMixSpec
 
 
-class ChannelMix(nn.Module):
+class ChannelMix(Mixer):
     """Token shift, projection, squared ReLU, projection, gate.
 
     Units and receptances (the gate) are projections of one mix each, which the token shift makes.
 
     Args:
         spec: the mixer's facts.
-        dtype, device: dtype and device of the parameters.
     """
 
-    def __init__(
-        self,
-        spec: ChannelMixSpec,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, spec: ChannelMixSpec) -> None:
         super().__init__()
         self.spec = spec
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)
-
-        self.shift = TokenShift(spec.dim, 2, dtype=dtype, device=device)
-        self.key = linear(spec.dim, spec.width)
-        self.receptance = linear(spec.dim, spec.dim)
-        self.value = linear(spec.width, spec.dim)
+        self.shift = TokenShift(spec.dim, 2)
+        self.key = nn.Linear(spec.dim, spec.width, bias=False)
+        self.receptance = nn.Linear(spec.dim, spec.dim, bias=False)
+        self.value = nn.Linear(spec.width, spec.dim, bias=False)
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
-        """Mix the tokens of a step.
-
-        Args:
-            x: [T, dim], the sequences packed as ``plan`` says.
-            plan: from the backend's ``plan``.
-            cache: this layer's pools. Mutated at the slots that the plan names.
-
-        Returns:
-            [T, dim].
-        """
         for_key, for_receptance = self.shift(x, plan, cache)
         units = self.key(for_key).relu().square()
         out: Tensor = self.receptance(for_receptance).sigmoid() * self.value(units)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_rule
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
+from torch_hybrid.layers.mixer import Mixer, parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.token_shift import TokenShift
 from torch_hybrid.ops.wkv import wkv
@@ -15,7 +16,7 @@ from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import TimeMixSpec
 
 
-class TimeMix(nn.Module):
+class TimeMix(Mixer):
     """Token shift, projections, weighted average of past values, gate, projection.
 
     Keys, values and receptances (the gate) are projections of one mix each, which the token shift
@@ -23,30 +24,20 @@ class TimeMix(nn.Module):
 
     Args:
         spec: the mixer's facts.
-        dtype, device: dtype and device of the parameters.
     """
 
-    def __init__(
-        self,
-        spec: TimeMixSpec,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, spec: TimeMixSpec) -> None:
         super().__init__()
         self.spec = spec
         dim, channels = spec.dim, spec.channels
 
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)
-
-        self.shift = TokenShift(dim, 3, dtype=dtype, device=device)
-        self.key = linear(dim, channels)
-        self.value = linear(dim, channels)
-        self.receptance = linear(dim, channels)
-        self.out_proj = linear(channels, dim)
-        self.time_decay = nn.Parameter(torch.empty(channels, dtype=dtype, device=device))
-        self.time_first = nn.Parameter(torch.empty(channels, dtype=dtype, device=device))
+        self.shift = TokenShift(dim, 3)
+        self.key = nn.Linear(dim, channels, bias=False)
+        self.value = nn.Linear(dim, channels, bias=False)
+        self.receptance = nn.Linear(dim, channels, bias=False)
+        self.out_proj = nn.Linear(channels, dim, bias=False)
+        self.time_decay = parameter(channels)
+        self.time_first = parameter(channels)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -59,16 +50,6 @@ class TimeMix(nn.Module):
 
     @in_own_dtype(1, lambda mixer: mixer.shift.mixes.dtype)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
-        """Mix the tokens of a step.
-
-        Args:
-            x: [T, dim], the sequences packed as ``plan`` says.
-            plan: from the backend's ``plan``.
-            cache: this layer's pools. Mutated at the slots that the plan names.
-
-        Returns:
-            [T, dim].
-        """
         for_key, for_value, for_receptance = self.shift(x, plan, cache)
         k, v = self.key(for_key), self.value(for_value)
         log_decay, bonus = -self.time_decay.float().exp(), self.time_first.float()
@@ -77,11 +58,6 @@ class TimeMix(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> TimeMix:
-        """Make this rank's layer: it keeps the states of its channels, and sums outputs over ranks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the channels.
-        """
         channels = [(self.spec.channels, 1)]
         with on_meta():
             part = TimeMix(self.spec.divided(ranks.size))

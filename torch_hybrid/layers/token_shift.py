@@ -19,21 +19,13 @@ class TokenShift(nn.Module):
     Args:
         dim: number of channels.
         num_mixes: number of mixes.
-        dtype, device: dtype and device of the parameters.
     """
 
     taps: Tensor
 
-    def __init__(
-        self,
-        dim: int,
-        num_mixes: int,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, dim: int, num_mixes: int) -> None:
         super().__init__()
-        mixes = torch.empty(num_mixes, dim, dtype=dtype, device=device)
+        mixes = torch.empty(num_mixes, dim)
         self.mixes = nn.Parameter(mixes)
         self.register_buffer("taps", _taps_before(self.mixes), persistent=False)
         nn.init.uniform_(self.mixes)
