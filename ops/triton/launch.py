@@ -30,6 +30,12 @@ def bind(kernel: Any, x: Any, *others: object) -> _Bound:
     return _Bound(kernel, (x, *others))
 
 
+def launch(kernel: Any, grid: tuple[int, ...], held: Mapping[str, Any], **others: Any) -> None:
+    """Launch a kernel with the ``held`` values that it names, and with others."""
+    named = {name: held[name] for name in kernel.arg_names if name in held}
+    kernel[grid](**named, **others)
+
+
 @dataclass(frozen=True, slots=True)
 class _Bound:
     kernel: Any
