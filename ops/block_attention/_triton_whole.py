@@ -44,19 +44,8 @@ def attend_whole(
     q, v, page_table = x.q, x.v, x.page_table
     hopper = None if v is None else HopperTiles.of(q, k, v, kv)
     if hopper is not None:
-        assert v is not None
-        attend_rows(
-            q,
-            k,
-            v,
-            x.cu_seqlens,
-            out,
-            q.new_empty(q.shape[:2], dtype=torch.float32),
-            scale=x.scale,
-            tiles=hopper,
-            pages=(kv, x.seq_lens, page_table),
-            wanted=is_whole,
-        )
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        attend_rows(x, hopper, k, out, lse, kv=kv, wanted=is_whole)
         return
     num_tokens, num_q_heads, head_dim = q.shape
     planes, _, page_size, num_kv_heads, _ = kv.shape

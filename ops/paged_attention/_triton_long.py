@@ -73,19 +73,7 @@ def attend_long(x: Pages, kv: Tensor, out: Tensor, lse: Tensor, tiles: LongTiles
     if not x.softcap and x.kv_scales is None and not 0 < window < LEAST_WINDOW:
         hopper = HopperTiles.of(q, k, v, kv, windowed=window > 0, biased=bias is not None)
     if hopper is not None:
-        attend_rows(
-            q,
-            k,
-            v,
-            x.cu_seqlens,
-            out,
-            lse,
-            scale=x.scale,
-            tiles=hopper,
-            pages=(kv, x.seq_lens, page_table),
-            window=window,
-            relative_bias=bias,
-        )
+        attend_rows(x, hopper, k, out, lse, kv=kv, window=window, relative_bias=bias)
         return
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, page_size, num_kv_heads, _ = kv.shape

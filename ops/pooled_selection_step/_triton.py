@@ -51,19 +51,7 @@ def pooled_selection_step(x: PooledSelectionStep) -> Tensor:
         num_stages=1,  # a program has one tile, or few
         enable_fp_fusion=True,
     )
-    return take_blocks(
-        ranks,
-        None,
-        x.block_keys,
-        x.cu_seqlens,
-        x.seq_lens,
-        x.slot_mapping,
-        num_tokens=num_tokens,
-        max_blocks=max_blocks,
-        block_size=size,
-        top_k=x.top_k,
-        early=early,
-    )
+    return take_blocks(x, ranks, None, max_blocks=max_blocks, block_size=size, early=early)
 
 
 @triton.jit(do_not_specialize=["max_blocks", "row_tiles"])

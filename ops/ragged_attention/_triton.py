@@ -96,18 +96,7 @@ def ragged_attention_with_lse(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor
     hopper = HopperTiles.of(q, k, v) if tiles.block_m == BLOCK_M else None
     if hopper is not None:
         set_padding(out, lse, cu_seqlens_q)
-        attend_rows(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            out,
-            lse,
-            scale=x.scale,
-            tiles=hopper,
-            causal=x.causal,
-            cu_seqlens_k=x.cu_seqlens_k,
-        )
+        attend_rows(x, hopper, k, out, lse, causal=x.causal)
         return out, lse
     bind(_attend_kernel, x, tiles)[(num_blocks(num_tokens, num_seqs, tiles.block_q), num_k_heads)](
         out=out,

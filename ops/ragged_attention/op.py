@@ -105,6 +105,11 @@ class RaggedAttentionWithLse(Op):
         check_groups("q heads must be", num_heads, num_k_heads, "key heads")
         check_scale(self.scale)
 
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Offsets of the queries."""
+        return self.cu_seqlens_q
+
     def check_indices(self) -> None:
         """Raise ValueError unless the offsets rise from 0 to at most the number of rows."""
         for name, tensor, rows in (

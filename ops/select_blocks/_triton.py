@@ -66,19 +66,7 @@ def select_blocks(x: SelectBlocks, *, is_invariant: bool = False) -> Tensor:
             num_stages=2,
             enable_fp_fusion=True,
         )
-    return take_blocks(
-        ranks,
-        keys,
-        block_keys,
-        x.cu_seqlens,
-        x.seq_lens,
-        x.slot_mapping,
-        num_tokens=num_tokens,
-        max_blocks=max_blocks,
-        block_size=x.block_size,
-        top_k=top_k,
-        early=early,
-    )
+    return take_blocks(x, ranks, keys, max_blocks=max_blocks, block_size=x.block_size, early=early)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "row_tiles"])
