@@ -120,17 +120,15 @@ def _products(
     constants = {
         **sizes(x),
         "BLOCK_E": triton.next_power_of_2(x.num_experts),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_K": tile.block_k,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         "enable_fp_fusion": True,
     }
-    bind(_gate_up_kernel, x)[(blocks * triton.cdiv(x.width, block_n),)](
+    bind(_gate_up_kernel, x, tile)[(blocks * triton.cdiv(x.width, block_n),)](
         hidden=hidden, order=order, starts=starts, **activated(x), BLOCK_N=block_n, **constants
     )
-    _down_kernel[(blocks * triton.cdiv(x.dim, tile.block_n),)](
-        hidden, x.down, results, order, starts, BLOCK_N=tile.block_n, **constants
+    bind(_down_kernel, x, tile)[(blocks * triton.cdiv(x.dim, tile.block_n),)](
+        hidden=hidden, results=results, order=order, starts=starts, **constants
     )
 
 

@@ -29,35 +29,25 @@ def multiply_few(
     out = x.x.new_empty(x.x.shape)
     hidden = x.x.new_empty(x.num_pairs, x.width)
     constants = {
-        "TOP_K": x.top_k,
         **sizes(x),
         "BLOCK_N": block_n,
         "STAGES": num_stages,
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    bind(_hidden_kernel, x)[(x.num_pairs, triton.cdiv(x.width, block_n))](
+    bind(_hidden_kernel, x, gate_up, loader)[(x.num_pairs, triton.cdiv(x.width, block_n))](
         gate_up=gate_up.numbers,
-        scales=gate_up.scales,
         hidden=hidden,
         **activated(x),
-        ROWS=loader.rows,
-        MULTIPLY=loader.multiply,
-        SCALE=loader.scale,
-        FORM=gate_up.form,
         SHAPE=(block_n, *gate_up.few_shape),
         BLOCK_K=gate_up.few_block,
         **constants,
     )
-    _out_kernel[(len(out), triton.cdiv(x.dim, block_n))](
-        hidden,
-        x.expert_ids,
-        x.expert_weights,
-        down.numbers,
-        down.scales,
-        out,
+    bind(_out_kernel, x, down)[(len(out), triton.cdiv(x.dim, block_n))](
+        hidden=hidden,
+        down=down.numbers,
+        out=out,
         MULTIPLY=loader.multiply_hidden,
-        FORM=down.form,
         SHAPE=(block_n, *down.few_shape),
         BLOCK_K=down.few_block,
         **constants,
