@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Any,
+    ClassVar,
     Generic,
     Literal,
     ParamSpec,
@@ -106,12 +107,16 @@ class Op:
 
 
 class StatefulOp(Op):
-    """Op that reads and writes states of sequences in slots of the pool ``state``."""
+    """Op that reads and writes states of sequences in slots of a pool.
+
+    Attributes:
+        pool_name: of the field that is the pool.
+    """
 
     __slots__ = ()
+    pool_name: ClassVar[str] = "state"
 
     if TYPE_CHECKING:
-        state: Tensor
         cu_seqlens: Tensor
         initial_indices: Tensor
         state_indices: Tensor
@@ -127,7 +132,7 @@ class StatefulOp(Op):
             self.initial_indices,
             self.state_indices,
             num_tokens=getattr(self, first.name).shape[0],
-            num_slots=self.state.shape[0],
+            num_slots=getattr(self, self.pool_name).shape[0],
         )
 
 
