@@ -129,7 +129,7 @@ class PooledSelectionStep(StatefulOp):
             impl=self.impl,
         )
 
-    def selection(self, pooled: Tensor) -> SelectBlocks:
+    def selection(self, pooled: Tensor, impl: str | None = None) -> SelectBlocks:
         """Make the second part, of the keys that the first one pooled."""
         return SelectBlocks(
             self.q,
@@ -142,7 +142,7 @@ class PooledSelectionStep(StatefulOp):
             self.slot_mapping,
             block_size=self.bias.shape[0],
             top_k=self.top_k,
-            impl=self.impl,
+            impl=impl or self.impl,
         )
 
     def new_chosen(self) -> Tensor:
