@@ -637,7 +637,7 @@ def cpp_launcher(
         tensors: of the struct in its order, unless those are the op's and then the results.
         out: field that the result has shape and dtype of, or what makes the result from an instance
             of ``cls``. Several are named as in the struct: ``"out=o_a lse=lse_a"``; one like a
-            field that is None is None.
+            field that is None is None. Empty: it returns nothing.
         results: what the struct calls those that ``out`` makes.
     """
     declaration = Declaration(cls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,24 +11,33 @@ from torch import Tensor
 from torch_hybrid.ops.core.declare import cpp_launcher
 from torch_hybrid.ops.formats.fp8_kv import rounded, worth
 from torch_hybrid.ops.latent_attention.op import GatherLatents, LatentAttention, StoreLatents
-from torch_hybrid.ops.native.call import kernel
 
 _SOURCE = Path(__file__).with_name("_cpu.cpp")
-_STORE = kernel(
-    "store_latents",
+_store = cpp_launcher(
+    StoreLatents,
     _SOURCE,
     tensors="latent k_rope pool slot_mapping cu_seqlens",
+    sizes="page_size P*page_size=num_slots T=max_tokens num_offsets-1=num_seqs",
     integers="row_bytes page_size num_slots "
     "latent_stride latent_bytes k_rope_stride k_rope_bytes max_tokens num_seqs num_threads",
+    values={
+        "row_bytes": "x.pool.shape[2] * x.pool.element_size()",
+        "latent_stride": "x.latent.stride(0) * x.pool.element_size()",
+        "latent_bytes": "x.latent.shape[1] * x.pool.element_size()",
+        "k_rope_stride": "x.k_rope.stride(0) * x.pool.element_size()",
+        "k_rope_bytes": "x.k_rope.shape[1] * x.pool.element_size()",
+    },
+    out="",
 )
-_GATHER = kernel(
-    "gather_latents",
+_gather = cpp_launcher(
+    GatherLatents,
     _SOURCE,
     tensors="pool rows out",
+    sizes="page_size P*page_size=num_slots T=num_rows",
     integers="row_bytes page_size num_slots num_rows num_threads",
+    values={"row_bytes": "x.pool.shape[2] * x.pool.element_size()"},
+    out=lambda x: x.pool.new_empty(x.rows.shape[0], x.pool.shape[2]),
 )
-
-
 latent_attention = cpp_launcher(
     LatentAttention,
     _SOURCE,
@@ -44,54 +54,13 @@ latent_attention = cpp_launcher(
 
 def store_latents(x: StoreLatents) -> None:
     """Launch ``torch_hybrid::store_latents``."""
-    latent, k_rope, pool, slot_mapping, cu_seqlens = (
-        x.latent,
-        x.k_rope,
-        x.pool,
-        x.slot_mapping,
-        x.cu_seqlens,
-    )
     if x.pool_scale is not None:
-        latent, k_rope = rounded(latent, x.pool_scale), rounded(k_rope, x.pool_scale)
-    num_pages, page_size, width = pool.shape
-    item = latent.element_size()
-    in_range = _STORE(
-        latent,
-        k_rope,
-        pool,
-        slot_mapping,
-        cu_seqlens,
-        width * item,
-        page_size,
-        num_pages * page_size,
-        latent.stride(0) * item,
-        latent.shape[1] * item,
-        k_rope.stride(0) * item,
-        k_rope.shape[1] * item,
-        slot_mapping.shape[0],
-        cu_seqlens.shape[0] - 1,
-        torch.get_num_threads(),
-    )
-    if not in_range:
-        x.check_indices()
+        latent, k_rope = rounded(x.latent, x.pool_scale), rounded(x.k_rope, x.pool_scale)
+        x = replace(x, latent=latent, k_rope=k_rope)
+    _store(x)
 
 
 def gather_latents(x: GatherLatents) -> Tensor:
     """Launch ``torch_hybrid::gather_latents``."""
-    pool, rows, pool_scale = x.pool, x.rows, x.pool_scale
-    num_pages, page_size, width = pool.shape
-    num_rows = rows.shape[0]
-    out = pool.new_empty(num_rows, width)
-    in_range = _GATHER(
-        pool,
-        rows,
-        out,
-        width * pool.element_size(),
-        page_size,
-        num_pages * page_size,
-        num_rows,
-        torch.get_num_threads(),
-    )
-    if not in_range:
-        x.check_indices()
-    return out if pool_scale is None else worth(out, pool_scale, x.dtype or torch.float32)
+    held: Tensor = _gather(x)
+    return held if x.pool_scale is None else worth(held, x.pool_scale, x.dtype or torch.float32)
