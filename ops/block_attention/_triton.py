@@ -55,7 +55,6 @@ def block_attention(x: BlockAttention, *, is_invariant: bool = False) -> Tensor:
             kv=kv,
             is_whole=is_whole,
             HKV=num_kv_heads,
-            D=head_dim,
             TOP_K=top_k,
             BLOCK=min(1024, triton.next_power_of_2(num_kv_heads * head_dim)),
             EARLY=early,
@@ -93,7 +92,7 @@ def _attend(
     With ``k``, no launch has written the new rows.
     """
     q = x.q
-    num_tokens, num_q_heads, head_dim = q.shape
+    num_tokens, num_q_heads, _ = q.shape
     v, slot_mapping = (None, None) if k is None else (x.v, x.slot_mapping)
     _, _, page_size, num_kv_heads, _ = kv.shape
     group, top_k = num_q_heads // num_kv_heads, x.blocks.shape[1]
@@ -109,7 +108,6 @@ def _attend(
         scale_log2=log2_scale(x.scale),
         GROUP=group,
         HKV=num_kv_heads,
-        D=head_dim,
         PAGE_SIZE=page_size,
         TOP_K=top_k,
         BLOCK_K=triton.next_power_of_2(top_k),

@@ -31,7 +31,7 @@ def attend_shared(x: BlockAttention, is_done: Tensor, out: Tensor) -> None:
     """
     q, kv = x.q, x.kv
     assert x.v is not None
-    num_tokens, num_heads, head_dim = q.shape
+    num_tokens, num_heads, _ = q.shape
     num_kv_heads, num_seqs = kv.shape[3], x.page_table.shape[0]
     tiles = HopperTiles.of(q, x.k, x.v, kv)
     block_q = BLOCK_M // (num_heads // num_kv_heads)
@@ -51,7 +51,6 @@ def attend_shared(x: BlockAttention, is_done: Tensor, out: Tensor) -> None:
         stride_keys=slots.shape[1],
         H=num_heads,
         HK=num_kv_heads,
-        D=head_dim,
         BLOCK_Q=block_q,
         STAGES=tiles.num_stages,
         REGISTERS=_REGISTERS,

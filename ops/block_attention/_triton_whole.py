@@ -61,7 +61,6 @@ def attend_whole(
         stride_kv=kv.stride(0) if planes > 1 else 0,
         GROUP=group,
         HKV=num_kv_heads,
-        D=head_dim,
         PAGE_SIZE=page_size,
         BLOCK_Q=block_q,
         BLOCK_M=block_m,

@@ -32,8 +32,6 @@ def causal_conv1d(x: CausalConv1d) -> Tensor:
     grid = (num_blocks(num_tokens, num_seqs, block_t), triton.cdiv(num_channels, block_c))
     bind(_conv_kernel, x)[grid](
         out=out,
-        C=num_channels,
-        W=width,
         HEADS=x.num_heads,
         ONE_HEAD=num_channels // x.num_heads % block_c == 0,
         BLOCK_T=block_t,

@@ -127,8 +127,6 @@ class _Rows:
             decay_rows=self.decay,
             beta_rows=self.beta,
             out=out,
-            H=num_k_heads,
-            HV=num_v_heads,
             HV_COPIED=num_copied,
             D=head_dim,
             BLOCK_HV=triton.next_power_of_2(num_v_heads),

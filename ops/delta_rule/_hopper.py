@@ -43,8 +43,6 @@ def hopper_prepare(prepared: Prepared, x: GatedDeltaRule) -> Launch:
             box_q=box_q,
             box_k=box_k,
             first_block=first_block,
-            H=num_k_heads,
-            HV=num_v_heads,
             HEADS=num_heads,
             num_warps=4,
             maxnreg=168,  # three programs on a processor: 74 us of 1x8192 instead of 88
@@ -97,9 +95,6 @@ def hopper_walk(
             out=out,
             first_block=first_block,
             last_block=last_block,
-            H=q.shape[1],
-            HV=num_v_heads,
-            V=head_dim_v,
             GROUPS=num_groups,
             STAGES=3,
             num_warps=4,

@@ -67,8 +67,6 @@ def _prepare(x: KimiDeltaAttention, pieces: tuple[int, torch.dtype]) -> tuple[Pr
             reads=prepared.keys,
             scratch=scratch,
             first_block=first_block,
-            H=num_heads,
-            K=head_dim_k,
             C=chunk,
             PS=num_pieces,
             BLOCK_K=block_k,

@@ -48,7 +48,7 @@ def scan(x: DeltaRule, prepared: Prepared, walks: ScanSegments) -> tuple[Tensor,
     """
     queries, keys, v = prepared.queries, prepared.keys, x.v
     solve, attend = prepared.solve, prepared.attend
-    _, num_key_pieces, num_k_heads, head_dim_k = keys.shape
+    _, num_key_pieces, _, head_dim_k = keys.shape
     _, num_v_heads, head_dim_v = v.shape
     num_seqs = x.state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -77,10 +77,7 @@ def scan(x: DeltaRule, prepared: Prepared, walks: ScanSegments) -> tuple[Tensor,
                 STRIDE_Q=queries.stride(0),
                 STRIDE_K=keys.stride(0),
                 STRIDE_V=v.stride(0),
-                H=num_k_heads,
                 HV=num_v_heads,
-                K=head_dim_k,
-                V=head_dim_v,
                 C=solve.shape[-1],
                 PK=num_key_pieces,
                 PA=attend.shape[2],

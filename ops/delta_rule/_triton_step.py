@@ -82,7 +82,6 @@ def launch_step(x: DeltaStep, rule: Rule) -> Tensor:
     bind(_prepare_kernel, x, rule)[(num_blocks * num_seqs,)](
         prepared=prepared,
         **sizes,
-        W=x.conv_weight.shape[1],
         HEADS=num_heads,
         BLOCK=block,
         BLOCK_HEADS=triton.next_power_of_2(num_v_heads),
@@ -118,8 +117,6 @@ def launch_norm(out: Tensor, x: DeltaStep, rule: Rule, *, early: bool) -> None:
         weight=x.norm_weight,
         eps=rule.norm_eps,
         num_tokens=num_tokens,
-        HV=num_v_heads,
-        V=head_dim_v,
         BLOCK_V=triton.next_power_of_2(head_dim_v),
         HEADS=_NORMED_HEADS,
         EARLY=early,

@@ -23,7 +23,6 @@ def gated_pooling(x: GatedPooling) -> Tensor:
     block_d = min(128, triton.next_power_of_2(dim))
     bind(_pool_kernel, x)[(num_tokens, triton.cdiv(dim, block_d))](
         out=out,
-        D=dim,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         BLOCK_D=block_d,

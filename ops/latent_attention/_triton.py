@@ -56,7 +56,7 @@ def _attend(x: LatentAttention, out: Tensor, lse: Tensor, tiles: Tiles, form: Fo
     Padding is filled where there is one split, and else left to the merge.
     """
     kernel, options = form
-    num_tokens, num_heads, rank = x.q_latent.shape
+    num_tokens, num_heads, _ = x.q_latent.shape
     num_seqs = x.page_table.shape[0]
     if tiles.num_splits == 1 and kernel is not _attend_kernel:
         set_padding(out, lse, x.cu_seqlens)
@@ -70,10 +70,7 @@ def _attend(x: LatentAttention, out: Tensor, lse: Tensor, tiles: Tiles, form: Fo
         lse=lse,
         scale_log2=log2_scale(x.scale),
         stride_table_page=x.page_table.stride(1),
-        H=num_heads,
-        RANK=rank,
         ROPE=x.q_rope.shape[2],
-        PAGE_SIZE=x.pool.shape[1],
         **options,
     )
 

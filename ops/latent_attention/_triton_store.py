@@ -24,7 +24,6 @@ def store_rows(x: LatentAttention, pool: Tensor) -> None:
     rope_dim = x.k_rope.shape[1]
     bind(_store_kernel, x)[(num_tokens,)](
         pool=pool,
-        RANK=rank,
         ROPE=rope_dim,
         BLOCK_RANK=triton.next_power_of_2(rank),
         BLOCK_ROPE=triton.next_power_of_2(rope_dim),

@@ -22,7 +22,6 @@ def ngram_embedding(x: NgramEmbedding) -> Tensor:
         out=out,
         BACK=num_back,
         HEADS=num_heads,
-        D=dim,
         BLOCK_H=triton.next_power_of_2(num_heads),
         BLOCK_D=triton.next_power_of_2(dim),
         num_warps=4,

@@ -75,9 +75,8 @@ def attend_long(x: Pages, kv: Tensor, out: Tensor, lse: Tensor, tiles: LongTiles
     if hopper is not None:
         attend_rows(x, hopper, k, out, lse, kv=kv, window=window, relative_bias=bias)
         return
-    num_tokens, num_q_heads, head_dim = q.shape
-    _, _, page_size, num_kv_heads, _ = kv.shape
-    num_seqs = page_table.shape[0]
+    num_tokens, _, head_dim = q.shape
+    num_kv_heads, num_seqs = kv.shape[3], page_table.shape[0]
     bind(_long_kernel, x, tiles)[(num_blocks(num_tokens, num_seqs, tiles.block_q), num_kv_heads)](
         kv=kv,
         relative_bias=bias,
@@ -86,10 +85,6 @@ def attend_long(x: Pages, kv: Tensor, out: Tensor, lse: Tensor, tiles: LongTiles
         scale_log2=log2_scale(x.softcap or x.scale),
         cap_scale=x.scale / x.softcap if x.softcap else 1.0,
         stride_table_page=page_table.stride(1),
-        HQ=num_q_heads,
-        HKV=num_kv_heads,
-        D=head_dim,
-        PAGE_SIZE=page_size,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=x.softcap > 0,

@@ -48,9 +48,7 @@ def attend_short(x: Pages, kv: Tensor, out: Tensor, lse: Tensor, *, is_invariant
 
 def _attend(x: Pages, kv: Tensor, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row."""
-    q = x.q
-    _, num_q_heads, head_dim = q.shape
-    _, _, page_size, num_kv_heads, _ = kv.shape
+    q, num_kv_heads = x.q, kv.shape[3]
     rows = kv if x.kv_scales is None else kv.view(torch.int16)
     bind(_attend_kernel, x, tiles)[(tiles.num_blocks, num_kv_heads, tiles.num_splits)](
         kv=rows,
@@ -59,10 +57,6 @@ def _attend(x: Pages, kv: Tensor, out: Tensor, lse: Tensor, tiles: Tiles) -> Non
         scale_log2=log2_scale(x.softcap or x.scale),
         cap_scale=x.scale / x.softcap if x.softcap else 1.0,
         stride_table_page=x.page_table.stride(1),
-        HQ=num_q_heads,
-        HKV=num_kv_heads,
-        D=head_dim,
-        PAGE_SIZE=page_size,
         HAS_WINDOW=x.window > 0,
         HAS_SOFTCAP=x.softcap > 0,
         ALIGNED=tiles.are_aligned,

@@ -36,8 +36,6 @@ def pooled_selection_step(x: PooledSelectionStep) -> Tensor:
         ranks=ranks,
         max_blocks=max_blocks,
         row_tiles=row_tiles,
-        H=num_heads,
-        D=index_dim,
         PAGE_BLOCKS=page_blocks,
         SIZE=size,
         BLOCK_H=max(16, triton.next_power_of_2(num_heads)),

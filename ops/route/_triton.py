@@ -28,7 +28,6 @@ def route(x: Route) -> tuple[Tensor, Tensor]:
         weights=weights,
         ids=ids,
         stride=logits.stride(0),
-        E=num_experts,
         K=x.k,
         G=x.num_groups,
         BEST_G=x.num_best_groups,

@@ -51,8 +51,6 @@ def select_blocks(x: SelectBlocks, *, is_invariant: bool = False) -> Tensor:
         bind(_score_kernel, x)[grid](
             ranks=ranks,
             row_tiles=row_tiles,
-            H=num_heads,
-            D=index_dim,
             PAGE_BLOCKS=page_blocks,
             BLOCK_Q=block_q,
             BLOCK_H=max(heads, _FEWEST_ROWS) if block_q == 1 else heads,

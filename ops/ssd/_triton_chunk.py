@@ -66,7 +66,7 @@ class ChunkTile:
 def chunk_ssd(x: Ssd) -> Tensor:
     """Launch a walk of each sequence, or of its segments; chunks are those of ``ChunkTile``."""
     v, state = x.v, x.state
-    num_tokens, num_groups, head_dim_k = x.q.shape
+    num_tokens, _, head_dim_k = x.q.shape
     _, num_heads, head_dim_v = v.shape
     num_seqs = x.state_indices.shape[0]
     if num_seqs == 0:
@@ -80,13 +80,6 @@ def chunk_ssd(x: Ssd) -> Tensor:
     starts = ends = decays = None
     num_walks = num_seqs
     constants = {
-        # Constants, so that a tile's rows lie at constant distances: fewer registers.
-        "STRIDE_K": k.stride(0),
-        "STRIDE_V": v.stride(0),
-        "G": num_groups,
-        "H": num_heads,
-        "K": head_dim_k,
-        "V": head_dim_v,
         "C": tile.chunk,
         "P": q.shape[1],
         "PS": pieces_of_states(v.dtype),
@@ -119,7 +112,6 @@ def chunk_ssd(x: Ssd) -> Tensor:
         decays=decays,
         out=out,
         segment=segment,
-        STRIDE_Q=q.stride(0),
         # Two programs share a multiprocessor, or each fetches further ahead.
         num_stages=2 if segment or programs * num_seqs > PROCESSORS else 3,
         **constants,
@@ -149,7 +141,7 @@ def _decays(x: Ssd, chunk: int) -> Tensor:
     num_chunks = num_blocks(num_tokens, num_seqs, chunk)
     factors = g.new_empty(num_chunks, num_heads, 6, chunk, dtype=torch.float32)
     bind(_decay_kernel, x)[(num_chunks, triton.cdiv(num_heads, _HEADS))](
-        factors=factors, H=num_heads, C=chunk, BLOCK_H=_HEADS, num_warps=4
+        factors=factors, C=chunk, BLOCK_H=_HEADS, num_warps=4
     )
     return factors
 
@@ -214,6 +206,7 @@ def _chunk_kernel(
     segment: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
+    # Constants, so that a tile's rows lie at constant distances: fewer registers.
     STRIDE_Q: tl.constexpr,
     STRIDE_K: tl.constexpr,
     STRIDE_V: tl.constexpr,

@@ -46,8 +46,6 @@ def _prepare(x: LightningStep, records: Tensor, early: bool) -> Tensor:
     bind(_prepare_kernel, x)[(num_seqs * num_heads,)](
         records=records,
         prepared=prepared,
-        H=num_heads,
-        D=dim,
         DRAFTS=num_drafts,
         BLOCK=Tile.of(dim, dim).block_k,
         SILU=x.activation == "silu",
@@ -69,8 +67,6 @@ def _walk(x: LightningStep, prepared: Tensor | None, o: Tensor, early: bool) -> 
     bind(_walk_kernel, x)[(num_blocks * num_heads * num_seqs,)](
         prepared=prepared,
         o=o,
-        H=num_heads,
-        D=dim,
         DRAFTS=None if x.records is None else x.records.shape[1],
         BLOCK_K=tile.block_k,
         BLOCK_V=tile.block_v,

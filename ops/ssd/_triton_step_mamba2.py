@@ -52,14 +52,12 @@ def ssd_step(x: SsdStep) -> Tensor:
 def _convolve(x: SsdStep, early: bool) -> Tensor:
     """Convolve the inputs; rows of padding tokens are uninitialised."""
     mixed = torch.empty_like(x.xBC, memory_format=torch.contiguous_format)
-    num_channels, width = x.conv_weight.shape
+    num_channels = x.xBC.shape[1]
     blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS)
     bind(_conv_kernel, x)[(blocks * x.state_indices.shape[0],)](
         weight=x.conv_weight,
         bias=x.conv_bias,
         mixed=mixed,
-        C=num_channels,
-        W=width,
         BLOCK=_BLOCK_CHANNELS,
         SILU=x.activation == "silu",
         EARLY=early,
@@ -74,8 +72,7 @@ def _convolve_drafts(x: SsdStep, records: Tensor, early: bool) -> Tensor:
     Each row also has its raw step sizes, after the channels.
     """
     num_tokens, num_seqs = x.xBC.shape[0], x.state_indices.shape[0]
-    num_channels, conv_width = x.conv_weight.shape
-    num_heads = x.state.shape[1]
+    num_channels, num_heads = x.xBC.shape[1], x.state.shape[1]
     _, num_drafts, width = records.shape
     blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS) + triton.cdiv(num_heads, _BLOCK_CHANNELS)
     mixed = x.xBC.new_empty(num_tokens + num_seqs * num_drafts, width)
@@ -83,9 +80,6 @@ def _convolve_drafts(x: SsdStep, records: Tensor, early: bool) -> Tensor:
         weight=x.conv_weight,
         bias=x.conv_bias,
         mixed=mixed,
-        C=num_channels,
-        H=num_heads,
-        W=conv_width,
         DRAFTS=num_drafts,
         BLOCK=_BLOCK_CHANNELS,
         SILU=x.activation == "silu",
@@ -109,9 +103,6 @@ def _walk(x: SsdStep, mixed: Tensor, early: bool) -> Tensor:
         z=z,
         out=out,
         G=(num_channels - x.inner) // (2 * head_dim_k),
-        H=num_heads,
-        K=head_dim_k,
-        V=head_dim_v,
         DRAFTS=None if x.records is None else x.records.shape[1],
         BLOCK_K=tile.block_k,
         BLOCK_V=tile.block_v,

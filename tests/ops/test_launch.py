@@ -44,18 +44,18 @@ def _call() -> RgLru:
 
 
 def test_binds_what_is_named() -> None:
-    x, kernel = _call(), Kernel("x state out num_tokens num_seqs BLOCK_C IMPL D")
+    x, kernel = _call(), Kernel("x state out num_tokens num_seqs BLOCK_C IMPL D C H")
     out = torch.zeros(5, 4)
     bind(kernel, x, Tiles(block_c=64))[3, 2](out=out, D=7, num_warps=4)
     [(grid, arguments)] = kernel.launches
     tensors = [arguments.pop(name) for name in ("x", "state", "out")]
     assert all(a is b for a, b in zip(tensors, (x.x, x.state, out), strict=True))
-    sizes = {"num_tokens": 5, "num_seqs": 2, "BLOCK_C": 64, "IMPL": "triton"}
+    sizes = {"num_tokens": 5, "num_seqs": 2, "BLOCK_C": 64, "IMPL": "triton", "C": 4, "H": 2}
     assert (grid, arguments) == ((3, 2), sizes | {"D": 7, "num_warps": 4})
 
 
 def test_strides_are_of_what_is_launched() -> None:
-    x, kernel = _call(), Kernel("x z stride_x STRIDE_gates_token stride_gates_head stride_z")
+    x, kernel = _call(), Kernel("x z stride_x STRIDE_GATES_TOKEN stride_gates_head stride_z")
     for given, stride in ((None, 12), (x.x.contiguous(), 4)):
         bind(kernel, x)[(1,)](z=None, **({} if given is None else {"x": given}))
         _, arguments = kernel.launches[-1]
