@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -37,4 +37,5 @@ def pooled_selection_step(x: PooledSelectionStep) -> Tensor:
         pooled = pool([x.keys, x.gates], [], x)
     else:
         pooled = call_twice(pool, [x.keys, x.gates], [], parts.replay, parts.records)
-    return select_blocks(x.selection(pooled, parts.impl("select_blocks")))
+    select: Callable[..., Tensor] = select_blocks  # which takes a value of its class too
+    return select(x.selection(pooled, parts.impl("select_blocks")))

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.grouped_heads import check_groups
-from torch_hybrid.specs.layer import Divided, LayerFamily, layer_spec
+from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool
 
 
@@ -15,7 +15,6 @@ class ShortConvolutionSpec(Divided):
     """A gated short convolution: a mixer that keeps its last inputs, and has no recurrence."""
 
     kind: ClassVar[str] = "short_convolution"
-    family: ClassVar[LayerFamily] = "linear"
 
     channels: Annotated[int, divide]
     conv_width: int
@@ -36,7 +35,6 @@ class ConvolvedProjectionSpec(Divided):
     """
 
     kind: ClassVar[str] = "convolved_projection"
-    family: ClassVar[LayerFamily] = "linear"
 
     num_q_heads: Annotated[int, divide]
     num_kv_heads: Annotated[int, divide_or_repeat]
@@ -77,7 +75,6 @@ class BranchConvolutionSpec(Divided):
     """
 
     kind: ClassVar[str] = "branch_convolution"
-    family: ClassVar[LayerFamily] = "linear"
 
     num_kv_heads: Annotated[int, divide_or_repeat]
     head_dim: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from torch_hybrid.ranks import divide, divide_or_repeat
-from torch_hybrid.specs.layer import Divided, LayerFamily, layer_spec
+from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state
 
 
@@ -18,7 +18,6 @@ class DeltaRuleSpec(Divided):
     """
 
     kind: ClassVar[str] = "gated_delta_rule"
-    family: ClassVar[LayerFamily] = "linear"
 
     num_k_heads: Annotated[int, divide_or_repeat]
     num_v_heads: Annotated[int, divide]
@@ -78,7 +77,6 @@ class KimiDeltaSpec(Divided):
     """
 
     kind: ClassVar[str] = "kimi_delta_attention"
-    family: ClassVar[LayerFamily] = "linear"
 
     num_heads: Annotated[int, divide]
     head_k_dim: int

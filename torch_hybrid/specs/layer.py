@@ -46,12 +46,14 @@ class LayerSpec(Protocol):
 
 
 class Divided:
-    """Base of specs whose fields say how ranks share them: ``Annotated[int, divide]``.
+    """Base of specs, "linear" ones by default, whose fields say how ranks share them.
 
-    Fields without ``divide`` or ``divide_or_repeat`` are the same on every rank.
+    ``Annotated[int, divide]`` is such a field. Those without ``divide`` or ``divide_or_repeat`` are
+    the same on every rank.
     """
 
     __slots__ = ()
+    family: ClassVar[LayerFamily] = "linear"
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def divided(self, num_ranks: int) -> Self:

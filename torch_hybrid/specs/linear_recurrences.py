@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 import torch
 
 from torch_hybrid.ranks import divide, divide_or_repeat
-from torch_hybrid.specs.layer import Divided, LayerFamily, layer_spec
+from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
 
 MOST_GATE_SOFTCAP = 40.0  # of exponential gates: float32 holds sums of terms weighted by e^40
@@ -22,7 +22,6 @@ class LightningSpec(Divided):
     """
 
     kind: ClassVar[str] = "lightning_attention"
-    family: ClassVar[LayerFamily] = "linear"
 
     num_heads: Annotated[int, divide]
     head_dim: int
@@ -66,7 +65,6 @@ class RgLruSpec(Divided):
     """
 
     kind: ClassVar[str] = "rg_lru"
-    family: ClassVar[LayerFamily] = "linear"
 
     num_heads: Annotated[int, divide]
     head_dim: int
@@ -94,7 +92,6 @@ class MlstmSpec(Divided):
     """
 
     kind: ClassVar[str] = "mlstm"
-    family: ClassVar[LayerFamily] = "linear"
 
     num_heads: Annotated[int, divide]
     head_k_dim: int

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from torch_hybrid.specs.layer import Divided, LayerFamily, layer_spec
+from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, STATE_RECORDS, Pool
 
 KEPT_HIDDEN = 128  # last tokens whose hidden states are kept for a head that drafts
@@ -22,7 +22,6 @@ class NgramSpec(Divided):
     """
 
     kind: ClassVar[str] = "ngram_embedding"
-    family: ClassVar[LayerFamily] = "linear"
 
     ngram_size: int
     channels: int
@@ -46,7 +45,6 @@ class PreviousHiddenSpec(Divided):
     """
 
     kind: ClassVar[str] = "previous_hidden"
-    family: ClassVar[LayerFamily] = "linear"
 
     channels: int
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from torch_hybrid.ranks import divide
-from torch_hybrid.specs.layer import Divided, LayerFamily, layer_spec
+from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
 
 TOKEN_SHIFT = 2  # taps of a token shift, which mixes each token with the one before it
@@ -19,7 +19,6 @@ class TimeMixSpec(Divided):
     """
 
     kind: ClassVar[str] = "time_mix"
-    family: ClassVar[LayerFamily] = "linear"
     conv_width: ClassVar[int] = TOKEN_SHIFT
 
     dim: int
@@ -42,7 +41,6 @@ class ChannelMixSpec(Divided):
     """
 
     kind: ClassVar[str] = "channel_mix"
-    family: ClassVar[LayerFamily] = "linear"
     conv_width: ClassVar[int] = TOKEN_SHIFT
 
     dim: int

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Self
 
 from torch_hybrid.ranks import divide, divide_or_repeat
-from torch_hybrid.specs.layer import Divided, LayerFamily, layer_spec
+from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
 
 
@@ -20,7 +20,6 @@ class Mamba2Spec(Divided):
     """
 
     kind: ClassVar[str] = "mamba2"
-    family: ClassVar[LayerFamily] = "linear"
 
     num_heads: Annotated[int, divide]
     head_dim: int
@@ -71,7 +70,7 @@ class Mamba2Spec(Divided):
 
 
 @layer_spec()
-class MambaSpec:
+class MambaSpec(Divided):
     """A Mamba-1 mixer: convolution, selective scan, gate.
 
     ``dt_rank`` is the width of the low-rank input of step sizes. That input, B and C are normed if
@@ -80,7 +79,6 @@ class MambaSpec:
     """
 
     kind: ClassVar[str] = "mamba"
-    family: ClassVar[LayerFamily] = "linear"
 
     channels: int
     state_dim: int
