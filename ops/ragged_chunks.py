@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.core.declare import StatefulOp
 from torch_hybrid.ops.core.state_bounds import check_state_indices
 
 # exp of it is 0 in float32; a finite stand-in for a decay of -inf, whose differences are NaN.
@@ -57,6 +58,17 @@ def live_sequences(
         check_state_indices(
             cu_seqlens, initial_indices, state_indices, num_tokens=num_tokens, num_slots=num_slots
         )
+    return _ordered(cu_seqlens, initial_indices, state_indices)
+
+
+def sequences_of(x: StatefulOp) -> Sequences:
+    """Order the sequences of a call, as ``live_sequences`` does."""
+    if x.cu_seqlens.device.type == "cpu":
+        StatefulOp.check_indices(x)
+    return _ordered(x.cu_seqlens, x.initial_indices, x.state_indices)
+
+
+def _ordered(cu_seqlens: Tensor, initial_indices: Tensor, state_indices: Tensor) -> Sequences:
     lengths = cu_seqlens.diff()
     order = lengths.argsort(descending=True)[: int((lengths > 0).sum())]
     return Sequences(

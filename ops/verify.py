@@ -27,7 +27,6 @@ from torch_hybrid.ops.composed import Parts
 from torch_hybrid.ops.conv_step import check_have_slots, check_lengths
 from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation
 from torch_hybrid.ops.core.declare import TRACED, Index, Pool, StatefulOp
-from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.replay import Replay, Segments, call_twice, rows_of_replay
 from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, VERIFY
 
@@ -107,40 +106,28 @@ def check_counts(
 
 
 def verify_by_steps(
-    advance: Advance,
-    rows: Tensor,
-    out: Tensor,
-    pools: Sequence[Tensor],
-    records: Tensor,
-    accepted: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
+    advance: Advance, x: StepOp, rows: Tensor, out: Tensor, pools: Sequence[Tensor]
 ) -> Tensor:
     """Run a step of tokens that are not certain as the decode steps that it is made of.
 
     Args:
         advance: the decode step.
+        x: arguments of the step, whose records are **mutated**.
         rows: [T, R] the new tokens' inputs, as a record has them.
         out: [T, ...] zeros, which receive the outputs.
-        pools: [S, ...] each. **Mutated**, as are records.
-        records: [S, D, R].
-        accepted, cu_seqlens, initial_indices, state_indices: [N], [N + 1], [N], [N].
+        pools: [S, ...] each. **Mutated**.
 
     Returns:
         ``out``.
     """
+    records, accepted = x.records, x.accepted
+    assert records is not None
+    assert accepted is not None
     if rows.device.type == "cpu":
-        check_state_indices(
-            cu_seqlens,
-            initial_indices,
-            state_indices,
-            num_tokens=rows.shape[0],
-            num_slots=records.shape[0],
-        )
-    check_counts(records, cu_seqlens, initial_indices, accepted)
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff()
-    initial, slots = initial_indices.long(), state_indices.long()
+        StatefulOp.check_indices(x)
+    check_counts(records, x.cu_seqlens, x.initial_indices, accepted)
+    starts, lengths = x.cu_seqlens[:-1].long(), x.cu_seqlens.diff()
+    initial, slots = x.initial_indices.long(), x.state_indices.long()
     own = torch.arange(1, len(slots) + 1, dtype=torch.int32, device=slots.device)
     working = [_of_sequences(pool, initial) for pool in pools]
 
@@ -176,8 +163,6 @@ def verify_by_calls(step: Callable[[S], Tensor], x: S, out: Tensor) -> Tensor:
     Returns:
         ``out``.
     """
-    assert x.records is not None
-    assert x.accepted is not None
     recorded, reading = _rows(x, x.recorded), _rows(x, x.read)
 
     def advance(
@@ -194,17 +179,8 @@ def verify_by_calls(step: Callable[[S], Tensor], x: S, out: Tensor) -> Tensor:
         given |= {"cu_seqlens": offsets, "initial_indices": own, "state_indices": own}
         return step(replace(x, **given, records=None, accepted=None))
 
-    return verify_by_steps(
-        advance,
-        torch.cat([*recorded.values()], 1),
-        out,
-        [getattr(x, name) for name in x.pools],
-        x.records,
-        x.accepted,
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-    )
+    pools = [getattr(x, name) for name in x.pools]
+    return verify_by_steps(advance, x, torch.cat([*recorded.values()], 1), out, pools)
 
 
 def verify_by_replay(step: Callable[[S], Tensor], x: S, replay: Replay | None = None) -> Tensor:

@@ -71,6 +71,10 @@ class Batch:
         """Number N of sequences, padding included."""
         return self.seq_lens.shape[0]
 
+    def tensors_for(self, plan: type) -> dict[str, Any]:
+        """Collect the tensors that a plan's class has fields of the same names for."""
+        return {each.name: getattr(self, each.name) for each in fields(plan) if each.name in AXES}
+
 
 def _axes() -> dict[str, tuple[Axis, int]]:
     undeclared = [f.name for f in fields(Batch) if "axis" not in f.metadata]

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": write the new rows, then attend, some programs for each query."""
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from torch_hybrid.ops.block_attention._triton_shared import attend_shared
 from torch_hybrid.ops.block_attention._triton_tiles import Tiles
 from torch_hybrid.ops.block_attention._triton_whole import attend_whole, rows_of_tile
 from torch_hybrid.ops.block_attention.op import BlockAttention
-from torch_hybrid.ops.triton.devices import interpreted, launches_early, rows_are_aligned
+from torch_hybrid.ops.triton.devices import launches_early, multiplies_float32, rows_are_aligned
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
@@ -50,22 +50,11 @@ def block_attention(x: BlockAttention, *, is_invariant: bool = False) -> Tensor:
     # Programs that gather take new rows from where they are, and write them beside.
     writes = is_whole is None and (rows_are_aligned(k) or not on_hopper)
     if not writes:
-        _write_kernel[(num_tokens,)](
-            k,
-            v,
-            kv,
-            x.blocks,
-            x.cu_seqlens,
-            x.seq_lens,
-            x.slot_mapping,
-            is_whole,
-            num_seqs,
-            *_strides(k),
-            *_strides(v),
-            kv.stride(0),
+        bind(_write_kernel, x)[(num_tokens,)](
+            k=k,
+            kv=kv,
+            is_whole=is_whole,
             HKV=num_kv_heads,
-            D=head_dim,
-            BLOCK_SIZE=x.block_size,
             TOP_K=top_k,
             BLOCK=min(1024, triton.next_power_of_2(num_kv_heads * head_dim)),
             EARLY=early,
@@ -89,11 +78,6 @@ def block_attention(x: BlockAttention, *, is_invariant: bool = False) -> Tensor:
     return out
 
 
-def _strides(rows: Tensor | None) -> tuple[int, ...]:
-    """Return the strides of tokens and heads, 0 of rows that are not there."""
-    return (0, 0) if rows is None else rows.stride()[:2]
-
-
 def _attend(
     x: BlockAttention,
     kv: Tensor,
@@ -107,48 +91,27 @@ def _attend(
 
     With ``k``, no launch has written the new rows.
     """
-    q, page_table = x.q, x.page_table
-    num_tokens, num_q_heads, head_dim = q.shape
+    q = x.q
+    num_tokens, num_q_heads, _ = q.shape
     v, slot_mapping = (None, None) if k is None else (x.v, x.slot_mapping)
     _, _, page_size, num_kv_heads, _ = kv.shape
     group, top_k = num_q_heads // num_kv_heads, x.blocks.shape[1]
     row_tiles, early = triton.cdiv(group, tiles.block_m), launches_early(q.device)
-    _attend_kernel[(num_tokens, num_kv_heads * row_tiles, tiles.num_splits)](
-        q,
-        kv,
-        k,
-        v,
-        slot_mapping,
-        x.blocks,
-        x.cu_seqlens,
-        x.seq_lens,
-        page_table,
-        is_whole,
-        out,
-        lse,
-        log2_scale(x.scale),
-        num_tokens,
-        page_table.shape[0],
-        q.stride(0),
-        q.stride(1),
-        kv.stride(0),
-        *_strides(k),
-        *_strides(v),
-        page_table.stride(0),
+    bind(_attend_kernel, x, tiles)[(num_tokens, num_kv_heads * row_tiles, tiles.num_splits)](
+        kv=kv,
+        k=k,
+        v=v,
+        slot_mapping=slot_mapping,
+        is_whole=is_whole,
+        out=out,
+        lse=lse,
+        scale_log2=log2_scale(x.scale),
         GROUP=group,
         HKV=num_kv_heads,
-        D=head_dim,
         PAGE_SIZE=page_size,
-        BLOCK_SIZE=x.block_size,
         TOP_K=top_k,
         BLOCK_K=triton.next_power_of_2(top_k),
-        BLOCK_M=tiles.block_m,
-        BLOCK_D=tiles.block_d,
-        BLOCK_PART=tiles.block_part,
-        BLOCK_KV=tiles.block_kv,
-        NUM_SPLITS=tiles.num_splits,
-        # The interpreter holds bfloat16 as integers and multiplies them as such.
-        FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
+        FLOAT32_PRODUCTS=multiplies_float32(q),
         HAS_VALUES=x.v is not None,
         EARLY=early,
         num_warps=tiles.num_warps,
@@ -173,7 +136,7 @@ def _write_kernel(
     stride_k_head: tl.tensor,
     stride_v_token: tl.tensor,
     stride_v_head: tl.tensor,
-    stride_values: tl.tensor,
+    stride_kv: tl.tensor,
     HKV: tl.constexpr,
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -211,7 +174,7 @@ def _write_kernel(
         tl.store(keys + index, tl.load(p_k, mask=mask), mask=mask)
         if v is not None:
             p_v = v + token * stride_v_token + head * stride_v_head + index % D
-            tl.store(keys + stride_values + index, tl.load(p_v, mask=mask), mask=mask)
+            tl.store(keys + stride_kv + index, tl.load(p_v, mask=mask), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -233,12 +196,12 @@ def _attend_kernel(
     num_seqs: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
-    stride_values: tl.tensor,
+    stride_kv: tl.tensor,
     stride_k_token: tl.tensor,
     stride_k_head: tl.tensor,
     stride_v_token: tl.tensor,
     stride_v_head: tl.tensor,
-    stride_table: tl.tensor,
+    stride_page_table: tl.tensor,
     GROUP: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -321,7 +284,7 @@ def _attend_kernel(
             tl.store(own_row + index_d, b_new, mask=index_d < D)
             if HAS_VALUES:
                 b_new = tl.load(new_v + token.to(tl.int64) * stride_v_token + index_d, index_d < D)
-                tl.store(own_row + stride_values + index_d, b_new, mask=index_d < D)
+                tl.store(own_row + stride_kv + index_d, b_new, mask=index_d < D)
 
     p_q = (q + token.to(tl.int64) * stride_q_token + head * stride_q_head)[:, None]
     b_q, b_o = (), ()
@@ -335,7 +298,7 @@ def _attend_kernel(
     peak = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     keys = kv + kv_head * D
-    table = page_table + seq * stride_table
+    table = page_table + seq * stride_page_table
     index_kv = tl.arange(0, BLOCK_KV)
     # Past the last key, that one again, which is hidden: no row needs a mask.
     held = tl.minimum(first + index_kv, last - 1)
@@ -347,7 +310,7 @@ def _attend_kernel(
         number = first + tile * BLOCK_KV + index_kv
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
         p_k = keys + slot * (HKV * D)
-        p_v = p_k + stride_values
+        p_v = p_k + stride_kv
         if k is not None:
             own_token = tl.maximum(key - ahead, 0).to(tl.int64)
             if HAS_VALUES:

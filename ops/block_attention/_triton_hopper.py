@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.block_attention.op import BlockAttention
 from torch_hybrid.ops.triton.devices import launches_early, rows_are_aligned, runs_gluon
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.padding import set_padding
 from torch_hybrid.ops.triton.softmax import log2_scale
 
@@ -40,33 +41,21 @@ def attend_on_hopper(
     """
     from torch_hybrid.ops.block_attention._triton_hopper_kernel import hopper_gather_kernel
 
-    q, page_table = x.q, x.page_table
+    q = x.q
     num_tokens, num_heads, _ = q.shape
     top_k, early = x.blocks.shape[1], launches_early(q.device)
     if num_splits == 1:
         set_padding(out, lse[0], x.cu_seqlens)
-    hopper_gather_kernel[(num_tokens, triton.cdiv(num_heads, BLOCK_M), num_splits)](
-        q,
-        pool,
-        k,
-        None if k is None else x.slot_mapping,
-        x.blocks,
-        x.cu_seqlens,
-        x.seq_lens,
-        page_table,
-        out,
-        lse,
-        log2_scale(x.scale),
-        num_tokens,
-        page_table.shape[0],
-        q.stride(0),
-        q.stride(1),
-        0 if k is None else k.stride(0),
-        page_table.stride(0),
+    bind(hopper_gather_kernel, x)[(num_tokens, triton.cdiv(num_heads, BLOCK_M), num_splits)](
+        pool=pool,
+        k=k,
+        slot_mapping=None if k is None else x.slot_mapping,
+        out=out,
+        lse=lse,
+        scale_log2=log2_scale(x.scale),
         H=num_heads,
         RANK=_RANK,
         PAGE_SIZE=pool.shape[1],
-        BLOCK_SIZE=x.block_size,
         TOP_K=top_k,
         BLOCK_K=triton.next_power_of_2(top_k),
         M=BLOCK_M,

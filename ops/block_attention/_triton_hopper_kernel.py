@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Attention of 64 rows, heads of one token, to chosen blocks of latents on Hopper.
 
 The kernel is that of ``latent_attention`` without rotation. Each of two groups of warps has half of
@@ -110,7 +109,7 @@ def _copy_chosen(
         async_copy.mbarrier_arrive(ready.index(2 * stage + 1), increment_count=False)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_table"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_page_table"])
 def hopper_gather_kernel(
     q: gl.tensor,
     pool: gl.tensor,
@@ -128,7 +127,7 @@ def hopper_gather_kernel(
     stride_q_token: gl.tensor,
     stride_q_head: gl.tensor,
     stride_k: gl.tensor,
-    stride_table: gl.tensor,
+    stride_page_table: gl.tensor,
     H: gl.constexpr,
     RANK: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
@@ -207,7 +206,7 @@ def hopper_gather_kernel(
         bars = (ready, new_barriers(2 * STAGES, 1), weights_ready, weights_free, q_ready)
         outputs = (out, lse, split.to(gl.int64) * num_tokens)
         queries = (b_q_first, b_q_second)
-        table = page_table + seq.to(gl.int64) * stride_table
+        table = page_table + seq.to(gl.int64) * stride_page_table
         names = (chosen, table, in_blocks, tail, position)
         new = (k, stride_k, ahead, ahead + gl.load(cu_seqlens + seq))
         if EARLY:

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Neighbours that name many of the same blocks: a tile of queries shares what any of them sees."""
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch_hybrid.ops.block_attention.op import BlockAttention
 from torch_hybrid.ops.triton.devices import PROCESSORS
 from torch_hybrid.ops.triton.hopper_attention import BLOCK_M, HopperTiles
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.softmax import log2_scale
 
@@ -31,46 +31,27 @@ def attend_shared(x: BlockAttention, is_done: Tensor, out: Tensor) -> None:
     """
     q, kv = x.q, x.kv
     assert x.v is not None
-    num_tokens, num_heads, head_dim = q.shape
-    _, _, page_size, num_kv_heads, _ = kv.shape
-    num_seqs = x.page_table.shape[0]
+    num_tokens, num_heads, _ = q.shape
+    num_kv_heads, num_seqs = kv.shape[3], x.page_table.shape[0]
     tiles = HopperTiles.of(q, x.k, x.v, kv)
     block_q = BLOCK_M // (num_heads // num_kv_heads)
     num_tiles = num_blocks(num_tokens, num_seqs, block_q)
     # A tile takes the time of many queries apart: there have to be as many as processors.
     if tiles is None or block_q > _MOST_QUERIES or 4 * num_tiles * num_kv_heads < 3 * PROCESSORS:
         return
-    slots, sees, num_keys = list_keys(
-        x.blocks,
-        x.cu_seqlens,
-        x.seq_lens,
-        x.page_table,
-        is_done,
-        block_q=block_q,
-        block_size=x.block_size,
-        page_size=page_size,
-    )
+    slots, sees, num_keys = list_keys(x, is_done, block_q=block_q)
     from torch_hybrid.ops.block_attention._triton_shared_kernel import hopper_shared_kernel
 
-    hopper_shared_kernel[(num_tiles * num_kv_heads,)](
-        q,
-        kv,
-        slots,
-        sees,
-        num_keys,
-        x.cu_seqlens,
-        out,
-        log2_scale(x.scale),
-        num_seqs,
-        slots.shape[1],
-        q.stride(0),
-        q.stride(1),
-        kv.stride(0),
+    bind(hopper_shared_kernel, x, tiles)[(num_tiles * num_kv_heads,)](
+        slots=slots,
+        sees=sees,
+        num_keys=num_keys,
+        out=out,
+        scale_log2=log2_scale(x.scale),
+        stride_keys=slots.shape[1],
         H=num_heads,
         HK=num_kv_heads,
-        D=head_dim,
         BLOCK_Q=block_q,
-        BLOCK_KV=tiles.block_kv,
         STAGES=tiles.num_stages,
         REGISTERS=_REGISTERS,
         COPY_REGISTERS=_COPY_REGISTERS,
@@ -78,17 +59,7 @@ def attend_shared(x: BlockAttention, is_done: Tensor, out: Tensor) -> None:
     )
 
 
-def list_keys(
-    blocks: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    is_done: Tensor,
-    *,
-    block_q: int,
-    block_size: int,
-    page_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def list_keys(x: BlockAttention, is_done: Tensor, *, block_q: int) -> tuple[Tensor, Tensor, Tensor]:
     """List what any query of a tile of ``block_q`` tokens sees, as ``ragged.py`` deals B of them.
 
     A tile is left out if all of its rows are written. So it is if its queries name less than twice
@@ -99,8 +70,9 @@ def list_keys(
         of the tile that see a key, a bit for each; and [B] int32, how many keys there are, at
         least one in a tile that is not left out. ``is_done`` has a 1 for its tokens.
     """
+    blocks, block_size, page_size = x.blocks, x.block_size, x.kv.shape[2]
     num_tokens, top_k = blocks.shape
-    num_seqs, max_pages = page_table.shape
+    num_seqs, max_pages = x.page_table.shape
     max_blocks = max_pages * page_size // block_size
     num_tiles = num_blocks(num_tokens, num_seqs, block_q)
     most_keys = min(max_blocks, block_q * (top_k + 1)) * block_size
@@ -108,23 +80,15 @@ def list_keys(
     named = blocks.new_empty((num_tiles, triton.cdiv(max_blocks, _CHUNK) * _CHUNK))
     slots, sees = (blocks.new_empty((num_tiles, row)) for _ in range(2))
     num_keys = blocks.new_empty(num_tiles)
-    _list_kernel[(num_tiles,)](
-        blocks,
-        cu_seqlens,
-        seq_lens,
-        page_table,
-        is_done,
-        named,
-        slots,
-        sees,
-        num_keys,
-        num_seqs,
-        named.shape[1],
-        row,
-        page_table.stride(0),
+    bind(_list_kernel, x)[(num_tiles,)](
+        is_done=is_done,
+        named=named,
+        slots=slots,
+        sees=sees,
+        num_keys=num_keys,
+        stride_keys=row,
         BLOCK_Q=block_q,
         QUERIES=triton.next_power_of_2(block_q),
-        BLOCK_SIZE=block_size,
         SIZES=triton.next_power_of_2(block_size),
         PAGE_SIZE=page_size,
         TOP_K=top_k,
@@ -150,7 +114,7 @@ def _list_kernel(
     num_seqs: tl.tensor,
     stride_named: tl.tensor,
     stride_keys: tl.tensor,
-    stride_table: tl.tensor,
+    stride_page_table: tl.tensor,
     BLOCK_Q: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -212,7 +176,7 @@ def _list_kernel(
         who_key = who[:, None] & (tl.full([1, 1], -1, tl.int32) << later)
         mask = (is_named > 0)[:, None] & (size < BLOCK_SIZE)
         page = tl.load(
-            page_table + seq * stride_table + block * BLOCK_SIZE // PAGE_SIZE,
+            page_table + seq * stride_page_table + block * BLOCK_SIZE // PAGE_SIZE,
             mask=is_named > 0,
             other=0,
         )

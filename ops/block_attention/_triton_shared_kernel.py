@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Attention on Hopper of 128 rows, a tile of queries, to the union of their blocks' keys.
 
 As in ``ops/triton/hopper_kernel.py``, two groups of warps have 64 rows each, and a third copies
@@ -203,7 +202,7 @@ def hopper_shared_kernel(
     stride_keys: gl.tensor,
     stride_q_token: gl.tensor,
     stride_q_head: gl.tensor,
-    stride_values: gl.tensor,
+    stride_kv: gl.tensor,
     H: gl.constexpr,
     HK: gl.constexpr,
     D: gl.constexpr,
@@ -248,7 +247,7 @@ def hopper_shared_kernel(
         block = (first_token, end, head_k * GROUP)
         row = tile.to(gl.int64) * stride_keys
         head_keys = kv + head_k * D
-        keys = (head_keys, head_keys + stride_values, slots + row)
+        keys = (head_keys, head_keys + stride_kv, slots + row)
         num_tiles = gl.cdiv(count, BLOCK_KV)
         gl.warp_specialize(
             [

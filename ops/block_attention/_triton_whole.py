@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Queries that see all that is before them: those of a sequence share tiles of keys."""
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.block_attention.op import BlockAttention
 from torch_hybrid.ops.triton.attention import attend_to_keys
-from torch_hybrid.ops.triton.devices import interpreted, launches_early
+from torch_hybrid.ops.triton.devices import launches_early, multiplies_float32
 from torch_hybrid.ops.triton.hopper_attention import HopperTiles, attend_rows
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
 
@@ -44,19 +44,8 @@ def attend_whole(
     q, v, page_table = x.q, x.v, x.page_table
     hopper = None if v is None else HopperTiles.of(q, k, v, kv)
     if hopper is not None:
-        assert v is not None
-        attend_rows(
-            q,
-            k,
-            v,
-            x.cu_seqlens,
-            out,
-            q.new_empty(q.shape[:2], dtype=torch.float32),
-            scale=x.scale,
-            tiles=hopper,
-            pages=(kv, x.seq_lens, page_table),
-            wanted=is_whole,
-        )
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        attend_rows(x, hopper, k, out, lse, kv=kv, wanted=is_whole)
         return
     num_tokens, num_q_heads, head_dim = q.shape
     planes, _, page_size, num_kv_heads, _ = kv.shape
@@ -64,30 +53,20 @@ def attend_whole(
     group = num_q_heads // num_kv_heads
     tensor_cores, early = q.itemsize == 2, launches_early(q.device)
     block_q = block_m // group
-    _whole_kernel[(num_blocks(num_tokens, num_seqs, block_q), num_kv_heads)](
-        q,
-        kv,
-        x.cu_seqlens,
-        x.seq_lens,
-        page_table,
-        is_whole,
-        out,
-        log2_scale(x.scale),
-        num_seqs,
-        q.stride(0),
-        q.stride(1),
-        kv.stride(0) if planes > 1 else 0,
-        page_table.stride(0),
+    bind(_whole_kernel, x)[(num_blocks(num_tokens, num_seqs, block_q), num_kv_heads)](
+        kv=kv,
+        is_whole=is_whole,
+        out=out,
+        scale_log2=log2_scale(x.scale),
+        stride_kv=kv.stride(0) if planes > 1 else 0,
         GROUP=group,
         HKV=num_kv_heads,
-        D=head_dim,
         PAGE_SIZE=page_size,
         BLOCK_Q=block_q,
         BLOCK_M=block_m,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_KV=64 if tensor_cores else 16,
-        # The interpreter holds bfloat16 as integers and multiplies them as such.
-        FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
+        FLOAT32_PRODUCTS=multiplies_float32(q),
         EARLY=early,
         num_warps=8 if tensor_cores else 4,
         num_stages=2,
@@ -109,8 +88,8 @@ def _whole_kernel(
     num_seqs: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
-    stride_values: tl.tensor,
-    stride_table: tl.tensor,
+    stride_kv: tl.tensor,
+    stride_page_table: tl.tensor,
     GROUP: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -169,7 +148,7 @@ def _whole_kernel(
             num_left if hides else num_whole,
             keys_end,
             keys,
-            keys + stride_values,
+            keys + stride_kv,
             HKV * D,
             HKV * D,
             scale_log2,
@@ -180,7 +159,7 @@ def _whole_kernel(
             BLOCK_KV,
             hides,
             FLOAT32_PRODUCTS,
-            table=page_table + seq * stride_table,
+            table=page_table + seq * stride_page_table,
             stride_table_page=1,
             PAGE_SIZE=PAGE_SIZE,
         )

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Index, Op, Pool, Rows, define, like
-from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.core.declare import Index, Pool, Rows, define, like
+from torch_hybrid.ops.core.page_bounds import PagedOp
 from torch_hybrid.ops.core.registration import check_groups, check_scale, check_shapes
 from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton, invariant
 
@@ -28,7 +28,7 @@ IMPLEMENTATIONS = {
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class BlockAttention(Op):
+class BlockAttention(PagedOp):
     """Attention to the blocks of each query, after new keys and values are written to their pages.
 
     A sequence's tokens are cut into blocks of ``block_size``. A query at position p sees the
@@ -111,14 +111,7 @@ class BlockAttention(Op):
         """Raise ValueError unless every index that a call uses is inside its pool, and every block
         is complete where it is seen."""
         _, kv = self.by_head()
-        check_page_indices(
-            self.cu_seqlens,
-            self.seq_lens,
-            self.page_table,
-            self.slot_mapping,
-            num_pages=kv.shape[1],
-            page_size=kv.shape[2],
-        )
+        self.check_pages(num_pages=kv.shape[1], page_size=kv.shape[2])
         num_new, num_tokens = self.cu_seqlens.diff(), int(self.cu_seqlens[-1])
         ahead = self.seq_lens - self.cu_seqlens[1:]
         first = torch.repeat_interleave(ahead, num_new, output_size=num_tokens)

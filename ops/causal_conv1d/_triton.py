@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": one launch for any mix of decode and extend."""
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.causal_conv1d.op import CausalConv1d
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 
 # Tokens of a program, and how many of them are fetched at once. No block is shorter than a state,
@@ -30,32 +30,14 @@ def causal_conv1d(x: CausalConv1d) -> Tensor:
     rows = 1 if tokens_per_seq == 1 else _FETCHED
     block_c = min(512 if rows == 1 else 128, triton.next_power_of_2(num_channels))
     grid = (num_blocks(num_tokens, num_seqs, block_t), triton.cdiv(num_channels, block_c))
-    _conv_kernel[grid](
-        x.x,
-        x.input_gate,
-        x.output_gate,
-        x.token_taps,
-        x.weight,
-        x.bias,
-        x.conv_state,
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        out,
-        num_tokens,
-        num_seqs,
-        x.x.stride(0),
-        0 if x.input_gate is None else x.input_gate.stride(0),
-        0 if x.output_gate is None else x.output_gate.stride(0),
-        C=num_channels,
-        W=width,
+    bind(_conv_kernel, x)[grid](
+        out=out,
         HEADS=x.num_heads,
         ONE_HEAD=num_channels // x.num_heads % block_c == 0,
         BLOCK_T=block_t,
         ROWS=rows,
         BLOCK_C=block_c,
         BLOCK_PAST=triton.next_power_of_2(width - 1),
-        SILU=x.silu,
         num_warps=max(1, block_c // 128),
         enable_fp_fusion=True,
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, Rows, define, like
-from torch_hybrid.ops.core.state_bounds import check_state_indices
+from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 MIN_WIDTH, MAX_WIDTH = 2, 16
@@ -25,7 +24,7 @@ IMPLEMENTATIONS = {
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class CausalConv1d(Op):
+class CausalConv1d(StatefulOp):
     """Convolution of each channel of each sequence with its own short filter over the past.
 
     ``out[t] = act(bias + sum_w weight[:, w] * x[t - W + 1 + w])``, where the inputs before the
@@ -66,6 +65,8 @@ class CausalConv1d(Op):
     both gates, that of LFM2; with taps of each token, that of Inkling-2's keys and values.
     """
 
+    pool_name: ClassVar[str] = "conv_state"
+
     x: Annotated[Tensor, Rows("C")]
     weight: Annotated[Tensor, Dense("C", "W")]
     bias: Annotated[Tensor | None, Dense("C")]
@@ -92,17 +93,6 @@ class CausalConv1d(Op):
             )
         if self.input_gate is not None or self.output_gate is not None:
             raise ValueError("token_taps must be of a convolution without gates")
-
-    def check_indices(self) -> None:
-        """Raise ValueError unless all sequences are among the tokens, and their slots in the pool,
-        which none starts from that another one writes."""
-        check_state_indices(
-            self.cu_seqlens,
-            self.initial_indices,
-            self.state_indices,
-            num_tokens=self.x.shape[0],
-            num_slots=self.conv_state.shape[0],
-        )
 
     @property
     def silu(self) -> bool:

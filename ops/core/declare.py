@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Any,
+    ClassVar,
     Generic,
     Literal,
     ParamSpec,
@@ -106,12 +107,16 @@ class Op:
 
 
 class StatefulOp(Op):
-    """Op that reads and writes states of sequences in slots of the pool ``state``."""
+    """Op that reads and writes states of sequences in slots of a pool.
+
+    Attributes:
+        pool_name: of the field that is the pool.
+    """
 
     __slots__ = ()
+    pool_name: ClassVar[str] = "state"
 
     if TYPE_CHECKING:
-        state: Tensor
         cu_seqlens: Tensor
         initial_indices: Tensor
         state_indices: Tensor
@@ -127,7 +132,7 @@ class StatefulOp(Op):
             self.initial_indices,
             self.state_indices,
             num_tokens=getattr(self, first.name).shape[0],
-            num_slots=self.state.shape[0],
+            num_slots=getattr(self, self.pool_name).shape[0],
         )
 
 
@@ -611,9 +616,11 @@ def cpp_launcher(
     sizes: str = "",
     values: Mapping[str, str] | None = None,
     numbers: str = "",
-    out: str | Callable[[Any], Tensor],
-) -> Callable[[Any], Any]:
-    """Make the launcher of a C++ kernel whose struct has the op's tensors and then its results.
+    tensors: str = "",
+    out: str | Callable[[Any], Tensor | tuple[Tensor, ...]],
+    results: str = "out",
+) -> Callable[..., Any]:
+    """Make the launcher of a C++ kernel.
 
     Args:
         cls: the op's class.
@@ -622,27 +629,33 @@ def cpp_launcher(
             ``"T=num_tokens D//2=half_dim N"``.
         integers: of the struct in its order: names of sizes and values, ``<field>_stride`` and
             ``<field>_head_stride`` of rows, ``is_bf16``, ``wide_<field>`` (float32),
-            ``num_threads``, ``state_streams``; options and properties of the op.
+            ``num_threads``, ``state_streams``; options and properties of the op. With
+            ``is_invariant``, that is the launcher's option. ``<field>_token`` and ``<field>_row``
+            are the first stride too, ``<field>_head`` the second.
         values: expressions of ``x``, an instance of ``cls``, by the struct's names of them.
         numbers: options and values that the struct has as doubles.
+        tensors: of the struct in its order, unless those are the op's and then the results.
         out: field that the result has shape and dtype of, or what makes the result from an instance
             of ``cls``. Several are named as in the struct: ``"out=o_a lse=lse_a"``; one like a
-            field that is None is None.
+            field that is None is None. Empty: it returns nothing.
+        results: what the struct calls those that ``out`` makes.
     """
     declaration = Declaration(cls)
     if isinstance(out, str):
         named = [each.rpartition("=") for each in out.split()]
-        results = {
+        made = {
             name or "out": f"None if x.{of} is None else " * (of in declaration.optional)
             + f"x.{of}.new_empty(x.{of}.shape)"
             for name, _, of in named
         }
     else:
-        results = {"out": "make(x)"}
+        made = {", ".join(results.split()): "make(x)"}
+    returned = ", ".join(made)
+    names = tensors.split() or [*declaration.kinds, *returned.split(", ")]
     run = kernel(
         declaration.name,
         source,
-        tensors=" ".join([*declaration.kinds, *results]),
+        tensors=" ".join(names),
         integers=integers,
         numbers=numbers,
     )
@@ -667,23 +680,25 @@ def cpp_launcher(
             wide = name.removeprefix("wide_")
             guard = f"x.{wide} is not None and " * (wide in declaration.optional)
             return f"{guard}x.{wide}.dtype is float32"
-        rows = name.removesuffix("_stride").removesuffix("_head")
-        if rows == name:
-            return f"x.{name}"
-        stride = f"x.{rows}.stride({int(name.endswith('_head_stride'))})"
-        return f"0 if x.{rows} is None else {stride}" if rows in declaration.optional else stride
+        rows = re.fullmatch(r"(\w+?)(?:_stride|_token|_row|(_head)(?:_stride)?)", name)
+        if rows is None or rows[1] not in declaration.kinds:
+            return name if name == "is_invariant" else f"x.{name}"
+        stride = f"x.{rows[1]}.stride({int(rows[2] is not None)})"
+        is_optional = rows[1] in declaration.optional
+        return f"0 if x.{rows[1]} is None else {stride}" if is_optional else stride
 
-    passed = [*(f"x.{name}" for name in declaration.kinds), *results, *map(value, integers.split())]
+    passed = [f"x.{name}" if name in declaration.kinds else name for name in names]
+    passed += map(value, integers.split())
     passed += [special.get(name, f"x.{name}") for name in numbers.split()]
     written = " ".join(passed)
     owners = {owner for owner, _ in declaration.bound.values() if f"{owner}_shape[" in written}
     lines = [
-        f"def {declaration.name}(x):",
+        f"def {declaration.name}(x{', *, is_invariant=False' * ('is_invariant' in integers)}):",
         *(f"    {owner}_shape = x.{owner}.shape" for owner in sorted(owners)),
-        *(f"    {name} = {made}" for name, made in results.items()),
+        *(f"    {name} = {value}" for name, value in made.items()),
         f"    if not run({', '.join(passed)}):",
         "        x.check_indices()",
-        f"    return {', '.join(results)}",
+        f"    return {returned}",
     ]
     scope = {"run": run, "bf16": torch.bfloat16, "float32": torch.float32, "make": out}
     scope |= {"num_threads": torch.get_num_threads, "cpu_tuning": cpu_tuning}

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "flashinfer" of the chunk form: FlashInfer's kernels for Hopper.
 
 FlashInfer takes dense rows and decays as factors (not their logarithms). A kernel before it
@@ -29,6 +28,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.planning import Lengths, Planned
 from torch_hybrid.ops.delta_rule.op import GatedDeltaRule
 from torch_hybrid.ops.flashinfer.states import aligned, packed_states, store_states
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import inverse_root
 
 _ROWS = 32  # tokens of one head that a program brings into order
@@ -120,33 +120,17 @@ class _Rows:
         num_tokens, num_k_heads, head_dim = x.q.shape
         num_v_heads = x.v.shape[1]
         num_copied = num_v_heads if self.v is not x.v else 0
-        _rows_kernel[(triton.cdiv(num_tokens, _ROWS), 2 * num_k_heads + num_copied + 1)](
-            x.q,
-            x.k,
-            x.v,
-            x.g,
-            x.beta,
-            x.cu_seqlens,
-            self.q,
-            self.k,
-            self.v,
-            self.decay,
-            self.beta,
-            out,
-            x.cu_seqlens.shape[0] - 1,
-            num_tokens,
-            x.q.stride(0),
-            x.k.stride(0),
-            x.v.stride(0),
-            x.g.stride(0),
-            x.beta.stride(0),
-            H=num_k_heads,
-            HV=num_v_heads,
+        bind(_rows_kernel, x)[(triton.cdiv(num_tokens, _ROWS), 2 * num_k_heads + num_copied + 1)](
+            q_rows=self.q,
+            k_rows=self.k,
+            v_rows=self.v,
+            decay_rows=self.decay,
+            beta_rows=self.beta,
+            out=out,
             HV_COPIED=num_copied,
             D=head_dim,
             BLOCK_HV=triton.next_power_of_2(num_v_heads),
             ROWS=_ROWS,
-            QK_L2NORM=x.qk_l2norm,
         )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.triton.devices import PROCESSORS, rows_are_aligned, runs_gluon
 from torch_hybrid.ops.triton.hopper_attention import rows_by_tiles
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import ROUNDED
 from torch_hybrid.ops.triton.segments import Launch
 
@@ -34,25 +35,14 @@ def hopper_prepare(prepared: Prepared, x: GatedDeltaRule) -> Launch:
 
     num_k_heads, num_v_heads = x.k.shape[1], x.beta.shape[1]
     num_heads = 2 if num_v_heads // num_k_heads % 2 == 0 else 1
-    boxes = [rows_by_tiles(rows, HEAD_DIM_K, block_kv=CHUNK) for rows in (x.q, x.k)]
+    box_q, box_k = (rows_by_tiles(rows, HEAD_DIM_K, block_kv=CHUNK) for rows in (x.q, x.k))
 
     def launch(first_block: int, last_block: int) -> None:
-        hopper_prepare_kernel[((last_block - first_block) * num_v_heads // num_heads,)](
-            *boxes,
-            x.g,
-            x.beta,
-            x.cu_seqlens,
-            prepared.keys,
-            prepared.solve,
-            prepared.attend,
-            prepared.factors,
-            x.scale,
-            x.cu_seqlens.shape[0] - 1,
-            first_block,
-            x.g.stride(0),
-            x.beta.stride(0),
-            H=num_k_heads,
-            HV=num_v_heads,
+        programs = (last_block - first_block) * num_v_heads // num_heads
+        bind(hopper_prepare_kernel, x, prepared)[(programs,)](
+            box_q=box_q,
+            box_k=box_k,
+            first_block=first_block,
             HEADS=num_heads,
             num_warps=4,
             maxnreg=168,  # three programs on a processor: 74 us of 1x8192 instead of 88
@@ -82,40 +72,29 @@ def hopper_walk(
     from torch_hybrid.ops.triton.hopper import rows_layout
 
     q, v = x.q, x.v
-    num_tokens, num_v_heads, head_dim_v = v.shape
-    num_seqs = x.state_indices.shape[0]
-    num_programs = head_dim_v // ROWS_OF_V * num_v_heads * num_seqs
+    _, num_v_heads, head_dim_v = v.shape
+    num_programs = head_dim_v // ROWS_OF_V * num_v_heads * x.state_indices.shape[0]
     num_groups = 2 if is_even is not False and num_programs > PROCESSORS else 1
 
     def matrices(blocks: Tensor) -> TensorDescriptor:
         rows = blocks.view(-1, CHUNK)
         return TensorDescriptor.from_tensor(rows, [CHUNK, CHUNK], rows_layout())
 
-    boxes = (
-        rows_by_tiles(q, HEAD_DIM_K, block_kv=CHUNK),
-        rows_by_tiles(prepared.keys[:, 0], HEAD_DIM_K, block_kv=CHUNK),
-        rows_by_tiles(v, ROWS_OF_V, block_kv=CHUNK),
-        matrices(prepared.solve),
-        matrices(prepared.attend),
-    )
+    boxes = {
+        "box_q": rows_by_tiles(q, HEAD_DIM_K, block_kv=CHUNK),
+        "box_k": rows_by_tiles(prepared.keys[:, 0], HEAD_DIM_K, block_kv=CHUNK),
+        "box_v": rows_by_tiles(v, ROWS_OF_V, block_kv=CHUNK),
+        "box_solve": matrices(prepared.solve),
+        "box_attend": matrices(prepared.attend),
+    }
 
     def walk(first_block: int, last_block: int) -> None:
-        hopper_scan_kernel[(num_programs // num_groups,)](
-            *boxes,
-            prepared.factors,
-            x.state,
-            carry,
-            x.cu_seqlens,
-            x.initial_indices,
-            x.state_indices,
-            out,
-            num_tokens,
-            num_seqs,
-            first_block,
-            last_block,
-            H=q.shape[1],
-            HV=num_v_heads,
-            V=head_dim_v,
+        bind(hopper_scan_kernel, x, prepared)[(num_programs // num_groups,)](
+            **boxes,
+            carry=carry,
+            out=out,
+            first_block=first_block,
+            last_block=last_block,
             GROUPS=num_groups,
             STAGES=3,
             num_warps=4,

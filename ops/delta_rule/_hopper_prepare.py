@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """The first launch of the rounded form on Hopper, in Gluon: systems of the heads of a key head.
 
 Rows come by TMA and are multiplied where they lie. So registers are left for three programs on a

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """The rounded scan on Hopper, in Gluon: a warp that copies, beside groups of warps that walk.
 
 A group of four warps has 64 rows of V of a state in registers. Everything that it multiplies with

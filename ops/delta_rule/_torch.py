@@ -16,10 +16,9 @@ from torch_hybrid.ops.delta_rule.unit_rows import l2_normalize
 from torch_hybrid.ops.ragged_chunks import (
     FULL_DECAY,
     Chunks,
-    Sequences,
     chunk_table,
     initial_states,
-    live_sequences,
+    sequences_of,
     store_states,
 )
 
@@ -31,7 +30,7 @@ def sum_after(g: Tensor) -> Tensor:
 
 def recurrent_delta_rule(x: DeltaRule) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
-    seqs, state, v, g = _live(x), x.state, x.v, _decays(x)
+    seqs, state, v, g = sequences_of(x), x.state, x.v, _decays(x)
     S = initial_states(state, seqs)
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     for step in range(seqs.max_length):
@@ -48,7 +47,7 @@ def recurrent_delta_rule(x: DeltaRule) -> Tensor:
 
 def chunk_delta_rule(x: DeltaRule) -> Tensor:
     """Compute what lies inside chunks for all of them at once, then scan the states over them."""
-    seqs, state, v, chunk_size = _live(x), x.state, x.v, x.chunk_size
+    seqs, state, v, chunk_size = sequences_of(x), x.state, x.v, x.chunk_size
     S = initial_states(state, seqs)
     chunks = chunk_table(seqs, chunk_size)
     parts = _inside_chunks(x, chunks)
@@ -76,16 +75,6 @@ class _ChunkParts:
     k_decayed: Tensor
     attention: Tensor
     decay: Tensor
-
-
-def _live(x: DeltaRule) -> Sequences:
-    return live_sequences(
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        num_tokens=x.v.shape[0],
-        num_slots=x.state.shape[0],
-    )
 
 
 def _decays(x: DeltaRule) -> Tensor:

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton" of the chunk form: systems of all chunks in parallel, then the scan."""
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch_hybrid.ops.triton.decays import (
     decay_until_end,
 )
 from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import (
     ROUNDED,
     dot,
@@ -66,32 +66,14 @@ def _prepare(x: GatedDeltaRule, pieces: tuple[int, torch.dtype]) -> tuple[Prepar
     scratch = q.new_empty(*shape, chunk, 16, dtype=torch.float32)
 
     def launch(first_block: int, last_block: int) -> None:
-        _prepare_kernel[((last_block - first_block) * num_v_heads,)](
-            q,
-            k,
-            x.g,
-            x.beta,
-            x.cu_seqlens,
-            prepared.keys if writes_keys else None,
-            prepared.solve,
-            prepared.attend,
-            prepared.factors,
-            scratch,
-            x.scale,
-            num_seqs,
-            first_block,
-            q.stride(0),
-            k.stride(0),
-            x.g.stride(0),
-            x.beta.stride(0),
-            H=num_k_heads,
-            HV=num_v_heads,
-            K=head_dim_k,
+        bind(_prepare_kernel, x, prepared)[((last_block - first_block) * num_v_heads,)](
+            keys=prepared.keys if writes_keys else None,
+            scratch=scratch,
+            first_block=first_block,
             C=chunk,
             PA=prepared.attend.shape[2],
             PS=num_pieces,
             SLICE=min(64, max(16, triton.next_power_of_2(head_dim_k))),
-            QK_L2NORM=x.qk_l2norm,
             num_warps=2 if num_pieces == 1 else 4,
             # Prefetched operands of Q K^T were overwritten before they were read (Triton 3.6,
             # sm_90).

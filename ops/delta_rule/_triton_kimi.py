@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton" of the chunk form: rows and systems in parallel, then the scan."""
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from torch_hybrid.ops.delta_rule.op import KimiDeltaAttention
 from torch_hybrid.ops.ragged_chunks import FULL_DECAY
 from torch_hybrid.ops.triton.decays import MOST_FIXED, exp, fixed_decay, fixed_exp
 from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import (
     ROUNDED,
     dot,
@@ -41,7 +41,7 @@ def _prepare(x: KimiDeltaAttention, pieces: tuple[int, torch.dtype]) -> tuple[Pr
 
     Rows of outputs need their dtype's precision alone.
     """
-    q, k = x.q, x.k
+    q = x.q
     num_tokens, num_heads, head_dim_k = q.shape
     num_seqs = x.cu_seqlens.shape[0] - 1
     num_pieces, dtype = pieces
@@ -63,32 +63,14 @@ def _prepare(x: KimiDeltaAttention, pieces: tuple[int, torch.dtype]) -> tuple[Pr
     block_k = max(16, triton.next_power_of_2(head_dim_k))
 
     def launch(first_block: int, last_block: int) -> None:
-        _prepare_kernel[((last_block - first_block) * num_heads,)](
-            q,
-            k,
-            x.g,
-            x.beta,
-            x.cu_seqlens,
-            prepared.queries,
-            prepared.keys,
-            prepared.writes,
-            prepared.solve,
-            prepared.attend,
-            prepared.factors,
-            scratch,
-            num_seqs,
-            first_block,
-            q.stride(0),
-            k.stride(0),
-            x.g.stride(0),
-            x.beta.stride(0),
-            H=num_heads,
-            K=head_dim_k,
+        bind(_prepare_kernel, x, prepared)[((last_block - first_block) * num_heads,)](
+            reads=prepared.keys,
+            scratch=scratch,
+            first_block=first_block,
             C=chunk,
             PS=num_pieces,
             BLOCK_K=block_k,
             SLICE=min(block_k, 32 if num_pieces != 1 else 16),
-            QK_L2NORM=x.qk_l2norm,
             num_warps=2,
             num_stages=1,
             enable_fp_fusion=True,

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Cuts of the scans of delta rules: rows of V, segments of chunks, and the states between."""
 
 from __future__ import annotations

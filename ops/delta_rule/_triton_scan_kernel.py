@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """The scan of the chunk forms: one program walks the chunks of a sequence with its state.
 
 Keys come as they are, with factors for their rows, or BY_CHANNEL decayed: those that read the state
@@ -27,6 +26,7 @@ from torch_hybrid.ops.delta_rule._triton_scan import (
 )
 from torch_hybrid.ops.delta_rule.op import DeltaRule, GatedDeltaRule
 from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import (
     ROUNDED,
     cut,
@@ -48,8 +48,8 @@ def scan(x: DeltaRule, prepared: Prepared, walks: ScanSegments) -> tuple[Tensor,
     """
     queries, keys, v = prepared.queries, prepared.keys, x.v
     solve, attend = prepared.solve, prepared.attend
-    _, num_key_pieces, num_k_heads, head_dim_k = keys.shape
-    num_tokens, num_v_heads, head_dim_v = v.shape
+    _, num_key_pieces, _, head_dim_k = keys.shape
+    _, num_v_heads, head_dim_v = v.shape
     num_seqs = x.state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     carry = walks.carry(x)
@@ -66,41 +66,23 @@ def scan(x: DeltaRule, prepared: Prepared, walks: ScanSegments) -> tuple[Tensor,
 
     def walk(first_block: int, last_block: int) -> None:
         for form in forms:
-            _scan_kernel[(triton.cdiv(head_dim_v, form.block_v) * num_v_heads * num_seqs,)](
-                queries,
-                keys,
-                prepared.writes,
-                v,
-                solve,
-                attend,
-                prepared.factors,
-                x.state,
-                x.cu_seqlens,
-                x.initial_indices,
-                x.state_indices,
-                out,
-                x.scale if x.by_channel else None,
-                num_tokens,
-                num_seqs,
-                carry,
-                first_block,
-                last_block,
+            blocks_v = triton.cdiv(head_dim_v, form.block_v)
+            bind(_scan_kernel, x, prepared, form)[(blocks_v * num_v_heads * num_seqs,)](
+                out=out,
+                scale=x.scale if x.by_channel else None,
+                carry=carry,
+                first_block=first_block,
+                last_block=last_block,
                 # Constants, so that a tile's rows lie at constant distances: fewer registers.
                 STRIDE_Q=queries.stride(0),
                 STRIDE_K=keys.stride(0),
                 STRIDE_V=v.stride(0),
-                H=num_k_heads,
                 HV=num_v_heads,
-                K=head_dim_k,
-                V=head_dim_v,
                 C=solve.shape[-1],
                 PK=num_key_pieces,
                 PA=attend.shape[2],
                 PS=prepared.num_pieces,
                 BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
-                BLOCK_V=form.block_v,
-                STEPS=form.steps,
-                BY_CHANNEL=x.by_channel,
                 STAGES=stages_of_factors(prepared.num_pieces),
                 num_warps=form.num_warps,
                 num_stages=3 if hopper and (x.by_channel or form.block_v <= 64) else 2,

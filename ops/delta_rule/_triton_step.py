@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Delta rules' steps in Triton, drafts included: prepare the inputs, walk the states, norm the
 outputs.
 
@@ -26,6 +25,7 @@ from torch_hybrid.ops.delta_rule.op_step import DeltaStep
 from torch_hybrid.ops.triton.conv_step import convolve, last_inputs, leave_inputs, taps
 from torch_hybrid.ops.triton.decays import exp, softplus
 from torch_hybrid.ops.triton.devices import launches_early
+from torch_hybrid.ops.triton.launch import bind
 
 # Columns of a piece of a state, which stand side by side in a warp: eight threads hold a row.
 PIECE = 32
@@ -70,7 +70,6 @@ def launch_step(x: DeltaStep, rule: Rule) -> Tensor:
     num_k_heads = x.widths[0] // head_dim_k
     sizes = {"H": num_k_heads, "HV": num_v_heads, "K": head_dim_k, "V": head_dim_v}
     sizes |= {"DRAFTS": num_drafts, "BY_CHANNEL": rule.by_channel}
-    index = (x.cu_seqlens, x.initial_indices, x.state_indices, x.accepted)
     early = launches_early(x.qkv.device)
     block = triton.next_power_of_2(max(head_dim_k, head_dim_v))
     block_v = triton.next_power_of_2(head_dim_v)
@@ -80,26 +79,9 @@ def launch_step(x: DeltaStep, rule: Rule) -> Tensor:
     num_heads = max(1, PREPARED_CHANNELS // block)
     num_blocks = triton.cdiv(2 * num_k_heads + num_v_heads, num_heads)
     num_blocks += 1 + triton.cdiv(x.a.shape[1], num_heads * block)
-    _prepare_kernel[(num_blocks * num_seqs,)](
-        x.qkv,
-        x.b,
-        x.a,
-        x.conv_weight,
-        x.conv_bias,
-        x.A_log,
-        x.dt_bias,
-        x.conv_state,
-        *index,
-        x.records,
-        prepared,
-        x.scale,
-        rule.beta_scale,
-        rule.lower_bound,
-        x.qkv.stride(0),
-        x.b.stride(0),
-        x.a.stride(0),
+    bind(_prepare_kernel, x, rule)[(num_blocks * num_seqs,)](
+        prepared=prepared,
         **sizes,
-        W=x.conv_weight.shape[1],
         HEADS=num_heads,
         BLOCK=block,
         BLOCK_HEADS=triton.next_power_of_2(num_v_heads),
@@ -111,11 +93,9 @@ def launch_step(x: DeltaStep, rule: Rule) -> Tensor:
     of_warp = rows_of_warp(head_dim_k)
     num_rows = min(block_v, STATE_WARPS * of_warp)
     num_blocks = triton.cdiv(head_dim_v, num_rows)
-    _walk_kernel[(num_blocks * num_v_heads * num_seqs,)](
-        prepared,
-        x.state,
-        *index,
-        out,
+    bind(_walk_kernel, x)[(num_blocks * num_v_heads * num_seqs,)](
+        prepared=prepared,
+        out=out,
         **sizes,
         PIECES=triton.cdiv(head_dim_k, PIECE),
         LANES=PIECE,
@@ -132,20 +112,13 @@ def launch_step(x: DeltaStep, rule: Rule) -> Tensor:
 def launch_norm(out: Tensor, x: DeltaStep, rule: Rule, *, early: bool) -> None:
     """Normalise and gate the outputs in place."""
     num_tokens, (num_v_heads, head_dim_v) = out.shape[0], x.state.shape[1:3]
-    _norm_kernel[(triton.cdiv(num_tokens * num_v_heads, _NORMED_HEADS),)](
-        out,
-        x.z,
-        x.norm_weight,
-        x.cu_seqlens,
-        rule.norm_eps,
-        num_tokens,
-        x.state_indices.shape[0],
-        x.z.stride(0),
-        HV=num_v_heads,
-        V=head_dim_v,
+    bind(_norm_kernel, x, rule)[(triton.cdiv(num_tokens * num_v_heads, _NORMED_HEADS),)](
+        out=out,
+        weight=x.norm_weight,
+        eps=rule.norm_eps,
+        num_tokens=num_tokens,
         BLOCK_V=triton.next_power_of_2(head_dim_v),
         HEADS=_NORMED_HEADS,
-        NORM=rule.norm,
         EARLY=early,
         num_warps=_NORMED_HEADS,
         enable_fp_fusion=False,
@@ -288,7 +261,7 @@ def _prepare_kernel(
     scale: tl.tensor,
     beta_scale: tl.tensor,
     lower_bound: tl.tensor | None,
-    stride_x: tl.tensor,
+    stride_qkv: tl.tensor,
     stride_b: tl.tensor,
     stride_a: tl.tensor,
     H: tl.constexpr,
@@ -327,7 +300,7 @@ def _prepare_kernel(
     token = begin.to(tl.int64)
     known = initial != 0
     kept = slot != 0
-    p_x = qkv + token * stride_x
+    p_x = qkv + token * stride_qkv
     p_b = b + token * stride_b
     p_a = a + token * stride_a
     p_old = conv_state + initial * (W - 1) * C
@@ -354,7 +327,7 @@ def _prepare_kernel(
             mask &= (head < 2 * H + HV)[:, None]
             _prepare_channels(
                 p_x + channel,
-                stride_x,
+                stride_qkv,
                 p_replayed + channel,
                 p_drafts + channel,
                 p_old + channel,

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Delta rules' steps in Triton for any number of tokens a sequence, each with a decode step's bits.
 
 A token's outputs, and the states after it, depend only on the tokens before it. Three launches, as
@@ -30,6 +29,7 @@ from torch_hybrid.ops.delta_rule._triton_step import (
 from torch_hybrid.ops.delta_rule.op_step import DeltaStep
 from torch_hybrid.ops.triton.conv_step import convolve, inputs_before, leave_inputs, taps
 from torch_hybrid.ops.triton.devices import launches_early
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 
 # Rows of a state that a warp has where a sequence has so many tokens, which wait for one another: a
@@ -57,25 +57,8 @@ def launch_extend(x: DeltaStep, rule: Rule) -> Tensor:
     num_blocks += 1 + triton.cdiv(x.a.shape[1], num_heads * block)
     width = x.qkv.shape[1] + x.b.shape[1] + x.a.shape[1]
     prepared = x.state.new_empty(num_tokens, width)
-    _prepare_token_kernel[(num_blocks * num_tokens,)](
-        x.qkv,
-        x.b,
-        x.a,
-        x.conv_weight,
-        x.conv_bias,
-        x.A_log,
-        x.dt_bias,
-        x.conv_state,
-        x.cu_seqlens,
-        x.initial_indices,
-        prepared,
-        x.scale,
-        rule.beta_scale,
-        rule.lower_bound,
-        num_seqs,
-        x.qkv.stride(0),
-        x.b.stride(0),
-        x.a.stride(0),
+    bind(_prepare_token_kernel, x, rule)[(num_blocks * num_tokens,)](
+        prepared=prepared,
         **sizes,
         HEADS=num_heads,
         BLOCK=block,
@@ -89,16 +72,9 @@ def launch_extend(x: DeltaStep, rule: Rule) -> Tensor:
     is_few = num_rows <= _FEW_ROWS
     walks = triton.cdiv(head_dim_v, num_rows) * num_v_heads
     leaves = triton.cdiv(x.qkv.shape[1], PREPARED_CHANNELS)
-    _walk_tokens_kernel[((walks + leaves) * num_seqs,)](
-        prepared,
-        x.qkv,
-        x.conv_state,
-        x.state,
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        out,
-        x.qkv.stride(0),
+    bind(_walk_tokens_kernel, x)[((walks + leaves) * num_seqs,)](
+        prepared=prepared,
+        out=out,
         **sizes,
         PIECES=triton.cdiv(head_dim_k, PIECE),
         LANES=PIECE,
@@ -144,7 +120,7 @@ def _prepare_token_kernel(
     beta_scale: tl.tensor,
     lower_bound: tl.tensor | None,
     num_seqs: tl.tensor,
-    stride_x: tl.tensor,
+    stride_qkv: tl.tensor,
     stride_b: tl.tensor,
     stride_a: tl.tensor,
     H: tl.constexpr,
@@ -187,10 +163,10 @@ def _prepare_token_kernel(
             mask = index[None, :] < tl.where(is_key, K, V)[:, None]
             mask &= (head < 2 * H + HV)[:, None]
             initial = tl.load(initial_indices + seq).to(tl.int64)
-            p_x = qkv + row * stride_x + channel
+            p_x = qkv + row * stride_qkv + channel
             past = inputs_before(
                 p_x,
-                stride_x,
+                stride_qkv,
                 conv_state + initial * (W - 1) * C + channel,
                 place,
                 initial != 0,
@@ -277,7 +253,7 @@ def _walk_tokens_kernel(
     initial_indices: tl.tensor,
     state_indices: tl.tensor,
     out: tl.tensor,
-    stride_x: tl.tensor,
+    stride_qkv: tl.tensor,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -359,8 +335,8 @@ def _walk_tokens_kernel(
             if EARLY:
                 gdc_wait()
             rows = inputs_before(
-                qkv + (begin + num_new) * stride_x + channel,
-                stride_x,
+                qkv + (begin + num_new) * stride_qkv + channel,
+                stride_qkv,
                 p_old,
                 num_new,
                 initial != 0,

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementations "triton" and "triton_invariant": launches of ``_triton_step.py`` and
 ``_triton_step_extend.py``."""
 

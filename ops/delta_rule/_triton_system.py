@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """System of a chunk, which the first launches of both delta rules invert in Triton.
 
 README.md derives it.

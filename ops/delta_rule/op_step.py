@@ -13,7 +13,7 @@ from torch_hybrid.ops.conv_step import check_activation, check_lengths, check_wi
 from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows
 from torch_hybrid.ops.delta_rule.unit_rows import l2_normalize
 from torch_hybrid.ops.pointwise import sigmoid
-from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
+from torch_hybrid.ops.ragged_chunks import initial_states, sequences_of, store_states
 from torch_hybrid.ops.verify import StepOp, verify_by_calls
 
 
@@ -102,13 +102,7 @@ def step_in_torch(
         gated_norm: outputs of the rule and their gates, both [N, HV, V], to the op's.
         beta_scale: of step sizes.
     """
-    seqs = live_sequences(
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        num_tokens=x.qkv.shape[0],
-        num_slots=x.state.shape[0],
-    )
+    seqs = sequences_of(x)
     if seqs.max_length > 1:
         check_lengths(x.cu_seqlens)
     token = seqs.starts

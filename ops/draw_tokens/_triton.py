@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": thresholds are searched, nothing is sorted; see the README.
 
 best       of each segment of a row; of each of its blocks where there is a top-k.
@@ -36,6 +35,7 @@ from torch_hybrid.ops.draw_tokens._triton_search import (
     weights_of,
 )
 from torch_hybrid.ops.draw_tokens.op import DrawTokens
+from torch_hybrid.ops.triton.launch import launch
 
 _BLOCKS = (128, 512)  # tokens whose largest logit bounds a top-k: shorter ones bound it better
 
@@ -55,115 +55,45 @@ def draw_tokens(x: DrawTokens) -> Tensor:
     block = _BLOCKS[num_ranked * 4 * _BLOCKS[1] <= vocab]
     num_blocks = num_segments * (SEGMENT.value // block)
     blocks = logits.new_empty((num_rows, num_blocks) if num_ranked else (1,), dtype=torch.int32)
-    row = {"V": vocab, "S": num_segments, "BLOCK_S": triton.next_power_of_2(num_segments)}
-    _best_kernel[by_segment](
-        logits,
-        best,
-        blocks,
-        logits.stride(0),
-        **row,
-        BLOCK=block,
-        RANKS=num_ranked > 0,
-        num_warps=4,
-    )
-    masses = torch.empty_like(best) if draws else best
-    least = logits.new_empty(num_rows, dtype=torch.int32)
-    # The largest logit, and that below which none can be kept.
-    largest, floor = logits.new_empty((2, num_rows), dtype=torch.float32)
     filters = draws and (num_ranked > 0 or has_wide_top_p)
+    held = {
+        "logits": logits,
+        "settings": settings,
+        "best": best,
+        "blocks": blocks,
+        "masses": torch.empty_like(best) if draws else best,
+        "least": logits.new_empty(num_rows, dtype=torch.int32),
+        "tokens": tokens,
+        "num_rows": num_rows,
+        "stride": logits.stride(0),
+        "V": vocab,
+        "S": num_segments,
+        "BLOCK_S": triton.next_power_of_2(num_segments),
+        "RANKS": num_ranked > 0,
+        "WIDE": has_wide_top_p,
+        "DRAWS": draws,
+        "FILTERS": filters,
+    }
+    launch(_best_kernel, by_segment, held, BLOCK=block, num_warps=4)
+    # The largest logit, and that below which none can be kept.
+    held["largest"], held["floor"] = logits.new_empty((2, num_rows), dtype=torch.float32)
     if filters:
         # The last weight kept is at least `low` and at most `high`.
-        low, high, found = logits.new_empty((3, num_rows), dtype=torch.int32)
-        known = sums = masses_of_all = best  # if not wide, none is read
+        for name in ("low", "high", "found"):
+            held[name] = logits.new_empty(num_rows, dtype=torch.int32)
+        held |= dict.fromkeys(("known", "sums", "masses_of_all"), best)  # if not wide, none is read
         if has_wide_top_p:
-            masses_of_all = torch.empty_like(best)
-            known, sums = narrow(logits, settings, best, row)
-        _bounds_kernel[by_row](
-            settings,
-            best,
-            blocks,
-            known,
-            sums,
-            largest,
-            floor,
-            low,
-            high,
-            found,
-            num_rows,
-            **row,
-            B=num_blocks,
-            BLOCK_B=triton.next_power_of_2(num_blocks),
-            RANKS=num_ranked > 0,
-            WIDE=has_wide_top_p,
-            num_warps=4,
-        )
-        weights, segments = logits.new_empty((2, num_rows, vocab), dtype=torch.int32)
-        _collect_kernel[by_segment](
-            logits,
-            settings,
-            best,
-            largest,
-            floor,
-            low,
-            high,
-            found,
-            weights,
-            segments,
-            masses_of_all,
-            masses,
-            num_rows,
-            logits.stride(0),
-            V=vocab,
-            S=num_segments,
-            WIDE=has_wide_top_p,
-            num_warps=4,
-        )
-        _threshold_kernel[by_row](
-            settings,
-            best,
-            masses_of_all,
-            masses,
-            found,
-            weights,
-            segments,
-            low,
-            high,
-            least,
-            floor,
-            num_rows,
-            **row,
-            WIDE=has_wide_top_p,
-            num_warps=8,
-        )
+            held["masses_of_all"] = torch.empty_like(best)
+            held["known"], held["sums"] = narrow(held)
+        block_b = triton.next_power_of_2(num_blocks)
+        launch(_bounds_kernel, by_row, held, B=num_blocks, BLOCK_B=block_b, num_warps=4)
+        for name in ("weights", "segments"):
+            held[name] = logits.new_empty((num_rows, vocab), dtype=torch.int32)
+        launch(_collect_kernel, by_segment, held, num_warps=4)
+        launch(_threshold_kernel, by_row, held, num_warps=8)
     if draws:
-        _masses_kernel[by_segment](
-            logits,
-            settings,
-            best,
-            least,
-            floor,
-            masses,
-            num_rows,
-            logits.stride(0),
-            **row,
-            FILTERS=filters,
-            WIDE=has_wide_top_p,
-            num_warps=4,
-        )
-    _draw_kernel[by_row](
-        logits,
-        settings,
-        best,
-        least,
-        masses,
-        tokens,
-        num_rows,
-        logits.stride(0),
-        **row,
-        DRAWS=draws,
-        FILTERS=filters,
-        num_warps=4,
-    )
+        launch(_masses_kernel, by_segment, held, num_warps=4)
+    launch(_draw_kernel, by_row, held, num_warps=4)
     return tokens
 
 

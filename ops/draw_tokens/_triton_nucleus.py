@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """End of a nucleus that no top-k bounds: a bracket of weights, narrowed in a few passes.
 
 A pass adds up, for each of a few thresholds between the bounds, what lies above it, in float32: so
@@ -8,6 +7,9 @@ end among the weights between the bounds alone.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +23,7 @@ from torch_hybrid.ops.draw_tokens._triton_search import (
     logit_of,
     wants_nucleus,
 )
+from torch_hybrid.ops.triton.launch import launch
 
 NUM_PASSES = 3
 _TRIES: tl.constexpr = tl.constexpr(8)  # thresholds of a pass, the first its lower bound
@@ -37,36 +40,21 @@ _HIGH: tl.constexpr = tl.constexpr(3)
 _WANTED: tl.constexpr = tl.constexpr(4)  # the sum that its nucleus reaches
 
 
-def narrow(
-    logits: Tensor, settings: Tensor, best: Tensor, sizes: dict[str, int]
-) -> tuple[Tensor, Tensor]:
+def narrow(held: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Make what :func:`end_of_nucleus` reads, of the rows that have a top-p and no top-k.
 
     Args:
-        logits: [N, vocab_size].
-        settings: [5, N], contiguous.
-        best: [N, S] of each segment.
-        sizes: of a row, as the kernels take them.
+        held: arguments of the kernels, by name: the logits [N, vocab_size], the settings [5, N],
+            contiguous, the best [N, S] of each segment, and the sizes of a row.
     """
-    num_rows, num_segments = best.shape
+    logits, (num_rows, num_segments) = held["logits"], held["best"].shape
     known = logits.new_empty(5, num_rows, dtype=torch.float32)
     sums = logits.new_empty(num_rows, num_segments, _TRIES.value, dtype=torch.float32)
+    held = {**held, "known": known, "sums": sums}
     for nth in range(NUM_PASSES):
-        _bracket_kernel[(num_rows,)](
-            settings, best, known, sums, num_rows, **sizes, NTH=nth, num_warps=4
-        )
-        _sums_kernel[(num_rows * num_segments,)](
-            logits,
-            best,
-            known,
-            sums,
-            num_rows,
-            logits.stride(0),
-            V=sizes["V"],
-            S=num_segments,
-            IS_FIRST=nth == 0,
-            num_warps=4,
-        )
+        launch(_bracket_kernel, (num_rows,), held, NTH=nth, num_warps=4)
+        by_segment = (num_rows * num_segments,)
+        launch(_sums_kernel, by_segment, held, IS_FIRST=nth == 0, num_warps=4)
     return known, sums
 
 

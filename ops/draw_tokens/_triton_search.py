@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Search in the kernels of a draw: weights, their sums, and the least weight that is kept."""
 
 from __future__ import annotations

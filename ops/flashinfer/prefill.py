@@ -9,7 +9,22 @@ from typing import Any
 import torch
 
 _NO_ROTATION = 0  # FlashInfer's PosEncodingMode
-CAUSAL, TOKENS_BEFORE_HEADS = 1, 0  # its MaskMode and TensorLayout
+_CAUSAL, _TOKENS_BEFORE_HEADS = 1, 0  # its MaskMode and TensorLayout
+# What all our runs have in common: masks, positions and packed items that they have not.
+COMMON: dict[str, Any] = {
+    "mask_mode": _CAUSAL,
+    "layout": _TOKENS_BEFORE_HEADS,
+    "enable_pdl": False,
+    "maybe_custom_mask": None,
+    "maybe_mask_indptr": None,
+    "maybe_alibi_slopes": None,
+    "maybe_prefix_len_ptr": None,
+    "maybe_token_pos_in_items_ptr": None,
+    "maybe_max_item_len_ptr": None,
+    "rope_scale": 1.0,
+    "rope_theta": 1e4,
+    "token_pos_in_items_len": 0,
+}
 
 
 @cache

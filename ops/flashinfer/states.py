@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """States for FlashInfer's kernels where it cannot work on those of the pool in place.
 
 It knows no null slot: a state that begins at zero has to be there, and one that nobody keeps is

@@ -14,6 +14,7 @@ from torch_hybrid.ops.fused_experts._triton_group import cut_blocks
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.devices import PROCESSORS, runs_gluon
 from torch_hybrid.ops.triton.fp8 import rounded_rows
+from torch_hybrid.ops.triton.launch import bind
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -49,16 +50,12 @@ def hopper_products(x: FusedExperts, order: Tensor, starts: Tensor, results: Ten
 
     blocks = cut_blocks(starts, x.num_pairs, tiles.NUM_GROUPS * tiles.GROUP_ROWS)
     hidden = x.x.new_empty(x.num_pairs, x.width)
-    kernels._hopper_gate_up_kernel[(PROCESSORS,)](
-        x.x,
-        order,
-        blocks,
-        _weights(x.gate_up, kernels),
-        hidden,
-        blocks.shape[0],
-        x.x.stride(0),
-        ACTIVATION=x.activation,
-        TOP_K=x.top_k,
+    bind(kernels._hopper_gate_up_kernel, x)[(PROCESSORS,)](
+        order=order,
+        blocks=blocks,
+        gate_up=_weights(x.gate_up, kernels),
+        hidden=hidden,
+        num_blocks=blocks.shape[0],
         **sizes(x),
         num_warps=4,
     )
@@ -101,18 +98,15 @@ def fp8_hopper_products(x: FusedExperts, order: Tensor, starts: Tensor, results:
     blocks = cut_blocks(starts, x.num_pairs, tiles.NUM_GROUPS * tiles.GROUP_ROWS)
     numbers, units = rounded_rows(x.x)
     hidden = x.x.new_empty(x.num_pairs, x.width)
-    kernels._hopper_fp8_gate_up_kernel[(PROCESSORS,)](
-        numbers,
-        units,
-        order,
-        blocks,
-        _weights(x.gate_up, kernels),
-        x.gate_up_scales,
-        hidden,
-        blocks.shape[0],
-        x.x.shape[0],
-        ACTIVATION=x.activation,
-        TOP_K=x.top_k,
+    bind(kernels._hopper_fp8_gate_up_kernel, x)[(PROCESSORS,)](
+        x=numbers,
+        units=units,
+        order=order,
+        blocks=blocks,
+        gate_up=_weights(x.gate_up, kernels),
+        scales=x.gate_up_scales,
+        hidden=hidden,
+        num_blocks=blocks.shape[0],
         **sizes(x),
         num_warps=4,
     )

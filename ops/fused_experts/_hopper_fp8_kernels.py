@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Grouped GEMMs of FP8 experts and FP8 rows on Hopper, in Gluon.
 
 As in ``_hopper_kernels.py``, a tile is up to 192 rows of one expert; four warps load stages ahead,

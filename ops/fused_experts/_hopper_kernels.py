@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Grouped GEMMs of experts on Hopper, in Gluon: warps that load beside warps that multiply.
 
 A tile is up to 192 rows of one expert times 256 rows of its weights. A program takes one tile after

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Tiles of grouped pairs on Hopper, in Gluon: found, loaded into a ring of stages, and written.
 
 A tile is up to 192 rows of one expert times two halves of rows of its weights. How many rows a half

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": pairs of a token and its expert, grouped by expert on the device."""
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from torch_hybrid.ops.fused_experts._triton_plain import few_tokens
 from torch_hybrid.ops.fused_experts._triton_scaled import Tile
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import dot
 
 # Up to so many tokens, hardly an expert has two of them.
@@ -97,12 +97,9 @@ def _many_tokens(x: FusedExperts, products: Products) -> Tensor:
     products(x, order, starts, results)
     out = x.x.new_empty(x.x.shape)
     block = min(1024, triton.next_power_of_2(x.dim))
-    _combine_kernel[(len(out), triton.cdiv(x.dim, block))](
-        results,
-        x.expert_ids,
-        x.expert_weights,
-        out,
-        TOP_K=x.top_k,
+    bind(_combine_kernel, x)[(len(out), triton.cdiv(x.dim, block))](
+        results=results,
+        out=out,
         E=x.num_experts,
         D=x.dim,
         BLOCK=block,
@@ -123,26 +120,15 @@ def _products(
     constants = {
         **sizes(x),
         "BLOCK_E": triton.next_power_of_2(x.num_experts),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_K": tile.block_k,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         "enable_fp_fusion": True,
     }
-    _gate_up_kernel[(blocks * triton.cdiv(x.width, block_n),)](
-        x.x,
-        x.gate_up,
-        hidden,
-        order,
-        starts,
-        x.x.stride(0),
-        **activated(x),
-        TOP_K=x.top_k,
-        BLOCK_N=block_n,
-        **constants,
+    bind(_gate_up_kernel, x, tile)[(blocks * triton.cdiv(x.width, block_n),)](
+        hidden=hidden, order=order, starts=starts, **activated(x), BLOCK_N=block_n, **constants
     )
-    _down_kernel[(blocks * triton.cdiv(x.dim, tile.block_n),)](
-        hidden, x.down, results, order, starts, BLOCK_N=tile.block_n, **constants
+    bind(_down_kernel, x, tile)[(blocks * triton.cdiv(x.dim, tile.block_n),)](
+        hidden=hidden, results=results, order=order, starts=starts, **constants
     )
 
 

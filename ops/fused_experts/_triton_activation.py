@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Activation of gate and up in Triton, and what all kernels are told of an op."""
 
 from __future__ import annotations

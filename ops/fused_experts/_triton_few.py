@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """The experts in Triton for few tokens: no grouping, since few pairs share an expert.
 
 Each weight is multiplied as it comes from memory, read by a format's loader; where two tokens have
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch_hybrid.ops.fused_experts._triton_activation import activate, activated, sizes
 from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
 from torch_hybrid.ops.fused_experts.op import FusedExperts
+from torch_hybrid.ops.triton.launch import bind
 
 
 def multiply_few(
@@ -29,38 +29,25 @@ def multiply_few(
     out = x.x.new_empty(x.x.shape)
     hidden = x.x.new_empty(x.num_pairs, x.width)
     constants = {
-        "TOP_K": x.top_k,
         **sizes(x),
         "BLOCK_N": block_n,
         "STAGES": num_stages,
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    _hidden_kernel[(x.num_pairs, triton.cdiv(x.width, block_n))](
-        x.x,
-        x.expert_ids,
-        gate_up.numbers,
-        gate_up.scales,
-        hidden,
-        x.x.stride(0),
+    bind(_hidden_kernel, x, gate_up, loader)[(x.num_pairs, triton.cdiv(x.width, block_n))](
+        gate_up=gate_up.numbers,
+        hidden=hidden,
         **activated(x),
-        ROWS=loader.rows,
-        MULTIPLY=loader.multiply,
-        SCALE=loader.scale,
-        FORM=gate_up.form,
         SHAPE=(block_n, *gate_up.few_shape),
         BLOCK_K=gate_up.few_block,
         **constants,
     )
-    _out_kernel[(len(out), triton.cdiv(x.dim, block_n))](
-        hidden,
-        x.expert_ids,
-        x.expert_weights,
-        down.numbers,
-        down.scales,
-        out,
+    bind(_out_kernel, x, down)[(len(out), triton.cdiv(x.dim, block_n))](
+        hidden=hidden,
+        down=down.numbers,
+        out=out,
         MULTIPLY=loader.multiply_hidden,
-        FORM=down.form,
         SHAPE=(block_n, *down.few_shape),
         BLOCK_K=down.few_block,
         **constants,

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Experts in FP8 in Triton: the loader, which scales each sum of 128 products in float32.
 
 Weights are widened in registers; or multiplied as they are, and tokens and hidden activations

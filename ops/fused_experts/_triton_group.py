@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Pairs of a token and its expert, sorted by expert on the device, and cut into blocks.
 
 Every grid follows from shapes alone.

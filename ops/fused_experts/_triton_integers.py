@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Experts of integers in Triton: the loader, which widens weights, so that nothing is rounded."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Formats of weights: how the kernels read one, and what they are told of it."""
 
 from __future__ import annotations

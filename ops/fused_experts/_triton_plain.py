@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Weights of x's dtype in Triton: the loader for few tokens."""
 
 from __future__ import annotations

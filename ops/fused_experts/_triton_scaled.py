@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Experts whose weights have scales, in Triton: two kernels, which read weights by a loader.
 
 Pairs are grouped as ``_triton.py`` does it.
@@ -16,6 +15,7 @@ from torch_hybrid.ops.fused_experts._triton_activation import activate, activate
 from torch_hybrid.ops.fused_experts._triton_group import num_blocks, rows_of_block
 from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
 from torch_hybrid.ops.fused_experts.op import FusedExperts
+from torch_hybrid.ops.triton.launch import bind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,33 +44,23 @@ def scaled_products(
     gate_up, down = weights
     hidden = x.x.new_empty(x.num_pairs, x.width)
     blocks = num_blocks(x.num_pairs, x.num_experts, tile.block_m)
-    constants = {
-        "ROWS": loader.rows,
-        "ADD": loader.add,
-        "SCALE": loader.scale,
+    order, starts = grouped
+    options = {
+        "order": order,
+        "starts": starts,
         **sizes(x),
         "BLOCK_E": triton.next_power_of_2(x.num_experts),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
         "STAGES": tile.num_stages,
         "num_warps": tile.num_warps,
         "enable_fp_fusion": True,
     }
-    _scaled_gate_up_kernel[(blocks * triton.cdiv(x.width, tile.block_n),)](
-        x.x,
-        gate_up.numbers,
-        gate_up.scales,
-        hidden,
-        *grouped,
-        x.x.stride(0),
-        **activated(x),
-        TOP_K=x.top_k,
-        FORM=gate_up.form,
-        **constants,
+    programs = blocks * triton.cdiv(x.width, tile.block_n)
+    bind(_scaled_gate_up_kernel, x, gate_up, loader, tile)[(programs,)](
+        gate_up=gate_up.numbers, hidden=hidden, **activated(x), **options
     )
-    _scaled_down_kernel[(blocks * triton.cdiv(x.dim, tile.block_n),)](
-        hidden, down.numbers, down.scales, results, *grouped, FORM=down.form, **constants
+    programs = blocks * triton.cdiv(x.dim, tile.block_n)
+    bind(_scaled_down_kernel, x, down, loader, tile)[(programs,)](
+        hidden=hidden, down=down.numbers, results=results, **options
     )
 
 

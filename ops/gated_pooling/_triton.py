@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program for each token; one keeps what its sequence leaves."""
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.gated_pooling.op import GatedPooling
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.pooling import pool, rows_of_block
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 
@@ -21,20 +21,8 @@ def gated_pooling(x: GatedPooling) -> Tensor:
     if num_tokens == 0 or num_seqs == 0:
         return out.zero_()
     block_d = min(128, triton.next_power_of_2(dim))
-    _pool_kernel[(num_tokens, triton.cdiv(dim, block_d))](
-        x.keys,
-        x.gates,
-        x.bias,
-        x.state,
-        x.cu_seqlens,
-        x.seq_lens,
-        x.initial_indices,
-        x.state_indices,
-        out,
-        num_seqs,
-        x.keys.stride(0),
-        x.gates.stride(0),
-        D=dim,
+    bind(_pool_kernel, x)[(num_tokens, triton.cdiv(dim, block_d))](
+        out=out,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         BLOCK_D=block_d,
@@ -55,8 +43,8 @@ def _pool_kernel(
     state_indices: tl.tensor,
     out: tl.tensor,
     num_seqs: tl.tensor,
-    stride_key: tl.tensor,
-    stride_gate: tl.tensor,
+    stride_keys: tl.tensor,
+    stride_gates: tl.tensor,
     D: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -90,10 +78,10 @@ def _pool_kernel(
         mask = (place < SIZE)[:, None] & mask_d[None, :]
         # All on their way before any of them is waited for.
         b_gate = rows_of_block(
-            gates, stride_gate, held + D, source, begin, place, index_d, mask, initial != 0, D
+            gates, stride_gates, held + D, source, begin, place, index_d, mask, initial != 0, D
         )
         b_key = rows_of_block(
-            keys, stride_key, held, source, begin, place, index_d, mask, initial != 0, D
+            keys, stride_keys, held, source, begin, place, index_d, mask, initial != 0, D
         )
         b_bias = tl.load(bias + place[:, None] * D + index_d[None, :], mask=mask, other=0.0)
         b_out = pool(b_key, b_gate, b_bias, place, SIZE)
@@ -109,10 +97,10 @@ def _pool_kernel(
     mask = (place < left)[:, None] & mask_d[None, :]
     source = end - left + place
     b_key = rows_of_block(
-        keys, stride_key, held, source, begin, place, index_d, mask, initial != 0, D
+        keys, stride_keys, held, source, begin, place, index_d, mask, initial != 0, D
     )
     b_gate = rows_of_block(
-        gates, stride_gate, held + D, source, begin, place, index_d, mask, initial != 0, D
+        gates, stride_gates, held + D, source, begin, place, index_d, mask, initial != 0, D
     )
     tl.debug_barrier()  # all of the slot that is read has been
     p_state = state + slot * ((SIZE - 1) * 2 * D) + place[:, None] * (2 * D) + index_d[None, :]

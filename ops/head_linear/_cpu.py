@@ -11,8 +11,6 @@ head_linear = cpp_launcher(
     integers="T H N K x_token x_head weight_head weight_row weight_column is_bf16 num_threads",
     sizes="T H N K",
     values={
-        "x_token": "x.x.stride(0)",
-        "x_head": "x.x.stride(1)",
         "weight_head": "x.weight.stride(0)",
         "weight_row": "x.weight.stride(1)",
         "weight_column": "x.weight.stride(2)",

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": tiles of one size, whatever T is, so that a token has the bits that it
 has alone."""
 

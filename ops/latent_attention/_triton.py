@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": heads are the rows of a tile, since all read the same latents."""
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from torch_hybrid.ops.latent_attention._triton_pairs import attend_pairs_kernel
 from torch_hybrid.ops.latent_attention._triton_store import store_rows
 from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
 from torch_hybrid.ops.latent_attention.op import LatentAttention
-from torch_hybrid.ops.triton.devices import converts_fp8, interpreted
+from torch_hybrid.ops.triton.devices import converts_fp8, multiplies_float32
 from torch_hybrid.ops.triton.fp8 import readable
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.padding import set_padding
 from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
-# A kernel, the pool and what else it takes behind queries, and its options.
-Form = tuple[Any, tuple[Tensor, ...], dict[str, Any]]
+Form = tuple[Any, dict[str, Any]]  # a kernel, and what it alone takes
 
 
 def latent_attention(x: LatentAttention, *, is_invariant: bool = False) -> Tensor:
@@ -56,10 +55,9 @@ def _attend(x: LatentAttention, out: Tensor, lse: Tensor, tiles: Tiles, form: Fo
 
     Padding is filled where there is one split, and else left to the merge.
     """
-    kernel, pool, options = form
-    q_latent, q_rope, page_table = x.q_latent, x.q_rope, x.page_table
-    num_tokens, num_heads, rank = q_latent.shape
-    num_seqs = page_table.shape[0]
+    kernel, options = form
+    num_tokens, num_heads, _ = x.q_latent.shape
+    num_seqs = x.page_table.shape[0]
     if tiles.num_splits == 1 and kernel is not _attend_kernel:
         set_padding(out, lse, x.cu_seqlens)
     grid = (
@@ -67,55 +65,31 @@ def _attend(x: LatentAttention, out: Tensor, lse: Tensor, tiles: Tiles, form: Fo
         triton.cdiv(num_heads, tiles.block_h),
         tiles.num_splits,
     )
-    kernel[grid](
-        q_latent,
-        q_rope,
-        *pool,
-        x.cu_seqlens,
-        x.seq_lens,
-        page_table,
-        out,
-        lse,
-        log2_scale(x.scale),
-        num_tokens,
-        num_seqs,
-        *q_latent.stride()[:2],
-        *q_rope.stride()[:2],
-        *page_table.stride(),
-        H=num_heads,
-        RANK=rank,
-        ROPE=q_rope.shape[2],
-        PAGE_SIZE=x.pool.shape[1],
-        BLOCK_Q=tiles.block_q,
-        BLOCK_H=tiles.block_h,
-        BLOCK_KV=tiles.block_kv,
-        NUM_SPLITS=tiles.num_splits,
+    bind(kernel, x, tiles)[grid](
+        out=out,
+        lse=lse,
+        scale_log2=log2_scale(x.scale),
+        stride_table_page=x.page_table.stride(1),
+        ROPE=x.q_rope.shape[2],
         **options,
     )
 
 
 def _form(x: LatentAttention, tiles: Tiles, *, for_hopper: bool) -> Form:
-    """Choose a kernel, with the latents as it reads them and what it is told beside sizes."""
+    """Choose a kernel, and what it takes beside arguments, sizes and tiles."""
     if for_hopper and tiles.block_m == BLOCK_M:
         from torch_hybrid.ops.latent_attention._triton_hopper_kernel import hopper_attend_kernel
 
-        return hopper_attend_kernel, (x.pool,), HOPPER_OPTIONS
+        return hopper_attend_kernel, HOPPER_OPTIONS
     options = {"num_warps": tiles.num_warps, "num_stages": 2, "enable_fp_fusion": True}
     if x.pool_scale is not None:
-        options |= {
+        return attend_pairs_kernel, options | {
+            "pairs": x.pool.view(torch.int16),
             "BLOCK_RANK": max(16, tiles.block_rank // 2),
             "BLOCK_ROPE": max(16, tiles.block_rope // 2),
             "CONVERTS": converts_fp8(x.pool.device),
         }
-        return attend_pairs_kernel, (x.pool.view(torch.int16), x.pool_scale), options
-    options |= {
-        "BLOCK_RANK": tiles.block_rank,
-        "BLOCK_PART": tiles.block_part,
-        "BLOCK_ROPE": tiles.block_rope,
-        # The interpreter holds bfloat16 as integers and multiplies them as such.
-        "FLOAT32_PRODUCTS": interpreted() and x.pool.dtype == torch.bfloat16,
-    }
-    return _attend_kernel, (x.pool,), options
+    return _attend_kernel, options | {"FLOAT32_PRODUCTS": multiplies_float32(x.pool)}
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -131,11 +105,11 @@ def _attend_kernel(
     scale_log2: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
-    stride_latent_token: tl.tensor,
-    stride_latent_head: tl.tensor,
-    stride_rope_token: tl.tensor,
-    stride_rope_head: tl.tensor,
-    stride_table_seq: tl.tensor,
+    stride_q_latent_token: tl.tensor,
+    stride_q_latent_head: tl.tensor,
+    stride_q_rope_token: tl.tensor,
+    stride_q_rope_head: tl.tensor,
+    stride_page_table: tl.tensor,
     stride_table_page: tl.tensor,
     H: tl.constexpr,
     RANK: tl.constexpr,
@@ -185,9 +159,12 @@ def _attend_kernel(
     token = first_token + row // BLOCK_H
     mask_m = (head < H) & (token < end)
     p_latent = (
-        q_latent + (token.to(tl.int64) * stride_latent_token + head * stride_latent_head)[:, None]
+        q_latent
+        + (token.to(tl.int64) * stride_q_latent_token + head * stride_q_latent_head)[:, None]
     )
-    p_rope = q_rope + (token.to(tl.int64) * stride_rope_token + head * stride_rope_head)[:, None]
+    p_rope = (
+        q_rope + (token.to(tl.int64) * stride_q_rope_token + head * stride_q_rope_head)[:, None]
+    )
     is_query = mask_m[:, None]
     b_q_rope = tl.load(p_rope + index_rope[None, :], mask=is_query & mask_rope, other=0.0)
     if FLOAT32_PRODUCTS:
@@ -208,7 +185,7 @@ def _attend_kernel(
     split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
     peak = nothing
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    table = page_table + seq.to(tl.int64) * stride_table_seq
+    table = page_table + seq.to(tl.int64) * stride_page_table
     for tile in range(tl.cdiv(split_end - split_begin, BLOCK_KV)):
         key = split_begin + tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
         # Past the last key, that one again, which is hidden: no row needs a mask.

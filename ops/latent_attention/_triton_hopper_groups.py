@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Work of each group of warps in ``_triton_hopper_kernel.py``: two compute, one copies.
 
 The first group has the logits, the softmax and the first half of the output; it hands its weights

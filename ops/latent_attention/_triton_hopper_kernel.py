@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """64 rows on Hopper: two groups of warps share the output, others copy latents beside them."""
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch_hybrid.ops.triton.hopper import (
 )
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_table_seq"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_page_table"])
 def hopper_attend_kernel(
     q_latent: gl.tensor,
     q_rope: gl.tensor,
@@ -35,11 +34,11 @@ def hopper_attend_kernel(
     scale_log2: gl.tensor,
     num_tokens: gl.tensor,
     num_seqs: gl.tensor,
-    stride_latent_token: gl.tensor,
-    stride_latent_head: gl.tensor,
-    stride_rope_token: gl.tensor,
-    stride_rope_head: gl.tensor,
-    stride_table_seq: gl.tensor,
+    stride_q_latent_token: gl.tensor,
+    stride_q_latent_head: gl.tensor,
+    stride_q_rope_token: gl.tensor,
+    stride_q_rope_head: gl.tensor,
+    stride_page_table: gl.tensor,
     stride_table_page: gl.tensor,
     H: gl.constexpr,
     RANK: gl.constexpr,
@@ -71,8 +70,8 @@ def hopper_attend_kernel(
         row = gl.arange(0, M, gl.SliceLayout(1, COPIED))
         token, head, mask = rows_of_block(block, BLOCK_H, row)
         token = token.to(gl.int64)[:, None]
-        p_latent = q_latent + token * stride_latent_token + head[:, None] * stride_latent_head
-        p_rope = q_rope + token * stride_rope_token + head[:, None] * stride_rope_head
+        p_latent = q_latent + token * stride_q_latent_token + head[:, None] * stride_q_latent_head
+        p_rope = q_rope + token * stride_q_rope_token + head[:, None] * stride_q_rope_head
         index_half = gl.arange(0, HALF, gl.SliceLayout(0, COPIED))[None, :]
         index_rope = gl.arange(0, ROPE, gl.SliceLayout(0, COPIED))[None, :]
         dtype: gl.constexpr = pool.dtype.element_ty
@@ -108,7 +107,7 @@ def hopper_attend_kernel(
         bars = (ready, new_barriers(2 * STAGES, 1), weights_ready, weights_free, q_ready)
         outputs = (out, lse, split.to(gl.int64) * num_tokens)
         queries = (b_q_first, b_q_second, b_q_rope)
-        pages = (pool, page_table + seq.to(gl.int64) * stride_table_seq, stride_table_page)
+        pages = (pool, page_table + seq.to(gl.int64) * stride_page_table, stride_table_page)
         gl.warp_specialize(
             [
                 (attend_first, (outputs, queries, block, keys, ahead, scale_log2, bars, bufs,

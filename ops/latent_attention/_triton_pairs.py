@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Attention to FP8 latents, which are fetched two by two.
 
 As in ``paged_attention``, two adjacent numbers of a row travel as one int16, which is what tensor
@@ -36,11 +35,11 @@ def attend_pairs_kernel(
     scale_log2: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
-    stride_latent_token: tl.tensor,
-    stride_latent_head: tl.tensor,
-    stride_rope_token: tl.tensor,
-    stride_rope_head: tl.tensor,
-    stride_table_seq: tl.tensor,
+    stride_q_latent_token: tl.tensor,
+    stride_q_latent_head: tl.tensor,
+    stride_q_rope_token: tl.tensor,
+    stride_q_rope_head: tl.tensor,
+    stride_page_table: tl.tensor,
     stride_table_page: tl.tensor,
     H: tl.constexpr,
     RANK: tl.constexpr,
@@ -74,8 +73,8 @@ def attend_pairs_kernel(
     token = first_token + row // BLOCK_H
     mask_m = (head < H) & (token < end)
     mask_rank, mask_rope = index < RANK // 2, index_rope < ROPE // 2
-    p_latent = q_latent + (token.to(tl.int64) * stride_latent_token + head * stride_latent_head)
-    p_rope = q_rope + (token.to(tl.int64) * stride_rope_token + head * stride_rope_head)
+    p_latent = q_latent + (token.to(tl.int64) * stride_q_latent_token + head * stride_q_latent_head)
+    p_rope = q_rope + (token.to(tl.int64) * stride_q_rope_token + head * stride_q_rope_head)
     q_even, q_odd = _load_pairs(p_latent[:, None], index, mask_m[:, None] & mask_rank)
     r_even, r_odd = _load_pairs(p_rope[:, None], index_rope, mask_m[:, None] & mask_rope)
     scale_log2 *= tl.load(pool_scale)
@@ -101,7 +100,7 @@ def attend_pairs_kernel(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     o_even = tl.zeros([BLOCK_M, BLOCK_RANK], dtype=tl.float32)
     o_odd = tl.zeros([BLOCK_M, BLOCK_RANK], dtype=tl.float32)
-    table = page_table + seq.to(tl.int64) * stride_table_seq
+    table = page_table + seq.to(tl.int64) * stride_page_table
     for tile in range(tl.cdiv(split_end - split_begin, BLOCK_KV)):
         key = split_begin + tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
         # Past the last key, that one again, which is hidden: no row needs a mask.

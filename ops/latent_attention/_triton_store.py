@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Writing new latents into their pages."""
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.latent_attention.op import LatentAttention
 from torch_hybrid.ops.triton.fp8_kv import narrow
+from torch_hybrid.ops.triton.launch import bind
 
 
 def store_rows(x: LatentAttention, pool: Tensor) -> None:
@@ -22,17 +22,8 @@ def store_rows(x: LatentAttention, pool: Tensor) -> None:
     """
     num_tokens, rank = x.latent.shape
     rope_dim = x.k_rope.shape[1]
-    _store_kernel[(num_tokens,)](
-        x.latent,
-        x.k_rope,
-        pool,
-        x.slot_mapping,
-        x.cu_seqlens,
-        x.pool_scale,
-        x.cu_seqlens.shape[0] - 1,
-        x.latent.stride(0),
-        x.k_rope.stride(0),
-        RANK=rank,
+    bind(_store_kernel, x)[(num_tokens,)](
+        pool=pool,
         ROPE=rope_dim,
         BLOCK_RANK=triton.next_power_of_2(rank),
         BLOCK_ROPE=triton.next_power_of_2(rope_dim),
@@ -50,7 +41,7 @@ def _store_kernel(
     pool_scale: tl.tensor,
     num_seqs: tl.tensor,
     stride_latent: tl.tensor,
-    stride_rope: tl.tensor,
+    stride_k_rope: tl.tensor,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -70,7 +61,7 @@ def _store_kernel(
             b_c = narrow(tl.div_rn(b_c.to(tl.float32), tl.load(pool_scale)), pool.dtype.element_ty)
         tl.store(p_row + index, b_c, mask=index < RANK)
         place = tl.arange(0, BLOCK_ROPE)
-        b_k = tl.load(k_rope + token * stride_rope + place, mask=place < ROPE)
+        b_k = tl.load(k_rope + token * stride_k_rope + place, mask=place < ROPE)
         if pool_scale is not None:
             b_k = narrow(tl.div_rn(b_k.to(tl.float32), tl.load(pool_scale)), pool.dtype.element_ty)
         tl.store(p_row + RANK + place, b_k, mask=place < ROPE)

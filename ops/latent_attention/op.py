@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.autograd import define_made_of
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
 from torch_hybrid.ops.core.declare import NOTHING, Dense, Index, Op, Pool, Rows, define, like, made
-from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.core.page_bounds import PagedOp
 from torch_hybrid.ops.core.registration import check_dtypes, check_scale
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.formats import fp8_kv
@@ -81,7 +81,7 @@ GATHER_IMPLEMENTATIONS = _rows("gather_latents")
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class LatentAttention(Op):
+class LatentAttention(PagedOp):
     """Causal attention to pages, absorbed, after the new latents are written into them.
 
     Multi-head latent attention (DeepSeek-V2) with the key projection absorbed into the query and
@@ -155,14 +155,7 @@ class LatentAttention(Op):
 
     def check_indices(self) -> None:
         """Raise ValueError unless every index that a call uses is inside its pool."""
-        check_page_indices(
-            self.cu_seqlens,
-            self.seq_lens,
-            self.page_table,
-            self.slot_mapping,
-            num_pages=self.pool.shape[0],
-            page_size=self.pool.shape[1],
-        )
+        self.check_pages(num_pages=self.pool.shape[0], page_size=self.pool.shape[1])
 
 
 @dataclass(slots=True, repr=False, eq=False)

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": all weights of one input in one launch, for few rows.
 
 Memory bounds the product of few rows. One launch has all weights on their way at once, where one
@@ -22,6 +21,7 @@ from torch_hybrid.ops.linear._triton_tile import Tile, is_empty, readable_biases
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
 from torch_hybrid.ops.linear.op import Linear
 from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.launch import bind
 
 # Measured, see README.md: past these, torch's product of one weight after the other is faster.
 MAX_ROWS = 64
@@ -61,15 +61,11 @@ def invariant_linear(x: Linear) -> Tensor:
 
 def _multiply(x: Linear, y: Tensor, tile: Tile, *, any_rows: bool = False) -> None:
     """Fill ``y``, which has elements; ``any_rows``: programs take rows in blocks."""
-    _linear_kernel[tile.grid(x)](
-        x.x,
-        tuple(x.weights),
-        readable_biases(x),
-        y,
-        x.sizes,
-        x.x.shape[0],
-        x.x.stride(0),
-        y.stride(0),
+    bind(_linear_kernel, x)[tile.grid(x)](
+        weights=tuple(x.weights),
+        biases=readable_biases(x),
+        y=y,
+        M=x.x.shape[0],
         ROWS_IN_BLOCKS=any_rows,
         **tile.options(x),
     )

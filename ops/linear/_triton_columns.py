@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Columns of the results of weights of x's own dtype."""
 
 from __future__ import annotations

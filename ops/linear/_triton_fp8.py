@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """FP8 weights in Triton, each sum of 128 products scaled in float32.
 
 ``fp8_linear`` does not round x. Weights are widened in registers; for many rows in memory once, and

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """INT8 and INT4 weights in Triton: widened in registers, so that x is not rounded.
 
 For many rows, weights are widened in memory once, and torch multiplies.
@@ -23,6 +22,7 @@ from torch_hybrid.ops.triton.integers import (
     scale_and_zero,
     wide_tile,
 )
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import dot
 
 # Past it a weight is read so often that widening it in memory is the faster way.
@@ -44,16 +44,12 @@ def integer_linear(x: Linear) -> Tensor:
     is_int4 = x.weights[0].dtype == INT4
     group, zeros = formats.pop()
     tile = _tile(x, is_int4=is_int4)
-    _integer_linear_kernel[tile.grid(x)](
-        x.x,
-        tuple(x.weights),
-        tuple(x.scales or ()),
-        readable_biases(x),
-        y,
-        x.sizes,
-        x.x.shape[0],
-        x.x.stride(0),
-        y.stride(0),
+    bind(_integer_linear_kernel, x)[tile.grid(x)](
+        weights=tuple(x.weights),
+        scales=tuple(x.scales or ()),
+        biases=readable_biases(x),
+        y=y,
+        M=x.x.shape[0],
         GROUP=group if is_int4 else 0,
         ZEROS=zeros,
         **tile.options(x),

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Start and end of every kernel: the choice of a program's weight, and the store of its tile."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program for each token, then one for each sequence's history."""
 
 from __future__ import annotations
@@ -8,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.ngram_embedding.op import NgramEmbedding
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 
 
@@ -18,35 +18,16 @@ def ngram_embedding(x: NgramEmbedding) -> Tensor:
     out = x.empty()
     if num_tokens == 0 or num_seqs == 0:
         return out.zero_()
-    _look_up_kernel[(num_tokens,)](
-        x.tokens,
-        x.table,
-        x.multipliers,
-        x.head_sizes,
-        x.head_offsets,
-        x.history,
-        x.cu_seqlens,
-        x.initial_indices,
-        out,
-        num_seqs,
-        x.eos,
+    bind(_look_up_kernel, x)[(num_tokens,)](
+        out=out,
         BACK=num_back,
         HEADS=num_heads,
-        D=dim,
         BLOCK_H=triton.next_power_of_2(num_heads),
         BLOCK_D=triton.next_power_of_2(dim),
         num_warps=4,
     )
-    _history_kernel[(num_seqs,)](
-        x.tokens,
-        x.history,
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        x.eos,
-        BACK=num_back,
-        BLOCK=triton.next_power_of_2(num_back),
-        num_warps=1,
+    bind(_history_kernel, x)[(num_seqs,)](
+        BACK=num_back, BLOCK=triton.next_power_of_2(num_back), num_warps=1
     )
     return out
 

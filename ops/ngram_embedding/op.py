@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, define, made
-from torch_hybrid.ops.core.state_bounds import check_state_indices
+from torch_hybrid.ops.core.declare import Dense, Index, Pool, StatefulOp, define, made
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 _PACKAGE = "torch_hybrid.ops.ngram_embedding"
@@ -25,7 +24,7 @@ IMPLEMENTATIONS = {
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class NgramEmbedding(Op):
+class NgramEmbedding(StatefulOp):
     """Rows of a table that hashes of each token's n-grams name, one after the other.
 
     For every m from 2 to n, the m tokens that end at token t are hashed to ``h = xor_i
@@ -59,6 +58,8 @@ class NgramEmbedding(Op):
 
     The per-layer embeddings of Qwen4-Exp.
     """
+
+    pool_name: ClassVar[str] = "history"
 
     tokens: Annotated[Tensor, Dense("T", dtype=torch.int64)]
     table: Annotated[Tensor, Dense("R", "D")]
@@ -98,13 +99,7 @@ class NgramEmbedding(Op):
                     f"head {head} must have rows within the {len(self.table)} of the table, got "
                     f"{size} from {first} on"
                 )
-        check_state_indices(
-            self.cu_seqlens,
-            self.initial_indices,
-            self.state_indices,
-            num_tokens=len(self.tokens),
-            num_slots=len(self.history),
-        )
+        StatefulOp.check_indices(self)
 
     def empty(self) -> Tensor:
         """Make the result, not filled yet."""

@@ -109,6 +109,6 @@ bool run(const Call& call) {
 }  // namespace
 }  // namespace th
 
-TH_EXPORT_CALL(paged_attention, th::Call) {
+TH_EXPORT_CALL(paged_attention_with_lse, th::Call) {
   return call->is_bf16 ? th::run<th::bf16>(*call) : th::run<float>(*call);
 }

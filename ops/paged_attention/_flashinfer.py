@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.flashinfer.prefill import CAUSAL, TOKENS_BEFORE_HEADS, kernels
+from torch_hybrid.ops.flashinfer.prefill import COMMON, kernels
 from torch_hybrid.ops.paged_attention._flashinfer_plan import fa2_workspace, takes_fa3
 from torch_hybrid.ops.paged_attention._triton_write import write_rows
 from torch_hybrid.ops.paged_attention.op import PagedAttention
@@ -46,24 +46,13 @@ def paged_attention(x: PagedAttention) -> Tensor:
         paged_kv_last_page_len=last_page_lens,
         o=out,
         maybe_lse=None,
-        mask_mode=CAUSAL,
-        layout=TOKENS_BEFORE_HEADS,
         window_left=window - 1,
-        enable_pdl=False,
-        maybe_custom_mask=None,
-        maybe_mask_indptr=None,
-        maybe_alibi_slopes=None,
-        maybe_prefix_len_ptr=None,
-        maybe_token_pos_in_items_ptr=None,
-        maybe_max_item_len_ptr=None,
         logits_soft_cap=x.softcap,
         sm_scale=x.scale,
         scale_q=None,
         scale_k=None,
         scale_v=None,
-        rope_scale=1.0,
-        rope_theta=1e4,
-        token_pos_in_items_len=0,
+        **COMMON,
         workspace_size=0,
     )
     return out

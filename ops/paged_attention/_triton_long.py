@@ -1,20 +1,19 @@
-# mypy: disable-error-code="untyped-decorator"
 """Long queries: a program walks the pages of earlier steps, then the rows of this one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.paged_attention.op import Pages
 from torch_hybrid.ops.triton.attention import attend_to_keys
-from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
+from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper, multiplies_float32
 from torch_hybrid.ops.triton.fp8_kv import as_float16
 from torch_hybrid.ops.triton.hopper_attention import HopperTiles, attend_rows
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.relative_bias import biases_of_rows, reach_of
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
@@ -74,61 +73,23 @@ def attend_long(x: Pages, kv: Tensor, out: Tensor, lse: Tensor, tiles: LongTiles
     if not x.softcap and x.kv_scales is None and not 0 < window < LEAST_WINDOW:
         hopper = HopperTiles.of(q, k, v, kv, windowed=window > 0, biased=bias is not None)
     if hopper is not None:
-        attend_rows(
-            q,
-            k,
-            v,
-            x.cu_seqlens,
-            out,
-            lse,
-            scale=x.scale,
-            tiles=hopper,
-            pages=(kv, x.seq_lens, page_table),
-            window=window,
-            relative_bias=bias,
-        )
+        attend_rows(x, hopper, k, out, lse, kv=kv, window=window, relative_bias=bias)
         return
-    num_tokens, num_q_heads, head_dim = q.shape
-    _, _, page_size, num_kv_heads, _ = kv.shape
-    num_seqs = page_table.shape[0]
-    _long_kernel[(num_blocks(num_tokens, num_seqs, tiles.block_q), num_kv_heads)](
-        q,
-        k,
-        v,
-        kv,
-        x.kv_scales,
-        x.cu_seqlens,
-        x.seq_lens,
-        page_table,
-        bias,
-        out,
-        lse,
-        log2_scale(x.softcap or x.scale),
-        x.scale / x.softcap if x.softcap else 1.0,
-        window,
-        num_seqs,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        kv.stride(0),
-        page_table.stride(0),
-        page_table.stride(1),
-        HQ=num_q_heads,
-        HKV=num_kv_heads,
-        D=head_dim,
-        PAGE_SIZE=page_size,
-        BLOCK_Q=tiles.block_q,
-        BLOCK_M=tiles.block_m,
+    num_tokens, _, head_dim = q.shape
+    num_kv_heads, num_seqs = kv.shape[3], page_table.shape[0]
+    bind(_long_kernel, x, tiles)[(num_blocks(num_tokens, num_seqs, tiles.block_q), num_kv_heads)](
+        kv=kv,
+        relative_bias=bias,
+        out=out,
+        lse=lse,
+        scale_log2=log2_scale(x.softcap or x.scale),
+        cap_scale=x.scale / x.softcap if x.softcap else 1.0,
+        stride_table_page=page_table.stride(1),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_KV=tiles.block_kv,
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=x.softcap > 0,
         REACH=reach_of(bias),
-        # The interpreter holds bfloat16 as integers and multiplies them as such.
-        FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
+        FLOAT32_PRODUCTS=multiplies_float32(q),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,
@@ -158,8 +119,8 @@ def _long_kernel(
     stride_k_head: tl.tensor,
     stride_v_token: tl.tensor,
     stride_v_head: tl.tensor,
-    stride_values: tl.tensor,
-    stride_table_seq: tl.tensor,
+    stride_kv: tl.tensor,
+    stride_page_table: tl.tensor,
     stride_table_page: tl.tensor,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
@@ -240,9 +201,9 @@ def _long_kernel(
     peak = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     b_o = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    table = page_table + seq.to(tl.int64) * stride_table_seq
+    table = page_table + seq.to(tl.int64) * stride_page_table
     held_k = kv + head_kv * D
-    held_v = held_k + stride_values
+    held_v = held_k + stride_kv
     # From where the row of position 0 would be.
     first_row = tl.cast(begin - num_held, tl.int64)
     rows_k = k + first_row * stride_k_token + head_kv * stride_k_head

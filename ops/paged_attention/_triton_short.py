@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Short queries, and float32 ones: programs share the keys of a sequence in splits.
 
 FP8 keys and values are fetched two by two. Tensor cores take 16-bit numbers, and what brings a tile
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from torch_hybrid.ops.paged_attention._triton_tiles import Tiles
 from torch_hybrid.ops.paged_attention.op import Pages
-from torch_hybrid.ops.triton.devices import converts_fp8, interpreted
+from torch_hybrid.ops.triton.devices import converts_fp8, multiplies_float32
 from torch_hybrid.ops.triton.fp8_kv import float16_factors, widen_pairs
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import tokens_of_block
 from torch_hybrid.ops.triton.relative_bias import (
     biases_of_rows,
@@ -48,45 +48,20 @@ def attend_short(x: Pages, kv: Tensor, out: Tensor, lse: Tensor, *, is_invariant
 
 def _attend(x: Pages, kv: Tensor, out: Tensor, lse: Tensor, tiles: Tiles) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row."""
-    q, page_table = x.q, x.page_table
-    num_tokens, num_q_heads, head_dim = q.shape
-    _, _, page_size, num_kv_heads, _ = kv.shape
+    q, num_kv_heads = x.q, kv.shape[3]
     rows = kv if x.kv_scales is None else kv.view(torch.int16)
-    _attend_kernel[(tiles.num_blocks, num_kv_heads, tiles.num_splits)](
-        q,
-        rows,
-        x.kv_scales,
-        x.cu_seqlens,
-        x.seq_lens,
-        page_table,
-        x.relative_bias,
-        out,
-        lse,
-        log2_scale(x.softcap or x.scale),
-        x.scale / x.softcap if x.softcap else 1.0,
-        x.window,
-        num_tokens,
-        page_table.shape[0],
-        q.stride(0),
-        q.stride(1),
-        rows.stride(0),
-        page_table.stride(0),
-        page_table.stride(1),
-        HQ=num_q_heads,
-        HKV=num_kv_heads,
-        D=head_dim,
-        PAGE_SIZE=page_size,
-        BLOCK_Q=tiles.block_q,
-        BLOCK_M=tiles.block_m,
-        BLOCK_ROW=tiles.block_row,
-        BLOCK_KV=tiles.block_kv,
-        NUM_SPLITS=tiles.num_splits,
+    bind(_attend_kernel, x, tiles)[(tiles.num_blocks, num_kv_heads, tiles.num_splits)](
+        kv=rows,
+        out=out,
+        lse=lse,
+        scale_log2=log2_scale(x.softcap or x.scale),
+        cap_scale=x.scale / x.softcap if x.softcap else 1.0,
+        stride_table_page=x.page_table.stride(1),
         HAS_WINDOW=x.window > 0,
         HAS_SOFTCAP=x.softcap > 0,
         ALIGNED=tiles.are_aligned,
         REACH=reach_of(x.relative_bias),
-        # The interpreter holds bfloat16 as integers and multiplies them as such.
-        FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
+        FLOAT32_PRODUCTS=multiplies_float32(q),
         CONVERTS=converts_fp8(q.device),
         num_warps=tiles.num_warps,
         num_stages=3,  # page numbers are fetched two tiles ahead, keys and values one
@@ -112,8 +87,8 @@ def _attend_kernel(
     num_seqs: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
-    stride_values: tl.tensor,
-    stride_table_seq: tl.tensor,
+    stride_kv: tl.tensor,
+    stride_page_table: tl.tensor,
     stride_table_page: tl.tensor,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
@@ -196,7 +171,7 @@ def _attend_kernel(
     b_o = tl.zeros([BLOCK_M, BLOCK_ROW], dtype=tl.float32)  # of the even dims, where in pairs
     if IN_PAIRS:
         o_odd = tl.zeros([BLOCK_M, BLOCK_ROW], dtype=tl.float32)
-    table = page_table + seq.to(tl.int64) * stride_table_seq
+    table = page_table + seq.to(tl.int64) * stride_page_table
     heads = kv + head_kv * WIDTH + index
     # Tiles are counted from 0: with another lower bound the compiler loses sight of the
     # alignment of what is loaded, and loads element by element.
@@ -210,7 +185,7 @@ def _attend_kernel(
         p_k = heads[None, :] + slot[:, None] * (HKV * WIDTH)
         mask_kv = mask_key[:, None] & mask_d[None, :]
         b_k = tl.load(p_k, mask=mask_kv, other=0)
-        b_v = tl.load(p_k + stride_values, mask=mask_kv, other=0)
+        b_v = tl.load(p_k + stride_kv, mask=mask_kv, other=0)
         if IN_PAIRS:
             b_k, k_odd = widen_pairs(b_k, b_q.dtype, CONVERTS)
         elif FLOAT32_PRODUCTS:

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """New keys and values into their pages, and what rows of padding hold."""
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.paged_attention.op import Pages
 from torch_hybrid.ops.triton.fp8_kv import narrow
+from torch_hybrid.ops.triton.launch import bind
 
 
 def write_rows(x: Pages, kv: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -21,26 +21,11 @@ def write_rows(x: Pages, kv: Tensor, out: Tensor, lse: Tensor) -> None:
         kv: ``x.kv`` in a dtype that kernels write. **Mutated**.
         out, lse: results, [T, Hq, D] and [T, Hq]. **Mutated**.
     """
-    k, v, cu_seqlens = x.k, x.v, x.cu_seqlens
-    num_tokens, num_kv_heads, head_dim = k.shape
-    _write_kernel[(num_tokens,)](
-        k,
-        v,
-        kv,
-        cu_seqlens,
-        x.slot_mapping,
-        out,
-        lse,
-        x.kv_scales,
-        cu_seqlens.shape[0] - 1,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        kv.stride(0),
-        HQ=out.shape[1],
-        HKV=num_kv_heads,
-        D=head_dim,
+    num_tokens, num_kv_heads, head_dim = x.k.shape
+    bind(_write_kernel, x)[(num_tokens,)](
+        kv=kv,
+        out=out,
+        lse=lse,
         BLOCK_HQ=triton.next_power_of_2(out.shape[1]),
         BLOCK=min(1024, triton.next_power_of_2(num_kv_heads * head_dim)),
         num_warps=4,
@@ -63,7 +48,7 @@ def _write_kernel(
     stride_k_head: tl.tensor,
     stride_v_token: tl.tensor,
     stride_v_head: tl.tensor,
-    stride_values: tl.tensor,
+    stride_kv: tl.tensor,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -75,7 +60,7 @@ def _write_kernel(
     if token < tl.load(cu_seqlens + num_seqs):
         slot = tl.load(slot_mapping + token).to(tl.int64)
         keys = kv + slot * HKV * D
-        values = keys + stride_values
+        values = keys + stride_kv
         for base in range(0, HKV * D, BLOCK):
             index = base + tl.arange(0, BLOCK)
             mask = index < HKV * D

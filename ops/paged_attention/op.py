@@ -19,7 +19,6 @@ from torch_hybrid.ops.core.declare import (
     NO_DEFAULT,
     Dense,
     Index,
-    Op,
     Pool,
     Rows,
     Strided,
@@ -27,7 +26,7 @@ from torch_hybrid.ops.core.declare import (
     like,
     pair_made,
 )
-from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.core.page_bounds import PagedOp
 from torch_hybrid.ops.core.registration import (
     check_contiguous,
     check_groups,
@@ -103,7 +102,7 @@ IMPLEMENTATIONS = with_flashinfer(
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class Pages(Op):
+class Pages(PagedOp):
     """Base of both ops, whose arguments these are but for the last."""
 
     q: Annotated[Tensor, Rows("Hq", "D", last_dim=True)]
@@ -156,15 +155,7 @@ class Pages(Op):
 
     def check_indices(self) -> None:
         """Raise ValueError unless every index that a call uses is inside its pool."""
-        check_page_indices(
-            self.cu_seqlens,
-            self.seq_lens,
-            self.page_table,
-            self.slot_mapping,
-            num_pages=self.kv.shape[1],
-            page_size=self.kv.shape[2],
-            window=self.window,
-        )
+        self.check_pages(num_pages=self.kv.shape[1], page_size=self.kv.shape[2], window=self.window)
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -228,7 +219,8 @@ class PagedAttentionWithLse(Pages):
     relative_bias: Annotated[Tensor | None, Strided("...")] = field(default=None, kw_only=True)
 
 
-def _empty(x: PagedAttentionWithLse) -> tuple[Tensor, Tensor]:
+def empty(x: PagedAttentionWithLse) -> tuple[Tensor, Tensor]:
+    """Allocate the output and its LSE."""
     return x.q.new_empty(x.q.shape), x.q.new_empty(x.q.shape[:2], dtype=torch.float32)
 
 
@@ -244,7 +236,7 @@ paged_attention = define(
 paged_attention_with_lse = define(
     PagedAttentionWithLse,
     WITH_LSE_IMPLEMENTATIONS,
-    returns=pair_made(_empty),
+    returns=pair_made(empty),
     limited={"head_dim": "D"},
     names_ndim=True,
     flops=_FLOPS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -37,16 +37,5 @@ def pooled_selection_step(x: PooledSelectionStep) -> Tensor:
         pooled = pool([x.keys, x.gates], [], x)
     else:
         pooled = call_twice(pool, [x.keys, x.gates], [], parts.replay, parts.records)
-    return select_blocks(
-        x.q,
-        pooled,
-        x.weights,
-        x.block_keys,
-        x.cu_seqlens,
-        x.seq_lens,
-        x.page_table,
-        x.slot_mapping,
-        block_size=x.bias.shape[0],
-        top_k=x.top_k,
-        impl=parts.impl("select_blocks"),
-    )
+    select: Callable[..., Tensor] = select_blocks  # which takes a value of its class too
+    return select(x.selection(pooled, parts.impl("select_blocks")))

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": pool and score in one launch, then take the best blocks."""
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_hybrid.ops.pooled_selection_step.op import PooledSelectionStep
 from torch_hybrid.ops.triton.block_ranks import TILE, ranks_of, take_blocks
-from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, launches_early
+from torch_hybrid.ops.triton.devices import PROCESSORS, launches_early, multiplies_float32
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.pooling import pool, rows_of_block
 
 _WARPS = 4
@@ -32,58 +32,24 @@ def pooled_selection_step(x: PooledSelectionStep) -> Tensor:
     early, row_tiles = launches_early(x.q.device), triton.cdiv(max_blocks, TILE)
     ranks = torch.empty((num_tokens, row_tiles * TILE), dtype=torch.int32, device=x.q.device)
     num_programs = max(1, min(row_tiles, _PROGRAMS // num_seqs))
-    _pool_and_score_kernel[(num_seqs, num_programs + 1)](
-        x.q,
-        x.keys,
-        x.gates,
-        x.bias,
-        x.weights,
-        x.state,
-        x.block_keys,
-        x.cu_seqlens,
-        x.seq_lens,
-        x.page_table,
-        x.slot_mapping,
-        x.initial_indices,
-        x.state_indices,
-        ranks,
-        max_blocks,
-        row_tiles,
-        x.q.stride(0),
-        x.q.stride(1),
-        x.keys.stride(0),
-        x.gates.stride(0),
-        x.page_table.stride(0),
-        H=num_heads,
-        D=index_dim,
+    bind(_pool_and_score_kernel, x)[(num_seqs, num_programs + 1)](
+        ranks=ranks,
+        max_blocks=max_blocks,
+        row_tiles=row_tiles,
         PAGE_BLOCKS=page_blocks,
         SIZE=size,
-        TOP_K=x.top_k,
         BLOCK_H=max(16, triton.next_power_of_2(num_heads)),
         BLOCK_D=max(16, triton.next_power_of_2(index_dim)),
         BLOCK_P=triton.next_power_of_2(size),
         TILE=TILE,
         HAS_MORE=num_programs < row_tiles,
-        # The interpreter holds bfloat16 as integers and multiplies them as such.
-        FLOAT32_PRODUCTS=interpreted() and x.q.dtype == torch.bfloat16,
+        FLOAT32_PRODUCTS=multiplies_float32(x.q),
         EARLY=early,
         num_warps=_WARPS,
         num_stages=1,  # a program has one tile, or few
         enable_fp_fusion=True,
     )
-    return take_blocks(
-        ranks,
-        None,
-        x.block_keys,
-        x.cu_seqlens,
-        x.seq_lens,
-        x.slot_mapping,
-        num_tokens=num_tokens,
-        max_blocks=max_blocks,
-        block_size=size,
-        top_k=x.top_k,
-        early=early,
-    )
+    return take_blocks(x, ranks, None, max_blocks=max_blocks, block_size=size, early=early)
 
 
 @triton.jit(do_not_specialize=["max_blocks", "row_tiles"])
@@ -106,9 +72,9 @@ def _pool_and_score_kernel(
     row_tiles: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
-    stride_key: tl.tensor,
-    stride_gate: tl.tensor,
-    stride_table: tl.tensor,
+    stride_keys: tl.tensor,
+    stride_gates: tl.tensor,
+    stride_page_table: tl.tensor,
     H: tl.constexpr,
     D: tl.constexpr,
     PAGE_BLOCKS: tl.constexpr,
@@ -142,7 +108,7 @@ def _pool_and_score_kernel(
     length = tl.load(seq_lens + seq)
     initial = tl.load(initial_indices + seq).to(tl.int64)
     slot = tl.load(state_indices + seq).to(tl.int64)
-    table = page_table + seq.to(tl.int64) * stride_table
+    table = page_table + seq.to(tl.int64) * stride_page_table
     page = _pages_of(table, first_block, max_blocks, PAGE_BLOCKS, TILE)
     length = tl.where(token < end, length, 0)  # without a token, no block is looked at
 
@@ -158,10 +124,10 @@ def _pool_and_score_kernel(
         source = token + 1 - left + place
         mask = (place < left)[:, None] & mask_d[None, :]
         b_own = rows_of_block(
-            keys, stride_key, held, source, token, place, index_d, mask, initial != 0, D
+            keys, stride_keys, held, source, token, place, index_d, mask, initial != 0, D
         )
         b_gate = rows_of_block(
-            gates, stride_gate, held + D, source, token, place, index_d, mask, initial != 0, D
+            gates, stride_gates, held + D, source, token, place, index_d, mask, initial != 0, D
         )
         tl.debug_barrier()  # all of the slot that is read has been
         p_state = state + slot * ((SIZE - 1) * 2 * D) + place[:, None] * (2 * D) + index_d[None, :]
@@ -173,7 +139,7 @@ def _pool_and_score_kernel(
     if (first_block >= complete) | ((complete <= TOP_K) & (left != 0)):
         return
     heads = (q + token.to(tl.int64) * stride_q_token, stride_q_head, weights)
-    tokens = (keys, stride_key, gates, stride_gate, bias, slot_mapping)
+    tokens = (keys, stride_keys, gates, stride_gates, bias, slot_mapping)
     past = (held, initial != 0, token, complete, left == 0)
     row = ranks + token.to(tl.int64) * (row_tiles * TILE)
     # With a loop around it, what stays the same takes registers that several programs could have.
@@ -216,7 +182,7 @@ def _rank_tile(
     Of these, write the key of the one that the token completes, if it is among them.
     """
     q, stride_q_head, weights = heads
-    keys, stride_key, gates, stride_gate, bias, slot_mapping = tokens
+    keys, stride_keys, gates, stride_gates, bias, slot_mapping = tokens
     held, is_known, token, complete, completes = past
     index_d, place, head = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_H)
     mask_d = (index_d < D)[None, :]
@@ -238,10 +204,10 @@ def _rank_tile(
         source = token - (SIZE - 1) + place
         mask = (place < SIZE)[:, None] & mask_d
         b_gate = rows_of_block(
-            gates, stride_gate, held + D, source, token, place, index_d, mask, is_known, D
+            gates, stride_gates, held + D, source, token, place, index_d, mask, is_known, D
         )
         b_own = rows_of_block(
-            keys, stride_key, held, source, token, place, index_d, mask, is_known, D
+            keys, stride_keys, held, source, token, place, index_d, mask, is_known, D
         )
         b_bias = tl.load(bias + place[:, None] * D + index_d[None, :], mask=mask, other=0.0)
         own_block = tl.load(slot_mapping + token).to(tl.int64) // SIZE

@@ -16,7 +16,7 @@ from torch_hybrid.ops.composed import COMPOSED, Parts
 from torch_hybrid.ops.conv_step import check_lengths
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
 from torch_hybrid.ops.core.declare import TRACED, Dense, Index, Pool, Rows, StatefulOp, define, made
-from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.core.page_bounds import PagedOp
 from torch_hybrid.ops.gated_pooling.op import GatedPooling
 from torch_hybrid.ops.implementations import HALVES, in_torch, in_triton
 from torch_hybrid.ops.select_blocks.op import SelectBlocks
@@ -36,7 +36,7 @@ IMPLEMENTATIONS = {
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class PooledSelectionStep(StatefulOp):
+class PooledSelectionStep(StatefulOp, PagedOp):
     """Best blocks of each query, chosen after the key of a block that is now complete is pooled.
 
     For sequences of one new token or none it is ``gated_pooling``, and ``select_blocks`` with the
@@ -103,11 +103,7 @@ class PooledSelectionStep(StatefulOp):
     def check_indices(self) -> None:
         """Raise ValueError unless all sequences are among the tokens, of one or none, and in pages
         and slots of the pools."""
-        check_page_indices(
-            self.cu_seqlens,
-            self.seq_lens,
-            self.page_table,
-            self.slot_mapping,
+        self.check_pages(
             num_pages=self.block_keys.shape[0],
             page_size=self.block_keys.shape[1] * self.bias.shape[0],
         )
@@ -129,7 +125,7 @@ class PooledSelectionStep(StatefulOp):
             impl=self.impl,
         )
 
-    def selection(self, pooled: Tensor) -> SelectBlocks:
+    def selection(self, pooled: Tensor, impl: str | None = None) -> SelectBlocks:
         """Make the second part, of the keys that the first one pooled."""
         return SelectBlocks(
             self.q,
@@ -142,7 +138,7 @@ class PooledSelectionStep(StatefulOp):
             self.slot_mapping,
             block_size=self.bias.shape[0],
             top_k=self.top_k,
-            impl=self.impl,
+            impl=impl or self.impl,
         )
 
     def new_chosen(self) -> Tensor:

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": one kernel for each length of a row and dtype.
 
 Rows that are added up first have another one, which sums in the same order.

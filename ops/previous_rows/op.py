@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, define, like
-from torch_hybrid.ops.core.state_bounds import check_state_indices
+from torch_hybrid.ops.core.declare import Dense, Index, Pool, StatefulOp, define, like
 from torch_hybrid.ops.implementations import in_cpp, in_torch
 
 _PACKAGE = "torch_hybrid.ops.previous_rows"
@@ -24,7 +23,7 @@ IMPLEMENTATIONS = {
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class PreviousRows(Op):
+class PreviousRows(StatefulOp):
     """Rows before those of tokens, of this step or an earlier one; the last rows are kept.
 
     A slot keeps R of each: those of the sequence's token p at p modulo R, until the token at p + R
@@ -52,6 +51,8 @@ class PreviousRows(Op):
             an index out of range.
     """
 
+    pool_name: ClassVar[str] = "kept"
+
     x: Annotated[Tensor, Dense("T", "D")]
     tokens: Annotated[Tensor, Dense("T", dtype=torch.int64)]
     kept: Annotated[Tensor, Pool("R", "D")]
@@ -72,13 +73,7 @@ class PreviousRows(Op):
     def check_indices(self) -> None:
         """Raise ValueError unless all sequences are among the tokens, their slots in the pool, and
         their lengths those of their new tokens at least."""
-        check_state_indices(
-            self.cu_seqlens,
-            self.initial_indices,
-            self.state_indices,
-            num_tokens=len(self.x),
-            num_slots=len(self.kept),
-        )
+        StatefulOp.check_indices(self)
         lengths = self.cu_seqlens.diff().tolist()
         for n, (total, new) in enumerate(zip(self.seq_lens.tolist(), lengths, strict=True)):
             if total < new:

@@ -133,6 +133,6 @@ bool run(const Problem<T>& p) {
 }  // namespace
 }  // namespace th
 
-TH_EXPORT_CALL(ragged_attention, th::Call) {
+TH_EXPORT_CALL(ragged_attention_with_lse, th::Call) {
   return call->is_bf16 ? th::run(th::Problem<th::bf16>(*call)) : th::run(th::Problem<float>(*call));
 }

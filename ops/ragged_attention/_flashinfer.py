@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.planning import Lengths, Planned
-from torch_hybrid.ops.flashinfer.prefill import CAUSAL, TOKENS_BEFORE_HEADS, fa3_bytes, kernels
+from torch_hybrid.ops.flashinfer.prefill import COMMON, fa3_bytes, kernels
 from torch_hybrid.ops.flashinfer.scratch import Scratch
 from torch_hybrid.ops.ragged_attention import _triton
 from torch_hybrid.ops.ragged_attention.op import RaggedAttentionWithLse
@@ -78,21 +78,10 @@ def ragged_attention_with_lse(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor
         kv_indptr=x.cu_seqlens_k,
         o=out,
         maybe_lse=lse,
-        mask_mode=CAUSAL,
-        layout=TOKENS_BEFORE_HEADS,
         window_left=-1,
-        enable_pdl=False,
-        maybe_custom_mask=None,
-        maybe_mask_indptr=None,
-        maybe_alibi_slopes=None,
-        maybe_prefix_len_ptr=None,
-        maybe_token_pos_in_items_ptr=None,
-        maybe_max_item_len_ptr=None,
         logits_soft_cap=0.0,
         sm_scale=x.scale,
-        rope_scale=1.0,
-        rope_theta=1e4,
-        token_pos_in_items_len=0,
+        **COMMON,
     )
     set_padding(out, lse, x.cu_seqlens_q, lse_unit=math.log(2))  # FlashInfer's is of base 2
     return out, lse

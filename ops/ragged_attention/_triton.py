@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program owns a block of one sequence's queries and walks its keys."""
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from torch import Tensor
 
 from torch_hybrid.ops.ragged_attention.op import RaggedAttentionWithLse
 from torch_hybrid.ops.triton.attention import attend_to_keys
-from torch_hybrid.ops.triton.devices import interpreted, is_hopper
+from torch_hybrid.ops.triton.devices import is_hopper, multiplies_float32
 from torch_hybrid.ops.triton.hopper_attention import BLOCK_M, HopperTiles, attend_rows
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.padding import set_padding
 from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
@@ -96,49 +96,15 @@ def ragged_attention_with_lse(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor
     hopper = HopperTiles.of(q, k, v) if tiles.block_m == BLOCK_M else None
     if hopper is not None:
         set_padding(out, lse, cu_seqlens_q)
-        attend_rows(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            out,
-            lse,
-            scale=x.scale,
-            tiles=hopper,
-            causal=x.causal,
-            cu_seqlens_k=x.cu_seqlens_k,
-        )
+        attend_rows(x, hopper, k, out, lse, causal=x.causal)
         return out, lse
-    _attend_kernel[(num_blocks(num_tokens, num_seqs, tiles.block_q), num_k_heads)](
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        x.cu_seqlens_k,
-        out,
-        lse,
-        log2_scale(x.scale),
-        num_tokens,
-        num_seqs,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        H=num_heads,
-        HK=num_k_heads,
-        D=head_dim,
+    bind(_attend_kernel, x, tiles)[(num_blocks(num_tokens, num_seqs, tiles.block_q), num_k_heads)](
+        out=out,
+        lse=lse,
+        scale_log2=log2_scale(x.scale),
+        num_seqs=num_seqs,
         V=v_head_dim,
-        BLOCK_Q=tiles.block_q,
-        BLOCK_M=tiles.block_m,
-        BLOCK_D=tiles.block_d,
-        BLOCK_D_REST=tiles.block_d_rest,
-        BLOCK_V=tiles.block_v,
-        BLOCK_KV=tiles.block_kv,
-        CAUSAL=x.causal,
-        # The interpreter holds bfloat16 as integers and multiplies them as such.
-        FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
+        FLOAT32_PRODUCTS=multiplies_float32(q),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,

@@ -105,6 +105,11 @@ class RaggedAttentionWithLse(Op):
         check_groups("q heads must be", num_heads, num_k_heads, "key heads")
         check_scale(self.scale)
 
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Offsets of the queries."""
+        return self.cu_seqlens_q
+
     def check_indices(self) -> None:
         """Raise ValueError unless the offsets rise from 0 to at most the number of rows."""
         for name, tensor, rows in (
@@ -118,7 +123,8 @@ class RaggedAttentionWithLse(Op):
                 )
 
 
-def _empty(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor]:
+def empty(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor]:
+    """Allocate the output and its LSE."""
     out = x.q.new_empty(*x.q.shape[:2], x.v.shape[2])
     return out, x.q.new_empty(x.q.shape[:2], dtype=torch.float32)
 
@@ -126,7 +132,7 @@ def _empty(x: RaggedAttentionWithLse) -> tuple[Tensor, Tensor]:
 ragged_attention_with_lse = define(
     RaggedAttentionWithLse,
     IMPLEMENTATIONS,
-    returns=pair_made(_empty),
+    returns=pair_made(empty),
     limited={"head_dim": "D", "v_head_dim": "Dv"},
     names_ndim=True,
     flops="2 * T * H * (D + Dv) * num_keys // max(num_offsets - 1, 1)",

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program walks the tokens of some channels, their states in registers
 (``ops.triton.channel_programs``)."""
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch_hybrid.ops.rg_lru.op import RgLru
 from torch_hybrid.ops.triton.channel_programs import ChannelPrograms, walk_of, zero_padding
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import fetch_rows
 
 
@@ -30,25 +30,8 @@ def rg_lru(given: RgLru, *, is_invariant: bool = False) -> Tensor:
     if walks.segment:
         ends, decays = given.state.new_empty(2, walks.num_segments, num_channels)
     for grid, constants in walks.launches():
-        _rg_lru_kernel[grid](
-            x,
-            gates,
-            given.log_a,
-            given.state,
-            given.cu_seqlens,
-            given.initial_indices,
-            given.state_indices,
-            ends,
-            decays,
-            out,
-            num_tokens,
-            num_seqs,
-            walks.num_walks,
-            x.stride(0),
-            gates.stride(0),
-            gates.stride(1),
-            D=num_channels // gates.shape[1],
-            **constants,
+        bind(_rg_lru_kernel, given, walks)[grid](
+            ends=ends, decays=decays, out=out, D=num_channels // gates.shape[1], **constants
         )
     return out
 

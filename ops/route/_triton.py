@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a warp takes a token, and finds its best expert k times."""
 
 from __future__ import annotations
@@ -8,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.route.op import Route
+from torch_hybrid.ops.triton.launch import bind
 
 _TILE = 256  # scores that a warp takes at least: several tokens where experts are few
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))
@@ -23,22 +23,16 @@ def route(x: Route) -> tuple[Tensor, Tensor]:
     group = triton.next_power_of_2(num_experts // x.num_groups)
     block = group * triton.next_power_of_2(x.num_groups)
     num_rows = max(1, _TILE // block)
-    _route_kernel[(triton.cdiv(num_tokens, num_rows),)](
-        logits,
-        x.bias,
-        weights,
-        ids,
-        num_tokens,
-        logits.stride(0),
-        x.epsilon,
-        x.scale,
-        E=num_experts,
+    bind(_route_kernel, x)[(triton.cdiv(num_tokens, num_rows),)](
+        logits=logits,
+        weights=weights,
+        ids=ids,
+        stride=logits.stride(0),
         K=x.k,
         G=x.num_groups,
         BEST_G=x.num_best_groups,
         SIGMOID=x.score == "sigmoid",
         HAS_BIAS=x.bias is not None,
-        RENORMALISE=x.renormalise,
         ROWS=num_rows,
         BLOCK_G=block // group,
         BLOCK_E=group,

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": score all blocks, then write new keys and take each query's best."""
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_hybrid.ops.select_blocks.op import SelectBlocks
 from torch_hybrid.ops.triton.block_ranks import TILE, ranks_of, take_blocks
-from torch_hybrid.ops.triton.devices import interpreted, launches_early
+from torch_hybrid.ops.triton.devices import launches_early, multiplies_float32
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
 
 _ROWS = 64  # queries and heads that a program scores together, where there are as many
@@ -48,52 +48,23 @@ def select_blocks(x: SelectBlocks, *, is_invariant: bool = False) -> Tensor:
         # Where there are many programs, one that has found its queries scores several tiles.
         tiles = 1 if is_decode else _SCORED_TILES
         grid = (num_blocks(num_tokens, num_seqs, block_q), triton.cdiv(row_tiles, tiles))
-        _score_kernel[grid](
-            q,
-            keys,
-            x.weights,
-            block_keys,
-            x.cu_seqlens,
-            x.seq_lens,
-            x.page_table,
-            ranks,
-            num_seqs,
-            row_tiles,
-            q.stride(0),
-            q.stride(1),
-            keys.stride(0),
-            x.page_table.stride(0),
-            H=num_heads,
-            D=index_dim,
+        bind(_score_kernel, x)[grid](
+            ranks=ranks,
+            row_tiles=row_tiles,
             PAGE_BLOCKS=page_blocks,
-            BLOCK_SIZE=x.block_size,
-            TOP_K=top_k,
             BLOCK_Q=block_q,
             BLOCK_H=max(heads, _FEWEST_ROWS) if block_q == 1 else heads,
             BLOCK_D=max(16, block_d),
             BLOCK_N=block_n,
             MOST_BLOCKS=tiles * TILE,
             TILE=TILE,
-            # The interpreter holds bfloat16 as integers and multiplies them as such.
-            FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
+            FLOAT32_PRODUCTS=multiplies_float32(q),
             EARLY=early,
             num_warps=4,
             num_stages=2,
             enable_fp_fusion=True,
         )
-    return take_blocks(
-        ranks,
-        keys,
-        block_keys,
-        x.cu_seqlens,
-        x.seq_lens,
-        x.slot_mapping,
-        num_tokens=num_tokens,
-        max_blocks=max_blocks,
-        block_size=x.block_size,
-        top_k=top_k,
-        early=early,
-    )
+    return take_blocks(x, ranks, keys, max_blocks=max_blocks, block_size=x.block_size, early=early)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "row_tiles"])
@@ -110,8 +81,8 @@ def _score_kernel(
     row_tiles: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
-    stride_key: tl.tensor,
-    stride_table: tl.tensor,
+    stride_keys: tl.tensor,
+    stride_page_table: tl.tensor,
     H: tl.constexpr,
     D: tl.constexpr,
     PAGE_BLOCKS: tl.constexpr,
@@ -166,10 +137,10 @@ def _score_kernel(
         is_block = block < complete
         owner = (block + 1) * BLOCK_SIZE - 1 - ahead
         is_new = owner >= begin
-        p_page = page_table + seq * stride_table + block // PAGE_BLOCKS
+        p_page = page_table + seq * stride_page_table + block // PAGE_BLOCKS
         page = tl.load(p_page, mask=is_block & ~is_new, other=0)
         place = page.to(tl.int64) * PAGE_BLOCKS + block % PAGE_BLOCKS
-        own = tl.maximum(owner, 0).to(tl.int64) * stride_key
+        own = tl.maximum(owner, 0).to(tl.int64) * stride_keys
         p_block = tl.where(is_new, keys + own, block_keys + place * D)
         p_key = p_block[:, None] + index_d[None, :]
         b_key = tl.load(p_key, mask=is_block[:, None] & mask_d[None, :], other=0.0)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Op, Pool, Rows, define, made
-from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, define, made
+from torch_hybrid.ops.core.page_bounds import PagedOp
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton, invariant
 
 _PACKAGE = "torch_hybrid.ops.select_blocks"
@@ -27,7 +27,7 @@ IMPLEMENTATIONS = {
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class SelectBlocks(Op):
+class SelectBlocks(PagedOp):
     """Best blocks of each query, chosen after the keys of blocks that are now complete are written.
 
     A sequence's tokens are cut into blocks of ``block_size``. A query at position p may choose
@@ -85,13 +85,8 @@ class SelectBlocks(Op):
 
     def check_indices(self) -> None:
         """Raise ValueError unless all sequences are among the tokens, and in pages of the pool."""
-        check_page_indices(
-            self.cu_seqlens,
-            self.seq_lens,
-            self.page_table,
-            self.slot_mapping,
-            num_pages=self.block_keys.shape[0],
-            page_size=self.block_keys.shape[1] * self.block_size,
+        self.check_pages(
+            num_pages=self.block_keys.shape[0], page_size=self.block_keys.shape[1] * self.block_size
         )
 
     def new_chosen(self) -> Tensor:

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from torch_hybrid.ops.pointwise import silu, softplus
 from torch_hybrid.ops.ragged_chunks import (
-    Sequences,
     chunk_table,
     initial_states,
-    live_sequences,
+    sequences_of,
     store_states,
 )
 from torch_hybrid.ops.selective_scan.op import SelectiveScan
@@ -19,7 +18,7 @@ from torch_hybrid.ops.selective_scan.op import SelectiveScan
 def recurrent_selective_scan(given: SelectiveScan) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
     x, z, B, C, D = given.x, given.z, given.B, given.C, given.D.float()
-    seqs = _live(given)
+    seqs = sequences_of(given)
     S, A = initial_states(given.state, seqs), -given.A_log.float().exp()
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for i in range(seqs.max_length):
@@ -37,7 +36,7 @@ def chunk_selective_scan(given: SelectiveScan) -> Tensor:
     """Walk all chunks side by side from zero states; then the states from chunk to chunk; then all
     chunks again for what those have in their outputs."""
     x, z, B, C, D = given.x, given.z, given.B, given.C, given.D.float()
-    seqs = _live(given)
+    seqs = sequences_of(given)
     S, A = initial_states(given.state, seqs), -given.A_log.float().exp()
     chunk_size = given.chunk_size
     chunks = chunk_table(seqs, chunk_size)
@@ -70,16 +69,6 @@ def chunk_selective_scan(given: SelectiveScan) -> Tensor:
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     out[chunks.token[chunks.is_real]] = y[chunks.is_real].to(out.dtype)
     return out
-
-
-def _live(given: SelectiveScan) -> Sequences:
-    return live_sequences(
-        given.cu_seqlens,
-        given.initial_indices,
-        given.state_indices,
-        num_tokens=given.x.shape[0],
-        num_slots=given.state.shape[0],
-    )
 
 
 def _steps(given: SelectiveScan, token: Tensor) -> Tensor:

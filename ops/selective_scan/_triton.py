@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program walks the tokens of some channels, their states in registers.
 
 The chunk form cuts sequences in segments: one launch walks each but the last from nothing for what
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.selective_scan.op import SelectiveScan
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay, softplus
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import (
     fetch_rows,
     first_token_of_block,
@@ -89,8 +89,7 @@ class Walks:
 
 def selective_scan(given: SelectiveScan, *, is_chunked: bool = False) -> Tensor:
     """Launch either form; the parts of the chunk form are segments."""
-    x, z = given.x, given.z
-    num_tokens = len(x)
+    x = given.x
     num_seqs = given.state_indices.shape[0]
     if num_seqs == 0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -98,29 +97,10 @@ def selective_scan(given: SelectiveScan, *, is_chunked: bool = False) -> Tensor:
     walks = Walks(given=given, is_chunked=is_chunked)
     starts, ends = _walk_segments(walks) if walks.segment else (None, None)
     num_walks = walks.segments if walks.segment else num_seqs
-    _scan_kernel[(walks.programs * num_walks,)](
-        x,
-        given.dt,
-        given.B,
-        given.C,
-        z,
-        given.A_log,
-        given.D,
-        given.dt_bias,
-        given.state,
-        given.cu_seqlens,
-        given.initial_indices,
-        given.state_indices,
-        starts,
-        ends,
-        out,
-        num_tokens,
-        num_seqs,
-        x.stride(0),
-        given.dt.stride(0),
-        given.B.stride(0),
-        given.C.stride(0),
-        0 if z is None else z.stride(0),
+    bind(_scan_kernel, given)[(walks.programs * num_walks,)](
+        starts=starts,
+        ends=ends,
+        out=out,
         ROWS=_FETCHED if is_chunked else 1,
         **walks.constants(),
     )
@@ -138,32 +118,11 @@ def _walk_segments(walks: Walks) -> tuple[Tensor, Tensor]:
     num_kept = num_tokens // walks.segment
     starts, ends = given.state.new_empty(2, num_kept, *given.state.shape[1:])
     steps = given.state.new_empty(num_kept, channels)
-    _segment_kernel[(walks.programs * walks.segments,)](
-        given.x,
-        given.dt,
-        given.B,
-        given.A_log,
-        given.dt_bias,
-        given.cu_seqlens,
-        ends,
-        steps,
-        num_seqs,
-        given.x.stride(0),
-        given.dt.stride(0),
-        given.B.stride(0),
-        ROWS=_FETCHED,
-        **walks.constants(),
+    bind(_segment_kernel, given)[(walks.programs * walks.segments,)](
+        ends=ends, steps=steps, ROWS=_FETCHED, **walks.constants()
     )
-    _carry_kernel[(walks.programs * num_seqs,)](
-        given.A_log,
-        given.state,
-        given.cu_seqlens,
-        given.initial_indices,
-        starts,
-        ends,
-        steps,
-        ROWS=_FETCHED,
-        **walks.constants(),
+    bind(_carry_kernel, given)[(walks.programs * num_seqs,)](
+        starts=starts, ends=ends, steps=steps, ROWS=_FETCHED, **walks.constants()
     )
     return starts, ends
 
@@ -189,8 +148,8 @@ def _scan_kernel(
     num_seqs: tl.tensor,
     stride_x: tl.tensor,
     stride_dt: tl.tensor,
-    stride_b: tl.tensor,
-    stride_c: tl.tensor,
+    stride_B: tl.tensor,
+    stride_C: tl.tensor,
     stride_z: tl.tensor,
     G: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -247,8 +206,8 @@ def _scan_kernel(
         for start in range(first, last, ROWS):
             rows_x = fetch_rows(x + channel, start, last, stride_x, mask_c, ROWS)
             rows_dt = fetch_rows(dt + channel, start, last, stride_dt, mask_c, ROWS)
-            rows_b = fetch_rows(p_b, start, last, stride_b, mask_n, ROWS)
-            rows_c = fetch_rows(p_c, start, last, stride_c, mask_n, ROWS)
+            rows_b = fetch_rows(p_b, start, last, stride_B, mask_n, ROWS)
+            rows_c = fetch_rows(p_c, start, last, stride_C, mask_n, ROWS)
             if z is not None:
                 rows_z = fetch_rows(z + channel, start, last, stride_z, mask_c, ROWS)
             # Read again, since one that is kept all the way takes registers that are spilled then.
@@ -289,7 +248,7 @@ def _segment_kernel(
     num_seqs: tl.tensor,
     stride_x: tl.tensor,
     stride_dt: tl.tensor,
-    stride_b: tl.tensor,
+    stride_B: tl.tensor,
     G: tl.constexpr,
     CHANNELS: tl.constexpr,
     N: tl.constexpr,
@@ -324,7 +283,7 @@ def _segment_kernel(
     for start in range(first, last, ROWS):
         rows_x = fetch_rows(x + channel, start, last, stride_x, mask_c, ROWS)
         rows_dt = fetch_rows(dt + channel, start, last, stride_dt, mask_c, ROWS)
-        rows_b = fetch_rows(B + group * N + index_n, start, last, stride_b, mask_n, ROWS)
+        rows_b = fetch_rows(B + group * N + index_n, start, last, stride_B, mask_n, ROWS)
         for place in tl.static_range(ROWS):
             before = rows_dt[place].to(tl.float32)
             if dt_bias is not None:

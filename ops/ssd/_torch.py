@@ -10,10 +10,9 @@ from torch import Tensor
 from torch_hybrid.ops.ragged_chunks import (
     FULL_DECAY,
     Chunks,
-    Sequences,
     chunk_table,
     initial_states,
-    live_sequences,
+    sequences_of,
     store_states,
 )
 from torch_hybrid.ops.ssd.op import Ssd
@@ -22,7 +21,7 @@ from torch_hybrid.ops.ssd.op import Ssd
 def recurrent_ssd(x: Ssd) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
     q, k, v, dt, D = x.q, x.k, x.v, x.dt, x.D
-    seqs = _live(x)
+    seqs = sequences_of(x)
     S = initial_states(x.state, seqs)
     group = v.shape[1] // k.shape[1]
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
@@ -42,7 +41,7 @@ def recurrent_ssd(x: Ssd) -> Tensor:
 
 def chunk_ssd(x: Ssd) -> Tensor:
     """Compute what lies inside chunks for all of them at once, then scan the states over them."""
-    seqs, chunk_size = _live(x), x.chunk_size
+    seqs, chunk_size = sequences_of(x), x.chunk_size
     S = initial_states(x.state, seqs)
     chunks = chunk_table(seqs, chunk_size)
     parts = _inside_chunks(x, chunks)
@@ -57,16 +56,6 @@ def chunk_ssd(x: Ssd) -> Tensor:
     out = torch.zeros_like(x.v, memory_format=torch.contiguous_format)
     out[chunks.token[chunks.is_real]] = o.transpose(1, 2)[chunks.is_real].to(out.dtype)
     return out
-
-
-def _live(x: Ssd) -> Sequences:
-    return live_sequences(
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        num_tokens=x.v.shape[0],
-        num_slots=x.state.shape[0],
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_lengths
-from torch_hybrid.ops.core.state_bounds import check_state_indices
+from torch_hybrid.ops.core.declare import StatefulOp
 from torch_hybrid.ops.pointwise import sigmoid, silu
-from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
+from torch_hybrid.ops.ragged_chunks import initial_states, sequences_of, store_states
 from torch_hybrid.ops.ssd.op_step_lightning import LightningStep, empty_outputs
 from torch_hybrid.ops.verify import verify_by_steps
 
@@ -18,14 +18,8 @@ from torch_hybrid.ops.verify import verify_by_steps
 def lightning_step(x: LightningStep) -> Tensor:
     """Launch ``torch_hybrid::lightning_step``: a token of all sequences at a time."""
     if x.records is not None:
-        return _verify(x, x.records)
-    seqs = live_sequences(
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        num_tokens=x.qkv.shape[0],
-        num_slots=x.state.shape[0],
-    )
+        return _verify(x)
+    seqs = sequences_of(x)
     if seqs.max_length > 1:
         check_lengths(x.cu_seqlens)
     q, k, v = _prepared(x, seqs.starts)
@@ -36,12 +30,10 @@ def lightning_step(x: LightningStep) -> Tensor:
     return _finished(x, o, seqs.starts)
 
 
-def _verify(x: LightningStep, records: Tensor) -> Tensor:
+def _verify(x: LightningStep) -> Tensor:
     """Prepare all tokens, and verify drafts by steps of the recurrence."""
-    assert x.accepted is not None
     if x.qkv.device.type == "cpu":  # before the offsets say which tokens there are
-        index = (x.cu_seqlens, x.initial_indices, x.state_indices)
-        check_state_indices(*index, num_tokens=x.qkv.shape[0], num_slots=x.state.shape[0])
+        StatefulOp.check_indices(x)
     token = torch.arange(int(x.cu_seqlens[-1]), dtype=torch.int64, device=x.qkv.device)
     q, k, v = _prepared(x, token)
     decay = torch.exp(-x.slopes)[:, None, None]
@@ -55,17 +47,8 @@ def _verify(x: LightningStep, records: Tensor) -> Tensor:
         pools[0][slots] = S
         return rows if token is None else x.scale * (S @ q[token][..., None])[..., 0].flatten(1)
 
-    o = verify_by_steps(
-        advance,
-        torch.cat([k, v], 1).flatten(1),
-        q.new_zeros(len(q), x.width),
-        [x.state],
-        records,
-        x.accepted,
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-    )
+    rows, out = torch.cat([k, v], 1).flatten(1), q.new_zeros(len(q), x.width)
+    o = verify_by_steps(advance, x, rows, out, [x.state])
     return _finished(x, o, token)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_lengths, convolve
 from torch_hybrid.ops.pointwise import silu, softplus
-from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
+from torch_hybrid.ops.ragged_chunks import initial_states, sequences_of, store_states
 from torch_hybrid.ops.ssd.op_step_mamba2 import SsdStep
 from torch_hybrid.ops.verify import verify_by_calls
 
@@ -18,13 +18,7 @@ def ssd_step(x: SsdStep) -> Tensor:
     """Launch ``torch_hybrid::ssd_step``: a token of all sequences at a time."""
     if x.records is not None:
         return verify_by_ssd_steps(ssd_step, x)
-    seqs = live_sequences(
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        num_tokens=x.xBC.shape[0],
-        num_slots=x.state.shape[0],
-    )
+    seqs = sequences_of(x)
     if seqs.max_length > 1:
         check_lengths(x.cu_seqlens)
     token = seqs.starts

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton" of the chunk form: one program walks the chunks of a head.
 
 Where heads are too few to fill a GPU, sequences are cut in segments: a launch walks each but the
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch_hybrid.ops.ssd.op import Ssd
 from torch_hybrid.ops.triton.decays import LOG2_E, cumulate
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import (
     dot,
     exact_dot,
@@ -66,7 +66,7 @@ class ChunkTile:
 def chunk_ssd(x: Ssd) -> Tensor:
     """Launch a walk of each sequence, or of its segments; chunks are those of ``ChunkTile``."""
     v, state = x.v, x.state
-    num_tokens, num_groups, head_dim_k = x.q.shape
+    num_tokens, _, head_dim_k = x.q.shape
     _, num_heads, head_dim_v = v.shape
     num_seqs = x.state_indices.shape[0]
     if num_seqs == 0:
@@ -80,13 +80,6 @@ def chunk_ssd(x: Ssd) -> Tensor:
     starts = ends = decays = None
     num_walks = num_seqs
     constants = {
-        # Constants, so that a tile's rows lie at constant distances: fewer registers.
-        "STRIDE_K": k.stride(0),
-        "STRIDE_V": v.stride(0),
-        "G": num_groups,
-        "H": num_heads,
-        "K": head_dim_k,
-        "V": head_dim_v,
         "C": tile.chunk,
         "P": q.shape[1],
         "PS": pieces_of_states(v.dtype),
@@ -100,39 +93,25 @@ def chunk_ssd(x: Ssd) -> Tensor:
         num_kept = num_tokens // segment + 1
         starts, ends = state.new_empty(2, num_kept, *state.shape[1:])
         decays = state.new_empty(num_kept, num_heads)
-        _segment_kernel[(programs * num_walks,)](
-            k,
-            v,
-            factors,
-            state,
-            x.cu_seqlens,
-            x.initial_indices,
-            starts,
-            ends,
-            decays,
-            segment,
-            num_seqs,
+        bind(_segment_kernel, x)[(programs * num_walks,)](
+            k=k,
+            factors=factors,
+            starts=starts,
+            ends=ends,
+            decays=decays,
+            segment=segment,
             num_stages=3,
             **constants,
         )
-    _chunk_kernel[(programs * num_walks,)](
-        q,
-        k,
-        v,
-        factors,
-        x.D,
-        state,
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        starts,
-        ends,
-        decays,
-        out,
-        segment,
-        num_tokens,
-        num_seqs,
-        STRIDE_Q=q.stride(0),
+    bind(_chunk_kernel, x)[(programs * num_walks,)](
+        q=q,
+        k=k,
+        factors=factors,
+        starts=starts,
+        ends=ends,
+        decays=decays,
+        out=out,
+        segment=segment,
         # Two programs share a multiprocessor, or each fetches further ahead.
         num_stages=2 if segment or programs * num_seqs > PROCESSORS else 3,
         **constants,
@@ -156,24 +135,13 @@ def _decays(x: Ssd, chunk: int) -> Tensor:
     of the chunk, and into the state after it; the sum of g from the chunk's first token on, to
     base 2, in two numbers whose sum it is; and by what the whole chunk decays the state.
     """
-    g, dt = x.g, x.dt
+    g = x.g
     num_tokens, num_heads = g.shape
     num_seqs = x.cu_seqlens.shape[0] - 1
     num_chunks = num_blocks(num_tokens, num_seqs, chunk)
     factors = g.new_empty(num_chunks, num_heads, 6, chunk, dtype=torch.float32)
-    _decay_kernel[(num_chunks, triton.cdiv(num_heads, _HEADS))](
-        g,
-        dt,
-        x.cu_seqlens,
-        factors,
-        x.scale,
-        num_seqs,
-        g.stride(0),
-        0 if dt is None else dt.stride(0),
-        H=num_heads,
-        C=chunk,
-        BLOCK_H=_HEADS,
-        num_warps=4,
+    bind(_decay_kernel, x)[(num_chunks, triton.cdiv(num_heads, _HEADS))](
+        factors=factors, C=chunk, BLOCK_H=_HEADS, num_warps=4
     )
     return factors
 
@@ -238,6 +206,7 @@ def _chunk_kernel(
     segment: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
+    # Constants, so that a tile's rows lie at constant distances: fewer registers.
     STRIDE_Q: tl.constexpr,
     STRIDE_K: tl.constexpr,
     STRIDE_V: tl.constexpr,

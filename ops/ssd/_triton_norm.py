@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """The norm by groups that ends a step in Triton, with its gate.
 
 It begins while the launch before it ends, where a GPU can (PDL).
@@ -13,6 +12,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from torch_hybrid.ops.ssd.op_step_lightning import LightningStep
 from torch_hybrid.ops.ssd.op_step_mamba2 import SsdStep
+from torch_hybrid.ops.triton.launch import bind
 
 # What the outputs are gated by, and when.
 SILU_BEFORE: tl.constexpr = tl.constexpr(0)
@@ -34,15 +34,11 @@ def launch_norm(
     num_tokens, inner = o.shape
     width = inner // x.norm_groups
     block = triton.next_power_of_2(width)
-    _norm_kernel[(num_tokens * x.norm_groups,)](
-        o,
-        gate,
-        weight,
-        x.cu_seqlens,
-        out,
-        x.norm_eps,
-        x.cu_seqlens.shape[0] - 1,
-        gate.stride(0),
+    bind(_norm_kernel, x)[(num_tokens * x.norm_groups,)](
+        o=o,
+        gate=gate,
+        weight=weight,
+        out=out,
         GROUPS=x.norm_groups,
         WIDTH=width,
         BLOCK=block,
@@ -60,7 +56,7 @@ def _norm_kernel(
     weight: tl.tensor,
     cu_seqlens: tl.tensor,
     out: tl.tensor | None,
-    eps: tl.tensor,
+    norm_eps: tl.tensor,
     num_seqs: tl.tensor,
     stride_gate: tl.tensor,
     GROUPS: tl.constexpr,
@@ -88,7 +84,7 @@ def _norm_kernel(
     b_o = tl.load(o + row, mask=mask, other=0.0).to(tl.float32)
     if GATED_BY == SILU_BEFORE:
         b_o *= silu
-    b_o = b_w * (b_o * tl.rsqrt(tl.sum(b_o * b_o, 0) / WIDTH + eps))
+    b_o = b_w * (b_o * tl.rsqrt(tl.sum(b_o * b_o, 0) / WIDTH + norm_eps))
     if GATED_BY == SILU_AFTER:
         b_o *= silu
     elif GATED_BY == SIGMOID:

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton" of ``lightning_step``: walk the states, then norm and gate the outputs.
 
 Two launches, of which the second begins while the first ends, where a GPU can (PDL). A step with
@@ -16,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from torch_hybrid.ops.ssd._triton_norm import SIGMOID, launch_norm
 from torch_hybrid.ops.ssd.op_step_lightning import LightningStep, empty_outputs
 from torch_hybrid.ops.triton.devices import launches_early
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.state import Tile, zero_rows
 
 
@@ -43,27 +43,9 @@ def _prepare(x: LightningStep, records: Tensor, early: bool) -> Tensor:
     num_drafts = records.shape[1]
     num_rows = num_tokens + num_seqs * num_drafts
     prepared = x.state.new_empty(num_rows, 3 * x.width)
-    _prepare_kernel[(num_seqs * num_heads,)](
-        x.qkv,
-        x.q_norm_weight,
-        x.k_norm_weight,
-        x.cos,
-        x.sin,
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        x.accepted,
-        records,
-        prepared,
-        x.scale,
-        x.norm_eps,
-        num_tokens,
-        x.qkv.stride(0),
-        0 if x.cos is None else x.cos.stride(0),
-        0 if x.sin is None else x.sin.stride(0),
-        H=num_heads,
-        D=dim,
-        HALF=x.half,
+    bind(_prepare_kernel, x)[(num_seqs * num_heads,)](
+        records=records,
+        prepared=prepared,
         DRAFTS=num_drafts,
         BLOCK=Tile.of(dim, dim).block_k,
         SILU=x.activation == "silu",
@@ -82,30 +64,9 @@ def _walk(x: LightningStep, prepared: Tensor | None, o: Tensor, early: bool) -> 
     num_blocks = triton.cdiv(dim, tile.block_v)
     # The first launch of a decode step waits for nothing.
     waits = {} if prepared is None else {"launch_pdl": early}
-    _walk_kernel[(num_blocks * num_heads * num_seqs,)](
-        x.qkv,
-        x.q_norm_weight,
-        x.k_norm_weight,
-        x.cos,
-        x.sin,
-        x.slopes,
-        x.state,
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        x.accepted,
-        prepared,
-        o,
-        x.scale,
-        x.norm_eps,
-        x.qkv.shape[0],
-        num_seqs,
-        x.qkv.stride(0),
-        0 if x.cos is None else x.cos.stride(0),
-        0 if x.sin is None else x.sin.stride(0),
-        H=num_heads,
-        D=dim,
-        HALF=x.half,
+    bind(_walk_kernel, x)[(num_blocks * num_heads * num_seqs,)](
+        prepared=prepared,
+        o=o,
         DRAFTS=None if x.records is None else x.records.shape[1],
         BLOCK_K=tile.block_k,
         BLOCK_V=tile.block_v,
@@ -166,7 +127,7 @@ def _prepared(
     row: tl.tuple,
     weight: tl.tuple,
     angles: tl.tuple,
-    eps: tl.tensor,
+    norm_eps: tl.tensor,
     D: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
@@ -176,7 +137,7 @@ def _prepared(
     b_x, other = _activated(row[0], SILU), _activated(row[1], SILU)
     inverse = 1.0
     if NORM:
-        inverse = tl.rsqrt(tl.sum(b_x * b_x, 0) / D + eps)
+        inverse = tl.rsqrt(tl.sum(b_x * b_x, 0) / D + norm_eps)
         b_x = weight[0].to(tl.float32) * (b_x * inverse)
     if HALF > 0:
         if NORM:
@@ -222,7 +183,7 @@ def _prepare_kernel(
     records: tl.tensor,
     prepared: tl.tensor,
     scale: tl.tensor,
-    eps: tl.tensor,
+    norm_eps: tl.tensor,
     num_tokens: tl.tensor,
     stride_qkv: tl.tensor,
     stride_cos: tl.tensor,
@@ -271,8 +232,8 @@ def _prepare_kernel(
             w_k = _row(k_norm_weight, index, mask, HALF)
         angles = _angles(cos, sin, token, stride_cos, stride_sin, index, HALF)
         normed: tl.constexpr = q_norm_weight is not None
-        b_q = _prepared(x_q, w_q, angles, eps, D, HALF, normed, SILU) * scale
-        b_k = _prepared(x_k, w_k, angles, eps, D, HALF, normed, SILU)
+        b_q = _prepared(x_q, w_q, angles, norm_eps, D, HALF, normed, SILU) * scale
+        b_k = _prepared(x_k, w_k, angles, norm_eps, D, HALF, normed, SILU)
         p_row = prepared + token * 3 * width + head * D + index
         tl.store(p_row, b_q, mask=mask)
         tl.store(p_row + width, b_k, mask=mask)
@@ -299,7 +260,7 @@ def _walk_kernel(
     prepared: tl.tensor | None,
     o: tl.tensor,
     scale: tl.tensor,
-    eps: tl.tensor,
+    norm_eps: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
     stride_qkv: tl.tensor,
@@ -363,8 +324,8 @@ def _walk_kernel(
             b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
 
             normed: tl.constexpr = q_norm_weight is not None
-            b_q = _prepared(x_q, w_q, angles, eps, D, HALF, normed, SILU) * scale
-            b_k = _prepared(x_k, w_k, angles, eps, D, HALF, normed, SILU)
+            b_q = _prepared(x_q, w_q, angles, norm_eps, D, HALF, normed, SILU) * scale
+            b_k = _prepared(x_k, w_k, angles, norm_eps, D, HALF, normed, SILU)
             b_s = _next_state(b_s, b_k, _activated(b_v, SILU), decay)
             b_o = _read(b_s, b_q, q_norm_weight, qkv.dtype.element_ty)
             tl.store(o + token * width + head * D + index_v, b_o, mask=mask_v)

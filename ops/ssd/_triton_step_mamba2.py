@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton" of ``ssd_step``: convolve the inputs, walk the states, norm the outputs.
 
 Three launches, each of which begins while the one before it ends, where a GPU can (PDL); see
@@ -24,6 +23,7 @@ from torch_hybrid.ops.triton.conv_step import (
 )
 from torch_hybrid.ops.triton.decays import exp, softplus
 from torch_hybrid.ops.triton.devices import launches_early
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.state import Tile, zero_rows
 
 # Channels that a program convolves, of two warps: few, so that one sequence fills many processors.
@@ -52,20 +52,12 @@ def ssd_step(x: SsdStep) -> Tensor:
 def _convolve(x: SsdStep, early: bool) -> Tensor:
     """Convolve the inputs; rows of padding tokens are uninitialised."""
     mixed = torch.empty_like(x.xBC, memory_format=torch.contiguous_format)
-    num_channels, width = x.conv_weight.shape
+    num_channels = x.xBC.shape[1]
     blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS)
-    _conv_kernel[(blocks * x.state_indices.shape[0],)](
-        x.xBC,
-        x.conv_weight,
-        x.conv_bias,
-        x.conv_state,
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        mixed,
-        x.xBC.stride(0),
-        C=num_channels,
-        W=width,
+    bind(_conv_kernel, x)[(blocks * x.state_indices.shape[0],)](
+        weight=x.conv_weight,
+        bias=x.conv_bias,
+        mixed=mixed,
         BLOCK=_BLOCK_CHANNELS,
         SILU=x.activation == "silu",
         EARLY=early,
@@ -80,29 +72,14 @@ def _convolve_drafts(x: SsdStep, records: Tensor, early: bool) -> Tensor:
     Each row also has its raw step sizes, after the channels.
     """
     num_tokens, num_seqs = x.xBC.shape[0], x.state_indices.shape[0]
-    num_channels, conv_width = x.conv_weight.shape
-    num_heads = x.state.shape[1]
+    num_channels, num_heads = x.xBC.shape[1], x.state.shape[1]
     _, num_drafts, width = records.shape
     blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS) + triton.cdiv(num_heads, _BLOCK_CHANNELS)
     mixed = x.xBC.new_empty(num_tokens + num_seqs * num_drafts, width)
-    _verify_conv_kernel[(blocks * num_seqs,)](
-        x.xBC,
-        x.dt,
-        x.conv_weight,
-        x.conv_bias,
-        x.conv_state,
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        x.accepted,
-        records,
-        mixed,
-        num_tokens,
-        x.xBC.stride(0),
-        x.dt.stride(0),
-        C=num_channels,
-        H=num_heads,
-        W=conv_width,
+    bind(_verify_conv_kernel, x)[(blocks * num_seqs,)](
+        weight=x.conv_weight,
+        bias=x.conv_bias,
+        mixed=mixed,
         DRAFTS=num_drafts,
         BLOCK=_BLOCK_CHANNELS,
         SILU=x.activation == "silu",
@@ -115,36 +92,17 @@ def _convolve_drafts(x: SsdStep, records: Tensor, early: bool) -> Tensor:
 def _walk(x: SsdStep, mixed: Tensor, early: bool) -> Tensor:
     """Advance the states by the tokens, and return the outputs, gated unless they are normed
     later."""
-    num_tokens, num_channels = x.xBC.shape
-    num_seqs = x.state_indices.shape[0]
+    num_seqs, num_channels = x.state_indices.shape[0], x.xBC.shape[1]
     _, num_heads, head_dim_v, head_dim_k = x.state.shape
     z = x.z if x.norm_weight is None else None
     out = empty_outputs(x)
     tile = Tile.of(head_dim_v, head_dim_k)
     num_blocks = triton.cdiv(head_dim_v, tile.block_v)
-    _walk_kernel[(num_blocks * num_heads * num_seqs,)](
-        mixed,
-        z,
-        x.dt,
-        x.A_log,
-        x.dt_bias,
-        x.D,
-        x.state,
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        x.accepted,
-        out,
-        x.dt_min,
-        x.dt_max,
-        num_tokens,
-        num_seqs,
-        0 if z is None else z.stride(0),
-        x.dt.stride(0),
+    bind(_walk_kernel, x)[(num_blocks * num_heads * num_seqs,)](
+        mixed=mixed,
+        z=z,
+        out=out,
         G=(num_channels - x.inner) // (2 * head_dim_k),
-        H=num_heads,
-        K=head_dim_k,
-        V=head_dim_v,
         DRAFTS=None if x.records is None else x.records.shape[1],
         BLOCK_K=tile.block_k,
         BLOCK_V=tile.block_v,
@@ -166,7 +124,7 @@ def _conv_kernel(
     initial_indices: tl.tensor,
     state_indices: tl.tensor,
     mixed: tl.tensor,
-    stride_x: tl.tensor,
+    stride_xBC: tl.tensor,
     C: tl.constexpr,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -189,7 +147,7 @@ def _conv_kernel(
         initial = tl.load(initial_indices + seq).to(tl.int64)
         slot = tl.load(state_indices + seq).to(tl.int64)
         token = begin.to(tl.int64)
-        b_x = tl.load(xBC + token * stride_x + channel, mask=mask, other=0.0)
+        b_x = tl.load(xBC + token * stride_xBC + channel, mask=mask, other=0.0)
         p_old = conv_state + initial * (W - 1) * C + channel
         past = last_inputs(p_old, mask & (initial != 0), C, W)
         b_y = convolve(past, b_x, taps(weight, bias, channel, mask, W), W, SILU)
@@ -244,7 +202,7 @@ def _verify_conv_kernel(
     records: tl.tensor,
     mixed: tl.tensor,
     num_tokens: tl.tensor,
-    stride_x: tl.tensor,
+    stride_xBC: tl.tensor,
     stride_dt: tl.tensor,
     C: tl.constexpr,
     H: tl.constexpr,
@@ -282,13 +240,13 @@ def _verify_conv_kernel(
         mask = channel < C
         known = initial != 0
         p_old = conv_state + initial * (W - 1) * C + channel
-        p_x = xBC + token * stride_x + channel
+        p_x = xBC + token * stride_xBC + channel
         tap = taps(weight, bias, channel, mask, W)
         past = last_inputs(p_old, mask & known, C, W)
         for i in range(num_replayed + num_new):
             is_new = i >= num_replayed
             place = i - num_replayed
-            p_i = tl.where(is_new, p_x + place * stride_x, p_replayed + i * R + channel)
+            p_i = tl.where(is_new, p_x + place * stride_xBC, p_replayed + i * R + channel)
             b_x = tl.load(p_i, mask=mask, other=0.0)
             b_y = convolve(past, b_x, tap, W, SILU).to(mixed.dtype.element_ty)
             p_y = tl.where(is_new, p_mixed + place * R, p_before + i * R)
@@ -304,7 +262,7 @@ def _verify_conv_kernel(
                 known,
                 num_replayed,
                 num_new,
-                stride_x,
+                stride_xBC,
                 mask,
                 C,
                 R,

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a warp takes a row and finds its largest, k times."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Attention of a block of queries to keys, tile by tile: in pages, or in rows one after another."""
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-# mypy: disable-error-code="untyped-decorator"
 """Selection of KV blocks by score: scores as integers of the same order, and a token's top k of
 them."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.triton.devices import PROCESSORS
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 
 TILE = 64  # blocks; a row of ranks has whole tiles
@@ -21,31 +22,28 @@ _TILE_COUNT_BITS, _COUNT_BITS = 10, 21
 
 
 def take_blocks(
+    x: Any,
     ranks: Tensor | None,
     keys: Tensor | None,
-    block_keys: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor,
     *,
-    num_tokens: int,
     max_blocks: int,
     block_size: int,
-    top_k: int,
     early: bool,
 ) -> Tensor:
     """Select the best blocks [T, top_k] of each token by their ranks; -1 fills a row with fewer
     blocks.
 
     Args:
+        x: arguments of an op that selects blocks.
         ranks: [T, blocks] int32 of the launch before, a row of whole tiles, 0 past a token's last
             block. Rows of tokens with at most top_k blocks are not read. None if all are such.
-        keys: [T, D] pooled keys. **block_keys** receives the key of each token that completes a
+        keys: [T, D] pooled keys. **x.block_keys** receives the key of each token that completes a
             block. None where the launch before has written them.
         max_blocks: blocks that a row of the page table can name.
         early: whether the launch that writes ``ranks`` lets this one begin before it ends (PDL).
     """
-    chosen = block_keys.new_empty((num_tokens, top_k), dtype=torch.int32)
+    chosen: Tensor = x.new_chosen()
+    num_tokens, top_k = chosen.shape
     row_tiles = triton.cdiv(max_blocks, TILE)
     # One query has a processor to itself; many share it, and wait for one another's sums.
     few = num_tokens <= PROCESSORS
@@ -54,22 +52,15 @@ def take_blocks(
         raise ValueError(
             f"page_table may name {block << _TILE_COUNT_BITS} blocks, got {max_blocks}"
         )
-    index_dim = block_keys.shape[2]
-    _take_kernel[(num_tokens,)](
-        ranks,
-        keys,
-        block_keys,
-        cu_seqlens,
-        seq_lens,
-        slot_mapping,
-        chosen,
-        cu_seqlens.shape[0] - 1,
-        row_tiles,
-        0 if keys is None else keys.stride(0),
+    index_dim = x.block_keys.shape[2]
+    bind(_take_kernel, x)[(num_tokens,)](
+        ranks=ranks,
+        keys=keys,
+        chosen=chosen,
+        row_tiles=row_tiles,
         D=index_dim,
         BLOCK_D=triton.next_power_of_2(index_dim),
         BLOCK_SIZE=block_size,
-        TOP_K=top_k,
         BLOCK_K=triton.next_power_of_2(top_k),
         TILE_COUNT_BITS=_TILE_COUNT_BITS,
         COUNT_BITS=_COUNT_BITS,
@@ -152,7 +143,7 @@ def _take_kernel(
     chosen: tl.tensor,
     num_seqs: tl.tensor,
     row_tiles: tl.tensor,
-    stride_key: tl.tensor,
+    stride_keys: tl.tensor,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -184,7 +175,7 @@ def _take_kernel(
             slot = tl.load(slot_mapping + token)
             if slot % BLOCK_SIZE == BLOCK_SIZE - 1:
                 index_d = tl.arange(0, BLOCK_D)
-                b_key = tl.load(keys + token.to(tl.int64) * stride_key + index_d, mask=index_d < D)
+                b_key = tl.load(keys + token.to(tl.int64) * stride_keys + index_d, mask=index_d < D)
                 own_key = block_keys + (slot // BLOCK_SIZE).to(tl.int64) * D
                 tl.store(own_key + index_d, b_key, mask=index_d < D)
     if EARLY:

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Launches of recurrences with a few state numbers a channel, whose states stay in registers.
 
 With many tokens, sequences are cut into segments. A first launch walks each sequence's first

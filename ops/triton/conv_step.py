@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """The causal convolution of one token: a channel's last inputs, its filter, and its result.
 
 And what a step that verifies drafts leaves of a sequence's inputs.

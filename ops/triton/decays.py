@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Decays between the tokens of a chunk, from logarithms that are at most 0, -inf included."""
 
 from __future__ import annotations

@@ -79,6 +79,12 @@ def gluon_missing() -> str | None:
     return f"Gluon changes: it is known of triton 3.6 and 3.7, {version} is installed"
 
 
+def multiplies_float32(x: torch.Tensor) -> bool:
+    """Tell whether kernels multiply BF16 in float32: the interpreter, which holds BF16 as integers,
+    would multiply them as such."""
+    return interpreted() and x.dtype == torch.bfloat16
+
+
 def rows_are_aligned(rows: torch.Tensor) -> bool:
     """Tell whether rows of BF16 or FP16 begin at multiples of 16 bytes, and the compiler can see
     it."""

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """FP8 (float8_e4m3fn) in Triton: widened in registers, or multiplied as it is."""
 
 from __future__ import annotations

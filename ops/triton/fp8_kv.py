@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """FP8 (float8_e4m3fn) keys, values and latents in Triton: rounded, and widened in pairs."""
 
 from __future__ import annotations

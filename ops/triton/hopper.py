@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Building blocks of the Gluon kernels for Hopper: layouts, barriers, and a block's sequence.
 
 In Gluon a kernel says where each value lies, and which warps do what. It is experimental, and not

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from torch_hybrid.ops.triton.devices import rows_are_aligned, runs_gluon
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import num_blocks
 from torch_hybrid.ops.triton.relative_bias import reach_of
 from torch_hybrid.ops.triton.softmax import log2_scale
@@ -88,77 +89,69 @@ def rows_by_tiles(rows: Tensor, num_dims: int, *, block_kv: int) -> TensorDescri
     return TensorDescriptor(rows, [num_rows, num_columns], [stride_row, 1], box, rows_layout())
 
 
+@dataclass(frozen=True, slots=True)
+class _Absent:
+    """Arguments of the kernel that some ops have not."""
+
+    cu_seqlens_k: None = None
+    seq_lens: None = None
+    page_table: None = None
+
+
 def attend_rows(
-    q: Tensor,
+    x: Any,
+    tiles: HopperTiles,
     k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
     out: Tensor,
     lse: Tensor,
     *,
-    scale: float,
-    tiles: HopperTiles,
-    causal: bool = True,
-    cu_seqlens_k: Tensor | None = None,
-    pages: tuple[Tensor, Tensor, Tensor] | None = None,
+    kv: Tensor | None = None,
     wanted: Tensor | None = None,
     window: int = 0,
     relative_bias: Tensor | None = None,
+    causal: bool = True,
 ) -> None:
     """Attend to the rows of ``k`` and ``v``, and to what earlier steps left in pages.
 
     Padding is left alone.
 
     Args:
-        q: [T, H, D].
-        k, v: [Tk, HK, D] and [Tk, HK, V]; T rows of the same sequences if there are pages.
-        cu_seqlens, cu_seqlens_k: [N + 1], where sequences begin in q, and in k without pages.
+        x: arguments of an op: q [T, H, D], v [Tk, HK, V], its scale, and ``cu_seqlens`` [N + 1],
+            where sequences begin in q; in k ``cu_seqlens_k`` or, where there are pages, as in q;
+            of pages ``seq_lens`` and ``page_table``.
+        k: [Tk, HK, D]; T rows of the same sequences if there are pages.
         out, lse: [T, H, V] and float32 [T, H], contiguous, written.
-        pages: (kv [2, P, page, HK, D], seq_lens [N], page_table [N, pages]).
+        kv: [2, P, page, HK, D], the pages.
         wanted: [T] int32; a block of tokens none of which has a 1 is left alone.
         window: keys that a query sees, its own included; 0 for all. Causal alone.
         relative_bias: [T, H, R], as ``paged_attention`` takes it. Causal alone.
     """
     from torch_hybrid.ops.triton.hopper_kernel import hopper_attend_kernel  # where there is Gluon
 
+    q, v = x.q, x.v
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v.shape[1:]
-    num_seqs = cu_seqlens.shape[0] - 1
-    kv, seq_lens, page_table = pages or (None, None, None)
+    num_seqs = x.cu_seqlens.shape[0] - 1
     block_q = BLOCK_M // (num_heads // num_kv_heads)
     whole = 1 << (head_dim.bit_length() - 1)
     box_k = rows_by_tiles(k, whole, block_kv=tiles.block_kv)
     box_k_rest = box_k
     if head_dim > whole:
         box_k_rest = rows_by_tiles(k, head_dim - whole, block_kv=tiles.block_kv)
-    hopper_attend_kernel[(num_blocks(num_tokens, num_seqs, block_q) * num_kv_heads,)](
-        q,
-        k,
-        v,
-        box_k,
-        box_k_rest,
-        rows_by_tiles(v, v_head_dim, block_kv=tiles.block_kv),
-        kv,
-        cu_seqlens,
-        cu_seqlens_k,
-        seq_lens,
-        page_table,
-        wanted,
-        relative_bias,
-        out,
-        lse,
-        log2_scale(scale),
-        window,
-        num_seqs,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        0 if kv is None else kv.stride(0),
-        0 if page_table is None else page_table.stride(0),
-        0 if page_table is None else page_table.stride(1),
+    programs = num_blocks(num_tokens, num_seqs, block_q) * num_kv_heads
+    bind(hopper_attend_kernel, x, tiles, _Absent())[(programs,)](
+        k=k,
+        box_k=box_k,
+        box_k_rest=box_k_rest,
+        box_v=rows_by_tiles(v, v_head_dim, block_kv=tiles.block_kv),
+        kv=kv,
+        wanted=wanted,
+        relative_bias=relative_bias,
+        out=out,
+        lse=lse,
+        scale_log2=log2_scale(x.scale),
+        window=window,
+        stride_table_page=0 if kv is None else x.page_table.stride(1),
         H=num_heads,
         HK=num_kv_heads,
         HEADS=_heads_at_once(num_kv_heads),
@@ -167,12 +160,9 @@ def attend_rows(
         V=v_head_dim,
         PAGE_SIZE=0 if kv is None else kv.shape[2],
         BLOCK_Q=block_q,
-        BLOCK_KV=tiles.block_kv,
         STAGES=tiles.num_stages,
         CAUSAL=causal,
         HAS_WINDOW=window > 0,
         REACH=reach_of(relative_bias),
-        REGISTERS=tiles.registers,
-        COPY_REGISTERS=tiles.copy_registers,
         num_warps=4,
     )

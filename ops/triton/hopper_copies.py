@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Copies of queries, keys and values to shared memory in ``ops/triton/hopper_kernel.py``.
 
 TMA fetches a tile of this step's rows by one instruction. It knows where a tensor ends, not a

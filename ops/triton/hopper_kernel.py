@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Attention of 128 rows to keys on Hopper, with warps that copy and two groups that compute.
 
 Each group of four warps computes 64 rows (``hopper_rows.py``); the copying warps keep STAGES tiles
@@ -24,7 +23,7 @@ from torch_hybrid.ops.triton.hopper_rows import attend
 _LOG2_E = gl.constexpr(math.log2(math.e))
 
 
-@gluon.jit(do_not_specialize=["num_seqs", "stride_table_seq", "window"])
+@gluon.jit(do_not_specialize=["num_seqs", "stride_page_table", "window"])
 def hopper_attend_kernel(
     q: gl.tensor,
     k: gl.tensor,
@@ -50,8 +49,8 @@ def hopper_attend_kernel(
     stride_k_head: gl.tensor,
     stride_v_token: gl.tensor,
     stride_v_head: gl.tensor,
-    stride_values: gl.tensor,
-    stride_table_seq: gl.tensor,
+    stride_kv: gl.tensor,
+    stride_page_table: gl.tensor,
     stride_table_page: gl.tensor,
     H: gl.constexpr,
     HK: gl.constexpr,
@@ -109,7 +108,7 @@ def hopper_attend_kernel(
             num_held = num_keys - (end - begin)
             row_of_key_0 = begin - num_held
             held_keys = kv + head_k * D
-            table = page_table + seq.to(gl.int64) * stride_table_seq
+            table = page_table + seq.to(gl.int64) * stride_page_table
         else:
             row_of_key_0 = gl.load(cu_seqlens_k + seq)
             num_keys = gl.load(cu_seqlens_k + seq + 1) - row_of_key_0
@@ -134,7 +133,7 @@ def hopper_attend_kernel(
         tiles = (rows_begin, num_tiles, num_whole, keys_end)
         pages = (
             held_keys,
-            held_keys + stride_values,
+            held_keys + stride_kv,
             HK * D,
             table,
             stride_table_page,

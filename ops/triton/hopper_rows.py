@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Attention of 64 rows by one group of four warps in ``ops/triton/hopper_kernel.py``.
 
 Two WGMMAs run side by side: queries times a tile's keys, and weights times the values of the tile

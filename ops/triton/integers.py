@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """INT8 and INT4 weights in Triton: widened in registers, a tile of rows and columns at a time.
 
 GROUP is the number of INT4 weights that share a scale, or 0 for INT8, which has a scale a row.

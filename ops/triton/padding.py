@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Padding rows of attention's outputs, where the attending kernel leaves them unwritten."""
 
 from __future__ import annotations

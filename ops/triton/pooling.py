@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Keys of blocks of tokens, of the keys and gates of tokens that are new or that a slot has."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """GEMMs of numbers in pieces, as exact as float32 where a state depends on them.
 
 A float32 number is exactly the sum of three BF16 numbers: its pieces, the largest first. Tensor

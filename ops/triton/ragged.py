@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Grids that follow from shapes alone, and cover ragged sequences of any lengths.
 
 A block has BLOCK tokens. Sequence n owns the blocks from ``cu_seqlens[n] // BLOCK + n`` on: at

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """The recurrent form of delta rules and of SSD in Triton: one pass over the state, in registers.
 
 The decay ``g`` is one of a head ``[T, HV]``, or one of each of its channels ``[T, HV, K]``. A step
@@ -14,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.state import Tile, zero_rows
 
 
@@ -41,7 +41,7 @@ def launch_recurrent(
     qk_l2norm: bool = False,
 ) -> Tensor:
     """Launch the kernel, one program a tile of a head's state."""
-    num_tokens, num_k_heads, head_dim_k = x.q.shape
+    _, num_k_heads, head_dim_k = x.q.shape
     _, num_v_heads, head_dim_v = x.v.shape
     num_seqs = x.state_indices.shape[0]
     if num_seqs == 0:
@@ -49,26 +49,10 @@ def launch_recurrent(
     out = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     tile = Tile.of(head_dim_v, head_dim_k, by_channel=by_channel)
     num_blocks = triton.cdiv(head_dim_v, tile.block_v)
-    _recurrent_kernel[(num_blocks * num_v_heads * num_seqs,)](
-        x.q,
-        x.k,
-        x.v,
-        x.g,
-        step_size,
-        D,
-        x.state,
-        x.cu_seqlens,
-        x.initial_indices,
-        x.state_indices,
-        out,
-        x.scale,
-        num_tokens,
-        num_seqs,
-        x.q.stride(0),
-        x.k.stride(0),
-        x.v.stride(0),
-        x.g.stride(0),
-        0 if step_size is None else step_size.stride(0),
+    bind(_recurrent_kernel, x)[(num_blocks * num_v_heads * num_seqs,)](
+        step_size=step_size,
+        D=D,
+        out=out,
         H=num_k_heads,
         HV=num_v_heads,
         K=head_dim_k,
@@ -104,7 +88,7 @@ def _recurrent_kernel(
     stride_k: tl.tensor,
     stride_v: tl.tensor,
     stride_g: tl.tensor,
-    stride_step: tl.tensor,
+    stride_step_size: tl.tensor,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -142,13 +126,13 @@ def _recurrent_kernel(
         p_v = v + first * stride_v + head_v * V + index_v
         p_g = g + first * stride_g + (head_v * K + index_k if BY_CHANNEL else head_v)
         if DELTA:
-            p_step = step_size + first * stride_step + head_v
+            p_step = step_size + first * stride_step_size + head_v
         p_out = out + (first * HV + head_v) * V + index_v
         initial = tl.load(initial_indices + seq).to(tl.int64)
         slot = tl.load(state_indices + seq).to(tl.int64)
         tile_s = head_v * V * K + index_v[:, None] * K + index_k[None, :]
         if not DELTA and step_size is not None:
-            p_step = step_size + first * stride_step + head_v
+            p_step = step_size + first * stride_step_size + head_v
         if D is not None:
             skip = tl.load(D + head_v)
 
@@ -161,7 +145,7 @@ def _recurrent_kernel(
             b_u = b_v
             if not DELTA and step_size is not None:
                 b_u *= tl.load(p_step)
-                p_step += stride_step
+                p_step += stride_step_size
             if QK_L2NORM:
                 b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
                 b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
@@ -187,7 +171,7 @@ def _recurrent_kernel(
             p_v += stride_v
             p_g += stride_g
             if DELTA:
-                p_step += stride_step
+                p_step += stride_step_size
             p_out += HV * V
         if slot != 0:
             tl.store(state + slot * HV * V * K + tile_s, b_s, mask=mask_s)

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Biases of attention logits, which each query has by the distance to a key."""
 
 from __future__ import annotations

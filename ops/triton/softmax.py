@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Softmax over keys that arrive in tiles, and over splits of the keys."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Tiles of a recurrent state, and zero rows for padding, in Triton."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program walks the tokens of some channels, their states in registers
 (``ops.triton.channel_programs``)."""
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.triton.channel_programs import ChannelPrograms, walk_of, zero_padding
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import fetch_rows
 from torch_hybrid.ops.wkv.op import Wkv
 
@@ -30,24 +30,7 @@ def wkv(x: Wkv, *, is_invariant: bool = False) -> Tensor:
     walks = ChannelPrograms.of(num_tokens, num_seqs, num_channels, is_invariant=is_invariant)
     ends = x.state.new_empty(walks.num_segments, 3, num_channels) if walks.segment else None
     for grid, constants in walks.launches():
-        _wkv_kernel[grid](
-            x.k,
-            x.v,
-            x.log_decay,
-            x.bonus,
-            x.state,
-            x.cu_seqlens,
-            x.initial_indices,
-            x.state_indices,
-            ends,
-            out,
-            num_tokens,
-            num_seqs,
-            walks.num_walks,
-            x.k.stride(0),
-            x.v.stride(0),
-            **constants,
-        )
+        bind(_wkv_kernel, x, walks)[grid](ends=ends, out=out, **constants)
     return out
 
 

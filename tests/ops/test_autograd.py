@@ -20,7 +20,7 @@ from tests.layers import (
     test_mamba2,
     test_mlstm,
     test_rg_lru,
-    test_time_mix,
+    test_rwkv,
 )
 from tests.ops.registered import public_ops
 from torch_hybrid.backends.mode import MODES
@@ -112,7 +112,7 @@ def layers() -> Iterator[tuple[str, Mix]]:
         "lightning": test_lightning_attention.make(test_lightning_attention.PLAIN),
         "mlstm": test_mlstm.make(),
         "rg_lru": test_rg_lru.make(),
-        "time_mix": test_time_mix.make(),
+        "time_mix": test_rwkv.make_time_mix(),
     }
     for name, layer in made.items():
         for mode in MODES:

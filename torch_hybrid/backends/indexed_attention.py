@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from torch_hybrid.backends.mode import ONLY_FORM, LayerForm, Mode
+from torch_hybrid.backends.mode import LayerForm, Mode, OneForm
 from torch_hybrid.backends.recurrent import OpChoice, with_mixer
 from torch_hybrid.backends.replay import plan_replay, walk
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
@@ -67,7 +67,7 @@ POOLED_SELECTION_STEP = OpChoice(
 )
 
 
-class IndexedAttentionBackend:
+class IndexedAttentionBackend(OneForm):
     """Planner of steps for a model's layers that attend to the blocks an indexer picks.
 
     ``key_of_block`` is the op that makes a block's key. ``whole``, if given, fuses that op and
@@ -128,23 +128,10 @@ class IndexedAttentionBackend:
             for mode in modes
         }
 
-    def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
-        """List the forms of a mode's steps: the only one."""
-        return (ONLY_FORM,)
-
-    def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
-        """Return the only form."""
-        return ONLY_FORM
-
     def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> IndexedPlan:
         """Plan one step. Pure: the plan shares the batch's tensors, or derives its own."""
         return IndexedPlan(
-            cu_seqlens=batch.cu_seqlens,
-            seq_lens=batch.seq_lens,
-            page_table=batch.page_table,
-            slot_mapping=batch.slot_mapping,
-            initial_indices=batch.initial_indices,
-            state_indices=batch.state_indices,
+            **batch.tensors_for(IndexedPlan),
             statics=Statics(with_mixer(impls_of(self.choices[mode]), self._mixer)),
             replay=plan_replay(batch, mode) if mode.num_drafts else None,
         )

@@ -205,10 +205,7 @@ class LatentAttentionBackend:
                 num_rows=form.num_rows,
             )
         return LatentPlan(
-            cu_seqlens=batch.cu_seqlens,
-            seq_lens=batch.seq_lens,
-            page_table=batch.page_table,
-            slot_mapping=batch.slot_mapping,
+            **batch.tensors_for(LatentPlan),
             prefix=prefix,
             planned=plan_layers(
                 self._planners[mode][op], replace(batch, seq_lens=num_keys), self._layers

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+from torch_hybrid.batch import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +79,15 @@ class LayerForm:
 
 
 ONLY_FORM = LayerForm()
+
+
+class OneForm:
+    """Base of backends whose steps of a mode have one form."""
+
+    def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
+        """List the forms of a mode's steps: the only one."""
+        return (ONLY_FORM,)
+
+    def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
+        """Return the only form."""
+        return ONLY_FORM

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.backends.mode import ONLY_FORM, LayerForm, Mode
+from torch_hybrid.backends.mode import LayerForm, Mode, OneForm
 from torch_hybrid.backends.planned import (
     PlannedTensors,
     plan_layers,
@@ -48,7 +48,7 @@ class PagedAttentionPlan:
 register_value(PagedAttentionPlan)
 
 
-class PagedAttentionBackend:
+class PagedAttentionBackend(OneForm):
     """Planner of steps for the full-attention layers of one model."""
 
     chunk_size = 0
@@ -99,21 +99,10 @@ class PagedAttentionBackend:
         preferred = backends.named("paged_attention", backends.full, mode)
         return select("paged_attention", IMPLEMENTATIONS, needs, preferred)
 
-    def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
-        """List the forms of a mode's steps: the only one."""
-        return (ONLY_FORM,)
-
-    def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
-        """Return the only form."""
-        return ONLY_FORM
-
     def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> PagedAttentionPlan:
         """Plan one step. Pure: the plan has the batch's tensors, and schedules made from them."""
         return PagedAttentionPlan(
-            cu_seqlens=batch.cu_seqlens,
-            seq_lens=batch.seq_lens,
-            page_table=batch.page_table,
-            slot_mapping=batch.slot_mapping,
+            **batch.tensors_for(PagedAttentionPlan),
             planned=plan_layers(self._planners[mode], batch, self._layers),
             statics=self._statics[mode],
         )

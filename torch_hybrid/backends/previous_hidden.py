@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_hybrid.backends.mode import ONLY_FORM, LayerForm, Mode
+from torch_hybrid.backends.mode import LayerForm, Mode, OneForm
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import KEPT, Batch
@@ -51,7 +51,7 @@ class PreviousHiddenPlan:
 register_value(PreviousHiddenPlan)
 
 
-class PreviousHiddenBackend:
+class PreviousHiddenBackend(OneForm):
     """Planner of the hidden states that a model's head reads beside tokens."""
 
     chunk_size = 0
@@ -77,21 +77,10 @@ class PreviousHiddenBackend:
             for mode, chosen in self.choices.items()
         }
 
-    def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
-        """List the forms of a mode's steps: the only one."""
-        return (ONLY_FORM,)
-
-    def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
-        """Return the only form."""
-        return ONLY_FORM
-
     def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> PreviousHiddenPlan:
         """Plan one step. Pure: the plan has the batch's tensors."""
         return PreviousHiddenPlan(
-            cu_seqlens=batch.cu_seqlens,
-            seq_lens=batch.seq_lens,
-            initial_indices=batch.initial_indices,
-            state_indices=batch.state_indices,
+            **batch.tensors_for(PreviousHiddenPlan),
             statics=self._statics[mode],
         )
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from torch_hybrid.backends.mode import ONLY_FORM, LayerForm, Mode
+from torch_hybrid.backends.mode import LayerForm, Mode, OneForm
 from torch_hybrid.backends.planned import PlannedTensors, plan_layers, planned_for, shape_name
 from torch_hybrid.backends.replay import plan_replay, walk
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
@@ -229,7 +229,7 @@ def chunked_rule(
     )
 
 
-class RecurrentBackend:
+class RecurrentBackend(OneForm):
     """Planner of steps for the layers of one recurrence in a model."""
 
     def __init__(
@@ -273,23 +273,12 @@ class RecurrentBackend:
         )
         return cls(Recurrence(decode=chosen, extend=chosen), *args)
 
-    def forms(self, mode: Mode) -> tuple[LayerForm, ...]:
-        """List the forms of a mode's steps: the only one."""
-        return (ONLY_FORM,)
-
-    def form_of(self, batches: Sequence[Batch], mode: Mode) -> LayerForm:
-        """Return the only form."""
-        return ONLY_FORM
-
     def plan(self, batch: Batch, mode: Mode, form: LayerForm) -> RecurrentPlan:
         """Plan one step. Pure: the plan has the batch's tensors, and schedules made from them."""
         return RecurrentPlan(
-            cu_seqlens=batch.cu_seqlens,
-            initial_indices=batch.initial_indices,
-            state_indices=batch.state_indices,
+            **batch.tensors_for(RecurrentPlan),
             planned=plan_layers(self._planners[mode], batch, self._layers[mode]),
             statics=self._statics[mode],
-            accepted=batch.accepted,
             replay=plan_replay(batch, mode) if mode in self._replayed else None,
         )
 

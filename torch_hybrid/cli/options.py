@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,24 +34,59 @@ PASSED_ON = ("max_seqs", "max_tokens", "kv_tokens", "kv_dtype")  # a runner's op
 DRAFTS = 4  # most tokens of one draft
 
 
+OF_RUNNER = object()  # help of an option that Runner has under the same name
+
+
+def option(help: str | object | None = None, *, default: Any = None, **shown: Any) -> Any:
+    """Declare a field that commands offer as an option of its name.
+
+    Args:
+        help: text; or OF_RUNNER, for the help and the allowed values of the field of ``Options``.
+        default: the command line's own, which its help shows; for a runner smaller than a server's.
+        shown: further arguments of ``click.option``.
+    """
+    if default is not None:
+        shown = {"default": default, "show_default": True, **shown}
+    return field(metadata={"help": help, **shown})
+
+
+def _kv_tokens(given: str) -> KvTokens:
+    """Parse a number of tokens, or "auto"."""
+    if given == "auto":
+        return "auto"
+    try:
+        return int(given)
+    except ValueError as error:
+        raise click.BadParameter(f"{given!r} is neither a number nor auto") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     """Options that choose a model and size its runner."""
 
     model: str
-    dtype: str
-    weights: str
-    device: str
-    ranks: bool
-    max_seqs: int
-    max_tokens: int
-    kv_tokens: KvTokens
-    kv_dtype: KvDtype
-    compile: Literal["on", "off", "background"] | None
-    eager: bool
-    full: str
-    linear: str
-    artefact: str | None
+    dtype: str = option("Format of the weights: bf16, fp16 or fp32.", default="auto")
+    weights: str = option(
+        "Format in which weights are kept: as stored, or quantized as they are read.",
+        default="auto",
+        type=click.Choice(["auto", "int8", "int4"]),
+    )
+    device: str = option("Device of the model; auto takes CUDA where it is.", default="auto")
+    ranks: bool = option("Share the model among the processes of torchrun.", is_flag=True)
+    max_seqs: int = option(OF_RUNNER, default=16)
+    max_tokens: int = option(OF_RUNNER, default=1024)
+    kv_tokens: KvTokens = option(OF_RUNNER, default=16384, type=_kv_tokens, metavar="INTEGER|auto")
+    kv_dtype: KvDtype = option(OF_RUNNER, default="auto")
+    compile: Literal["on", "off", "background"] | None = option(
+        "Compile steps: on does so first; background serves at once, uncompiled, and switches as "
+        "steps are compiled.",
+        type=click.Choice(["on", "off", "background"]),
+        show_default="background, or on with --ranks",
+    )
+    eager: bool = option("Run without compiling, as --compile off.", is_flag=True)
+    full: str = option("Implementation of full attention.", default="auto")
+    linear: str = option("Implementation of linear attention.", default="auto")
+    artefact: str | None = option(OF_RUNNER, type=click.Path(dir_okay=False))
 
     def load(self, *, vision: bool = False, mtp: bool = False) -> HybridModel | Ring25:
         """Load the checkpoint with a progress bar; add its vision tower or MTP head on request."""
@@ -110,15 +145,21 @@ class ModelOptions:
 class SamplingOptions:
     """Options of sampling; None leaves a value to the checkpoint's generation_config."""
 
-    max_new_tokens: int
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    seed: int | None
-    stop: tuple[str, ...]
-    ignore_eos: bool
+    max_new_tokens: int = option("Most tokens of an output.", show_default=True)
+    temperature: float | None = option(
+        "Temperature of a draw; 0 is greedy. The checkpoint's generation_config has the default of "
+        "this option and the next four.",
+        type=float,
+    )
+    top_k: int | None = option("Draw from so many likeliest tokens; 0 is off.", type=int)
+    top_p: float | None = option("Draw from so much of the probability.", type=float)
+    min_p: float | None = option("Least share of the likeliest's probability.", type=float)
+    repetition_penalty: float | None = option("Penalty of tokens that came before.", type=float)
+    seed: int | None = option("Number that makes draws repeatable.", type=SEED)
+    stop: tuple[str, ...] = option(
+        "A text that ends the output; several can be given.", multiple=True
+    )
+    ignore_eos: bool = option("Go on past the end of a sequence.", is_flag=True)
 
     def of(self, model: HybridModel | Ring25, *, has_texts: bool = True) -> Sampling:
         """Combine the checkpoint's sampling with the options that were given, for one output.
@@ -147,37 +188,8 @@ class SamplingOptions:
         Sampling(**self._given())
 
     def _given(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in values.items() if value not in (None, ())}
-
-
-def _kv_tokens(given: str) -> KvTokens:
-    """Parse a number of tokens, or "auto"."""
-    if given == "auto":
-        return "auto"
-    try:
-        return int(given)
-    except ValueError as error:
-        raise click.BadParameter(f"{given!r} is neither a number nor auto") from error
-
-
-def runner_option(name: str, *, default: Any, **shown: Any) -> Decorator:
-    """Offer an option of ``Runner`` under its name, with its help and its allowed values.
-
-    Args:
-        name: the name of a field of ``Options`` and of ``ModelOptions``.
-        default: the command line's own default, smaller than a server's.
-        shown: further arguments of ``click.option``.
-    """
-    if (values := values_of(name)) is not None:
-        shown["type"] = click.Choice([str(value) for value in values])
-    return click.option(
-        f"--{name.replace('_', '-')}",
-        default=default,
-        show_default=default is not None,
-        help=help_of(name),
-        **shown,
-    )
 
 
 def prefix_cache_option(*, default: int) -> Decorator:
@@ -201,177 +213,86 @@ speculate_option = click.option(
 )
 
 
-def _grouped(kind: type, name: str, options: tuple[Callable[[Command], Command], ...]) -> Decorator:
-    """Make a decorator that gives a command these options as one ``kind``, argument ``name``."""
+def _grouped(kind: type, name: str, **defaults: Any) -> Decorator:
+    """Make a decorator that gives a command options as one ``kind``, its argument ``name``."""
 
     def decorate(command: Command) -> Command:
         @wraps(command)
         def with_options(**values: Any) -> Any:
-            taken = {field.name: values.pop(field.name) for field in fields(kind)}
+            taken = {each.name: values.pop(each.name) for each in fields(kind)}
             return command(**{name: kind(**taken)}, **values)
 
         decorated: Command = with_options
-        for option in reversed(options):
-            decorated = option(decorated)
+        for decorator in reversed([*_options(kind, defaults)]):
+            decorated = decorator(decorated)
         return decorated
 
     return decorate
 
 
-model_options = _grouped(
-    ModelOptions,
-    "options",
-    (
-        click.argument("model"),
-        click.option(
-            "--dtype",
-            default="auto",
-            show_default=True,
-            help="Format of the weights: bf16, fp16 or fp32.",
-        ),
-        click.option(
-            "--weights",
-            type=click.Choice(["auto", "int8", "int4"]),
-            default="auto",
-            show_default=True,
-            help="Format in which weights are kept: as stored, or quantized as they are read.",
-        ),
-        click.option(
-            "--device",
-            default="auto",
-            show_default=True,
-            help="Device of the model; auto takes CUDA where it is.",
-        ),
-        click.option(
-            "--ranks", is_flag=True, help="Share the model among the processes of torchrun."
-        ),
-        runner_option("max_seqs", default=16),
-        runner_option("max_tokens", default=1024),
-        runner_option("kv_tokens", default=16384, type=_kv_tokens, metavar="INTEGER|auto"),
-        runner_option("kv_dtype", default="auto"),
-        click.option(
-            "--compile",
-            type=click.Choice(["on", "off", "background"]),
-            show_default="background, or on with --ranks",
-            help="Compile steps: on does so first; background serves at once, uncompiled, and "
-            "switches as steps are compiled.",
-        ),
-        click.option("--eager", is_flag=True, help="Run without compiling, as --compile off."),
-        click.option(
-            "--full", default="auto", show_default=True, help="Implementation of full attention."
-        ),
-        click.option(
-            "--linear",
-            default="auto",
-            show_default=True,
-            help="Implementation of linear attention.",
-        ),
-        runner_option("artefact", default=None, type=click.Path(dir_okay=False)),
-    ),
-)
+def _options(kind: type, defaults: Mapping[str, Any]) -> Iterator[Decorator]:
+    """Make click's options of fields; a field that is no option is an argument."""
+    for each in fields(kind):
+        shown = dict(each.metadata)
+        if not shown:
+            yield click.argument(each.name)
+            continue
+        if shown["help"] is OF_RUNNER:
+            shown["help"] = help_of(each.name)
+            if (values := values_of(each.name)) is not None:
+                shown["type"] = click.Choice([str(value) for value in values])
+        if each.name in defaults:
+            shown["default"] = defaults[each.name]
+        yield click.option(f"--{each.name.replace('_', '-')}", **shown)
+
+
+model_options = _grouped(ModelOptions, "options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """Options of the HTTP server."""
 
-    host: str
-    port: int
-    served_model_name: str | None
-    api_key: str | None
-    vision: bool
-    max_queue: int
-    max_wait: float
-    max_body: int  # MiB
-    drain: int
-    allow_origin: tuple[str, ...]
-    log_requests: bool
+    host: str = option("Address to serve.", default="127.0.0.1")
+    port: int = option(default=8000, type=click.IntRange(0, 65535))
+    served_model_name: str | None = option("Name of the model; by default its PATH.")
+    api_key: str | None = option(
+        "Key that clients must send; or the environment's TORCH_HYBRID_API_KEY.",
+        envvar="TORCH_HYBRID_API_KEY",
+    )
+    vision: bool = option("Load the vision tower: messages may have images.", is_flag=True)
+    max_queue: int = option(
+        "Most requests that wait; further ones get status 429.",
+        default=256,
+        type=click.IntRange(min=1),
+    )
+    max_wait: float = option(
+        "Seconds that a request waits to run; then it gets status 503.",
+        default=300.0,
+        type=click.FloatRange(min=0, min_open=True),
+    )
+    max_body: int = option(
+        "Largest body of a request in MiB; a larger one gets status 413.",
+        default=32,
+        type=click.IntRange(min=1),
+    )
+    drain: int = option(
+        "Seconds that running requests may take after SIGTERM.",
+        default=60,
+        type=click.IntRange(min=1),
+    )
+    allow_origin: tuple[str, ...] = option(
+        "A site whose pages may call; several can be given.", multiple=True
+    )
+    log_requests: bool = option("Print a line about each request.", is_flag=True)
 
 
-server_options = _grouped(
-    ServerOptions,
-    "server",
-    (
-        click.option("--host", default="127.0.0.1", show_default=True, help="Address to serve."),
-        click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True),
-        click.option("--served-model-name", help="Name of the model; by default its PATH."),
-        click.option(
-            "--api-key",
-            envvar="TORCH_HYBRID_API_KEY",
-            help="Key that clients must send; or the environment's TORCH_HYBRID_API_KEY.",
-        ),
-        click.option(
-            "--vision", is_flag=True, help="Load the vision tower: messages may have images."
-        ),
-        click.option(
-            "--max-queue",
-            type=click.IntRange(min=1),
-            default=256,
-            show_default=True,
-            help="Most requests that wait; further ones get status 429.",
-        ),
-        click.option(
-            "--max-wait",
-            type=click.FloatRange(min=0, min_open=True),
-            default=300.0,
-            show_default=True,
-            help="Seconds that a request waits to run; then it gets status 503.",
-        ),
-        click.option(
-            "--max-body",
-            type=click.IntRange(min=1),
-            default=32,
-            show_default=True,
-            help="Largest body of a request in MiB; a larger one gets status 413.",
-        ),
-        click.option(
-            "--drain",
-            type=click.IntRange(min=1),
-            default=60,
-            show_default=True,
-            help="Seconds that running requests may take after SIGTERM.",
-        ),
-        click.option(
-            "--allow-origin",
-            multiple=True,
-            help="A site whose pages may call; several can be given.",
-        ),
-        click.option("--log-requests", is_flag=True, help="Print a line about each request."),
-    ),
-)
+server_options = _grouped(ServerOptions, "server")
 
 
 def sampling_options(*, max_new_tokens: int) -> Decorator:
     """Offer the fields of ``SamplingOptions``; the command gets them as ``chosen``."""
-    return _grouped(
-        SamplingOptions,
-        "chosen",
-        (
-            click.option(
-                "--max-new-tokens",
-                default=max_new_tokens,
-                show_default=True,
-                help="Most tokens of an output.",
-            ),
-            click.option(
-                "--temperature",
-                type=float,
-                help="Temperature of a draw; 0 is greedy. The checkpoint's generation_config has "
-                "the default of this option and the next four.",
-            ),
-            click.option("--top-k", type=int, help="Draw from so many likeliest tokens; 0 is off."),
-            click.option("--top-p", type=float, help="Draw from so much of the probability."),
-            click.option("--min-p", type=float, help="Least share of the likeliest's probability."),
-            click.option(
-                "--repetition-penalty", type=float, help="Penalty of tokens that came before."
-            ),
-            click.option("--seed", type=SEED, help="Number that makes draws repeatable."),
-            click.option(
-                "--stop", multiple=True, help="A text that ends the output; several can be given."
-            ),
-            click.option("--ignore-eos", is_flag=True, help="Go on past the end of a sequence."),
-        ),
-    )
+    return _grouped(SamplingOptions, "chosen", max_new_tokens=max_new_tokens)
 
 
 def can_compile(device: torch.device) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.delta_rules import sizes_of
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
+from torch_hybrid.layers.mixer import Mixer, init_convolution, init_decays, parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.delta_rule.op_step_gated import GatedDeltaStep, gated_delta_step
@@ -16,7 +16,7 @@ from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import DeltaRuleSpec
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Mixer):
     """Projection, causal convolution, gated delta rule, gated RMSNorm, projection.
 
     One input projection gives ``[q | k | v | z | b | a]``, so that the convolution and the rule
@@ -25,26 +25,15 @@ class GatedDeltaNet(nn.Module):
     Args:
         dim: width of the model.
         spec: the mixer's facts.
-        dtype, device: dtype and device of the parameters.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        spec: DeltaRuleSpec,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, dim: int, spec: DeltaRuleSpec) -> None:
         super().__init__()
         self.spec = spec
         widths = [spec.conv_channels, spec.v_channels, spec.num_v_heads, spec.num_v_heads]
         self._widths = widths
-        self.in_proj = nn.Linear(dim, sum(widths), bias=False, dtype=dtype, device=device)
-        self.out_proj = nn.Linear(spec.v_channels, dim, bias=False, dtype=dtype, device=device)
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.in_proj = nn.Linear(dim, sum(widths), bias=False)
+        self.out_proj = nn.Linear(spec.v_channels, dim, bias=False)
 
         self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
         self.A_log = parameter(spec.num_v_heads)
@@ -54,26 +43,12 @@ class GatedDeltaNet(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise as the published models do: decays with time constants of 1 to 1000 tokens."""
-        nn.init.uniform_(
-            self.conv_weight, -(self.spec.conv_width**-0.5), self.spec.conv_width**-0.5
-        )
-        with torch.no_grad():
-            self.A_log.uniform_(1, 16).log_()
-        nn.init.uniform_(self.dt_bias, -7.0, -2.0)
+        init_convolution(self.conv_weight)
+        init_decays(self.A_log, self.dt_bias)
         nn.init.ones_(self.norm_weight)
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
-        """Mix the tokens of a step.
-
-        Args:
-            x: [T, dim], the sequences packed as ``plan`` says.
-            plan: from the backend's ``plan``.
-            cache: this layer's pools. Mutated at the slots that the plan names.
-
-        Returns:
-            [T, dim].
-        """
         qkv, z, b, a = columns(self.in_proj, x, self._widths)
         spec = self.spec
         step = GatedDeltaStep(
@@ -103,11 +78,6 @@ class GatedDeltaNet(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> GatedDeltaNet:
-        """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the heads.
-        """
         spec = self.spec
         with on_meta():
             part = GatedDeltaNet(self.in_proj.in_features, spec.divided(ranks.size))

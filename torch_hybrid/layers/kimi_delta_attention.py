@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.delta_rules import sizes_of
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
+from torch_hybrid.layers.mixer import Mixer, init_convolution, init_decays, parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.delta_rule.op_step_kimi import KimiDeltaStep, kimi_delta_step
@@ -16,7 +16,7 @@ from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import KimiDeltaSpec
 
 
-class KimiDeltaAttention(nn.Module):
+class KimiDeltaAttention(Mixer):
     """Projection, causal convolution, Kimi delta attention, gated RMSNorm, projection.
 
     One input projection gives ``[q | k | v | f | g | b]``, so that the convolution and the rule
@@ -27,36 +27,22 @@ class KimiDeltaAttention(nn.Module):
         dim: width of the model.
         spec: the mixer's facts.
         gate_rank: rank of f and g; None for full width.
-        dtype, device: dtype and device of the parameters.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        spec: KimiDeltaSpec,
-        *,
-        gate_rank: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, dim: int, spec: KimiDeltaSpec, *, gate_rank: int | None = None) -> None:
         super().__init__()
         self.spec, self._gate_rank = spec, gate_rank
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-
         gates = [spec.k_channels, spec.v_channels]
         ranks = gates if gate_rank is None else [gate_rank, gate_rank]
         self._widths = [spec.conv_channels, *ranks, spec.num_heads]
-        self.in_proj = linear(dim, sum(self._widths))
+        self.in_proj = nn.Linear(dim, sum(self._widths), bias=False)
         self.f_b_proj: nn.Module = nn.Identity()
         self.g_b_proj: nn.Module = nn.Identity()
         if gate_rank is not None:
-            self.f_b_proj, self.g_b_proj = (linear(gate_rank, width) for width in gates)
-        self.out_proj = linear(spec.v_channels, dim)
+            self.f_b_proj, self.g_b_proj = (
+                nn.Linear(gate_rank, width, bias=False) for width in gates
+            )
+        self.out_proj = nn.Linear(spec.v_channels, dim, bias=False)
         self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
         self.A_log = parameter(spec.num_heads)
         self.dt_bias = parameter(spec.num_heads, spec.head_k_dim)
@@ -65,25 +51,12 @@ class KimiDeltaAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise as the published models do: decays with time constants of 1 to 1000 tokens."""
-        bound = self.spec.conv_width**-0.5
-        nn.init.uniform_(self.conv_weight, -bound, bound)
-        with torch.no_grad():
-            self.A_log.uniform_(1, 16).log_()
-        nn.init.uniform_(self.dt_bias, -7.0, -2.0)
+        init_convolution(self.conv_weight)
+        init_decays(self.A_log, self.dt_bias)
         nn.init.ones_(self.norm_weight)
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
-        """Mix the tokens of a step.
-
-        Args:
-            x: [T, dim], the sequences packed as ``plan`` says.
-            plan: from the backend's ``plan``.
-            cache: this layer's pools. Mutated at the slots that the plan names.
-
-        Returns:
-            [T, dim].
-        """
         qkv, f, gate, b = columns(self.in_proj, x, self._widths)
         f, gate = self.f_b_proj(f), self.g_b_proj(gate)
         spec = self.spec
@@ -113,11 +86,6 @@ class KimiDeltaAttention(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> KimiDeltaAttention:
-        """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the heads.
-        """
         spec, rank = self.spec, self._gate_rank
         with on_meta():
             part = KimiDeltaAttention(

@@ -13,6 +13,7 @@ from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.backends.ssd import lightning_sizes
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
+from torch_hybrid.layers.mixer import Mixer
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary
 from torch_hybrid.layers.side_by_side import columns
@@ -39,7 +40,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.cat([geometric_slopes(power), between])
 
 
-class LightningAttention(nn.Module):
+class LightningAttention(Mixer):
     """Projection, linear attention with a fixed decay per head, RMSNorm, gate, projection.
 
     One input projection gives ``[q | k | v | gate]``.
@@ -48,22 +49,13 @@ class LightningAttention(nn.Module):
         dim: width of the model.
         spec: the mixer's facts.
         slopes: [H] float32, minus the log decay of a token in each head.
-        dtype, device: dtype and device of the parameters.
     """
 
     slopes: Tensor
     q_norm_weight: nn.Parameter | None
     k_norm_weight: nn.Parameter | None
 
-    def __init__(
-        self,
-        dim: int,
-        spec: LightningSpec,
-        slopes: Tensor,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, dim: int, spec: LightningSpec, slopes: Tensor) -> None:
         super().__init__()
         if list(slopes.shape) != [spec.num_heads]:
             raise ValueError(f"slopes must have shape [{spec.num_heads}], got {[*slopes.shape]}")
@@ -71,11 +63,11 @@ class LightningAttention(nn.Module):
         self._group_means: Callable[[Tensor], Tensor] = own_means
         self._shares_groups = False  # True if several ranks share a group of the norm
         channels = spec.channels
-        self.in_proj = nn.Linear(dim, 4 * channels, bias=False, dtype=dtype, device=device)
-        self.out_proj = nn.Linear(channels, dim, bias=False, dtype=dtype, device=device)
+        self.in_proj = nn.Linear(dim, 4 * channels, bias=False)
+        self.out_proj = nn.Linear(channels, dim, bias=False)
 
         def norm_weight(width: int) -> nn.Parameter:
-            return nn.Parameter(torch.ones(width, dtype=dtype, device=device))
+            return nn.Parameter(torch.ones(width))
 
         self.q_norm_weight = norm_weight(spec.head_dim) if spec.qk_norm else None
         self.k_norm_weight = norm_weight(spec.head_dim) if spec.qk_norm else None
@@ -132,11 +124,6 @@ class LightningAttention(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> LightningAttention:
-        """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the heads.
-        """
         spec = self.spec
         head = [(spec.num_heads, spec.head_dim)]
         slopes = ranks.cut(self.slopes, [(spec.num_heads, 1)])

@@ -10,13 +10,14 @@ from torch_hybrid.backends.selective_scan import apply_selective_scan
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.head_linear import HeadLinear
+from torch_hybrid.layers.mixer import Mixer, init_convolution, parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import MambaSpec
 
 
-class Mamba(nn.Module):
+class Mamba(Mixer):
     """Projection, causal convolution, projections to dt, B and C, scan and gate, projection.
 
     One input projection gives ``[x | z]``. A second gives ``[dt | B | C]`` from x after its
@@ -29,7 +30,6 @@ class Mamba(nn.Module):
         spec: the mixer's facts.
         bias: whether the input and output projections have a bias.
         conv_bias: whether the convolution has one.
-        dtype, device: dtype and device of the parameters.
     """
 
     conv_bias: nn.Parameter | None
@@ -37,39 +37,26 @@ class Mamba(nn.Module):
     dt_proj: nn.Linear | HeadLinear
 
     def __init__(
-        self,
-        dim: int,
-        spec: MambaSpec,
-        *,
-        bias: bool = False,
-        conv_bias: bool = True,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
+        self, dim: int, spec: MambaSpec, *, bias: bool = False, conv_bias: bool = True
     ) -> None:
         super().__init__()
         self.spec = spec
 
-        def linear(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=bias, dtype=dtype, device=device)
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-
         def norm(width: int) -> nn.Module:
             if spec.norm_eps is None:
                 return nn.Identity()
-            return nn.RMSNorm(width, eps=spec.norm_eps, dtype=dtype, device=device)
+            return nn.RMSNorm(width, eps=spec.norm_eps)
 
         self._widths = [spec.dt_rank, spec.state_dim, spec.state_dim]
-        self.in_proj = linear(dim, 2 * spec.channels, bias=bias)
+        self.in_proj = nn.Linear(dim, 2 * spec.channels, bias=bias)
         if spec.num_heads == 1:
-            self.x_proj = linear(spec.channels, sum(self._widths), bias=False)
-            self.dt_proj = linear(spec.dt_rank, spec.channels, bias=False)
+            self.x_proj = nn.Linear(spec.channels, sum(self._widths), bias=False)
+            self.dt_proj = nn.Linear(spec.dt_rank, spec.channels, bias=False)
         else:
             heads, width = spec.num_heads, spec.channels // spec.num_heads
             self.x_proj = HeadLinear(parameter(heads, width, sum(self._widths)), None)
             self.dt_proj = HeadLinear(parameter(heads, spec.dt_rank, width), None)
-        self.out_proj = linear(spec.channels, dim, bias=bias)
+        self.out_proj = nn.Linear(spec.channels, dim, bias=bias)
         self.dt_norm, self.B_norm, self.C_norm = map(norm, self._widths)
         self.conv_weight = parameter(spec.channels, spec.conv_width)
         self.conv_bias = parameter(spec.channels) if conv_bias else None
@@ -80,10 +67,7 @@ class Mamba(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise as the published models do: steps of 0.001 to 0.1, decay rates of 1 to N."""
-        bound = self.spec.conv_width**-0.5
-        nn.init.uniform_(self.conv_weight, -bound, bound)
-        if self.conv_bias is not None:
-            nn.init.uniform_(self.conv_bias, -bound, bound)
+        init_convolution(self.conv_weight, self.conv_bias)
         for projection in (self.x_proj, self.dt_proj):
             projection.reset_parameters()
         nn.init.uniform_(self.dt_bias, -7.0, -2.0)
@@ -95,16 +79,6 @@ class Mamba(nn.Module):
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
-        """Mix the tokens of a step.
-
-        Args:
-            x: [T, dim], the sequences packed as ``plan`` says.
-            plan: from the backend's ``plan``.
-            cache: this layer's pools. Mutated at the slots that the plan names.
-
-        Returns:
-            [T, dim].
-        """
         spec = self.spec
         mixed, z = columns(self.in_proj, x, [spec.channels] * 2)
         mixed = convolve(

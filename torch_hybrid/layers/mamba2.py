@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.backends.ssd import sizes_of
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
+from torch_hybrid.layers.mixer import Mixer, init_convolution, init_decays, parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.ssd.gated_norm import gate_with_norm
@@ -20,7 +20,7 @@ from torch_hybrid.ranks import Ranks, own_means
 from torch_hybrid.specs import Mamba2Spec
 
 
-class Mamba2(nn.Module):
+class Mamba2(Mixer):
     """Projection, causal convolution, state-space recurrence, gate and norm, projection.
 
     One input projection gives ``[z | x | B | C | dt]``, whose slices the rest reads.
@@ -30,32 +30,21 @@ class Mamba2(nn.Module):
         spec: the mixer's facts.
         bias: whether the projections have a bias.
         conv_bias: whether the convolution has one.
-        dtype, device: dtype and device of the parameters.
     """
 
     norm_weight: nn.Parameter | None
     conv_bias: nn.Parameter | None
 
     def __init__(
-        self,
-        dim: int,
-        spec: Mamba2Spec,
-        *,
-        bias: bool = False,
-        conv_bias: bool = True,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
+        self, dim: int, spec: Mamba2Spec, *, bias: bool = False, conv_bias: bool = True
     ) -> None:
         super().__init__()
         self.spec = spec
         self._group_means: Callable[[Tensor], Tensor] = own_means
         self._shares_groups = False  # True if several ranks share a group of the norm
         self._widths = [spec.inner_dim, spec.conv_channels, spec.num_heads]
-        self.in_proj = nn.Linear(dim, sum(self._widths), bias=bias, dtype=dtype, device=device)
-        self.out_proj = nn.Linear(spec.inner_dim, dim, bias=bias, dtype=dtype, device=device)
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.in_proj = nn.Linear(dim, sum(self._widths), bias=bias)
+        self.out_proj = nn.Linear(spec.inner_dim, dim, bias=bias)
 
         self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
         self.conv_bias = parameter(spec.conv_channels) if conv_bias else None
@@ -67,29 +56,14 @@ class Mamba2(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise as the published models do: steps of 0.001 to 0.1, decay rates of 1 to 16."""
-        bound = self.spec.conv_width**-0.5
-        nn.init.uniform_(self.conv_weight, -bound, bound)
-        if self.conv_bias is not None:
-            nn.init.uniform_(self.conv_bias, -bound, bound)
-        with torch.no_grad():
-            self.A_log.uniform_(1, 16).log_()
-        nn.init.uniform_(self.dt_bias, -7.0, -2.0)
+        init_convolution(self.conv_weight, self.conv_bias)
+        init_decays(self.A_log, self.dt_bias)
         nn.init.ones_(self.D)
         if self.norm_weight is not None:
             nn.init.ones_(self.norm_weight)
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
-        """Mix the tokens of a step.
-
-        Args:
-            x: [T, dim], the sequences packed as ``plan`` says.
-            plan: from the backend's ``plan``.
-            cache: this layer's pools. Mutated at the slots that the plan names.
-
-        Returns:
-            [T, dim].
-        """
         z, mixed, dt = columns(self.in_proj, x, self._widths)
         spec, gated = self.spec, not self._shares_groups
         step = SsdStep(
@@ -120,11 +94,6 @@ class Mamba2(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> Mamba2:
-        """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the heads.
-        """
         spec = self.spec
         with on_meta():
             part = Mamba2(self.in_proj.in_features, spec.divided(ranks.size), conv_bias=False)

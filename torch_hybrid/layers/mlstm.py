@@ -13,13 +13,14 @@ from torch_hybrid.backends.replay import walk
 from torch_hybrid.backends.ssd import apply_ssd
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
+from torch_hybrid.layers.mixer import Mixer, parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import MlstmSpec
 
 
-class Mlstm(nn.Module):
+class Mlstm(Mixer):
     """Projection, matrix memory with exponential gates, LayerNorm per head, gate, projection.
 
     One input projection gives ``[q | k | v | gate | i | f]``. Per head, with soft-capped i and f:
@@ -36,25 +37,17 @@ class Mlstm(nn.Module):
     Args:
         dim: width of the model.
         spec: the mixer's facts.
-        dtype, device: dtype and device of the parameters.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        spec: MlstmSpec,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, dim: int, spec: MlstmSpec) -> None:
         super().__init__()
         self.spec = spec
         k, v, heads = spec.k_channels, spec.v_channels, spec.num_heads
         self._widths = [k, k, v, v, 2 * heads]
-        self.in_proj = nn.Linear(dim, sum(self._widths), bias=False, dtype=dtype, device=device)
-        self.out_proj = nn.Linear(v, dim, bias=False, dtype=dtype, device=device)
-        self.gate_bias = nn.Parameter(torch.empty(2 * heads, dtype=dtype, device=device))
-        self.norm_weight = nn.Parameter(torch.ones(v, dtype=dtype, device=device))
+        self.in_proj = nn.Linear(dim, sum(self._widths), bias=False)
+        self.out_proj = nn.Linear(v, dim, bias=False)
+        self.gate_bias = parameter(2 * heads)
+        self.norm_weight = nn.Parameter(torch.ones(v))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -66,16 +59,6 @@ class Mlstm(nn.Module):
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
-        """Mix the tokens of a step.
-
-        Args:
-            x: [T, dim], the sequences packed as ``plan`` says.
-            plan: from the backend's ``plan``.
-            cache: this layer's pools. Mutated at the slots that the plan names.
-
-        Returns:
-            [T, dim].
-        """
         q, k, v, gate, gates = columns(self.in_proj, x, self._widths)
 
         def remember(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
@@ -124,11 +107,6 @@ class Mlstm(nn.Module):
         return normed.flatten(1) * self.norm_weight.float()
 
     def shard(self, ranks: Ranks) -> Mlstm:
-        """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the heads.
-        """
         spec = self.spec
         with on_meta():
             part = Mlstm(self.in_proj.in_features, spec.divided(ranks.size))

@@ -10,6 +10,7 @@ from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, run_rule
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.head_linear import HeadLinear
+from torch_hybrid.layers.mixer import Mixer, init_convolution, parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.rg_lru import rg_lru
@@ -19,7 +20,7 @@ from torch_hybrid.specs import RgLruSpec
 _SHARPNESS = 8.0  # c in a = exp(-c r softplus(a_param))
 
 
-class RgLru(nn.Module):
+class RgLru(Mixer):
     """Projection, causal convolution, real-gated linear recurrent unit, gate, projection.
 
     One input projection gives ``[x | y]``; the output is that of the recurrence over x, multiplied
@@ -28,25 +29,14 @@ class RgLru(nn.Module):
     Args:
         dim: width of the model.
         spec: the mixer's facts.
-        dtype, device: dtype and device of the parameters.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        spec: RgLruSpec,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, dim: int, spec: RgLruSpec) -> None:
         super().__init__()
         self.spec = spec
         heads, width, channels = spec.num_heads, spec.head_dim, spec.channels
-        self.in_proj = nn.Linear(dim, 2 * channels, dtype=dtype, device=device)
-        self.out_proj = nn.Linear(channels, dim, dtype=dtype, device=device)
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.in_proj = nn.Linear(dim, 2 * channels)
+        self.out_proj = nn.Linear(channels, dim)
 
         self.conv_weight = parameter(channels, spec.conv_width)
         self.conv_bias = parameter(channels)
@@ -56,9 +46,7 @@ class RgLru(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise as the published models do: an open gate decays by 0.9 to 0.999."""
-        bound = self.spec.conv_width**-0.5
-        nn.init.uniform_(self.conv_weight, -bound, bound)
-        nn.init.uniform_(self.conv_bias, -bound, bound)
+        init_convolution(self.conv_weight, self.conv_bias)
         nn.init.normal_(self.gates.weight, std=self.spec.head_dim**-0.5)
         assert self.gates.bias is not None
         nn.init.zeros_(self.gates.bias)
@@ -68,16 +56,6 @@ class RgLru(nn.Module):
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
-        """Mix the tokens of a step.
-
-        Args:
-            x: [T, dim], the sequences packed as ``plan`` says.
-            plan: from the backend's ``plan``.
-            cache: this layer's pools. Mutated at the slots that the plan names.
-
-        Returns:
-            [T, dim].
-        """
         spec = self.spec
         mixed, y = columns(self.in_proj, x, [spec.channels] * 2)
         mixed = convolve(mixed, self.conv_weight, self.conv_bias, plan, cache, activation="none")
@@ -88,11 +66,6 @@ class RgLru(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> RgLru:
-        """Make this rank's layer: it keeps the states of its heads, and sums outputs over ranks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the heads.
-        """
         spec = self.spec
         with on_meta():
             part = RgLru(self.in_proj.in_features, spec.divided(ranks.size))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
+from torch_hybrid.layers.mixer import Mixer, init_convolution, parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import ShortConvolutionSpec
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(Mixer):
     """Projection, gate, causal convolution, gate, projection.
 
     One input projection gives ``[input gate | output gate | x]``.
@@ -23,28 +23,16 @@ class ShortConvolution(nn.Module):
         dim: width of the model.
         spec: the mixer's facts.
         bias: whether the projections and the convolution have a bias.
-        dtype, device: dtype and device of the parameters.
     """
 
     conv_bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        dim: int,
-        spec: ShortConvolutionSpec,
-        *,
-        bias: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, dim: int, spec: ShortConvolutionSpec, *, bias: bool = False) -> None:
         super().__init__()
         self.spec = spec
         channels = spec.channels
-        self.in_proj = nn.Linear(dim, 3 * channels, bias=bias, dtype=dtype, device=device)
-        self.out_proj = nn.Linear(channels, dim, bias=bias, dtype=dtype, device=device)
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.in_proj = nn.Linear(dim, 3 * channels, bias=bias)
+        self.out_proj = nn.Linear(channels, dim, bias=bias)
 
         self.conv_weight = parameter(channels, spec.conv_width)
         self.conv_bias = parameter(channels) if bias else None
@@ -52,23 +40,10 @@ class ShortConvolution(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise the convolution as torch does; the projections have initialised themselves."""
-        bound = self.spec.conv_width**-0.5
-        nn.init.uniform_(self.conv_weight, -bound, bound)
-        if self.conv_bias is not None:
-            nn.init.uniform_(self.conv_bias, -bound, bound)
+        init_convolution(self.conv_weight, self.conv_bias)
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
-        """Mix the tokens of a step.
-
-        Args:
-            x: [T, dim], the sequences packed as ``plan`` says.
-            plan: from the backend's ``plan``.
-            cache: this layer's pools. Mutated at the slots that the plan names.
-
-        Returns:
-            [T, dim].
-        """
         input_gate, output_gate, mixed = columns(self.in_proj, x, [self.spec.channels] * 3)
         y = convolve(
             mixed,
@@ -84,11 +59,6 @@ class ShortConvolution(nn.Module):
         return out
 
     def shard(self, ranks: Ranks) -> ShortConvolution:
-        """Make this rank's layer: it keeps the inputs of its channels, and sums outputs over ranks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the channels.
-        """
         channels = (self.spec.channels, 1)
         with on_meta():
             part = ShortConvolution(self.in_proj.in_features, self.spec.divided(ranks.size))

@@ -2,69 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.models import (  # noqa: F401 (each defines its families)
+    bailing_hybrid,
+    bamba,
+    deepseek_v3,
+    falcon_h1,
+    glm5_next,
+    granitemoehybrid,
+    inkling,
+    inkling2,
+    jamba,
+    kimi_linear,
+    lfm,
+    mamba,
+    mamba2,
+    minimax,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3,
+    qwen3_5,
+    qwen3_next,
+    qwen4_exp,
+    recurrent_gemma,
+    rwkv,
+    xlstm,
+    zamba,
+    zamba2,
+    zaya,
+)
 from torch_hybrid.models.architecture import Architecture
-from torch_hybrid.models.bailing_hybrid import BailingHybridFamily
-from torch_hybrid.models.bamba import BambaFamily
-from torch_hybrid.models.deepseek_v3 import DeepseekV3Family
-from torch_hybrid.models.falcon_h1 import FalconH1Family
 from torch_hybrid.models.family import Family
-from torch_hybrid.models.glm5_next import Glm5NextFamily
-from torch_hybrid.models.granitemoehybrid import GraniteMoeHybridFamily
-from torch_hybrid.models.inkling import InklingFamily
-from torch_hybrid.models.inkling2 import Inkling2Family
-from torch_hybrid.models.jamba import JambaFamily
-from torch_hybrid.models.kimi_linear import KimiLinearFamily
-from torch_hybrid.models.lfm import Lfm2Family, Lfm3Family
-from torch_hybrid.models.mamba import MambaFamily
-from torch_hybrid.models.mamba2 import Mamba2Family
-from torch_hybrid.models.minimax import MiniMaxFamily
-from torch_hybrid.models.nemotron_h import NemotronHFamily
-from torch_hybrid.models.olmo_hybrid import OlmoHybridFamily
-from torch_hybrid.models.qwen3 import Qwen3Family
-from torch_hybrid.models.qwen3_5 import Qwen35Family
-from torch_hybrid.models.qwen3_next import Qwen3NextFamily
-from torch_hybrid.models.qwen4_exp import Qwen4ExpFamily
-from torch_hybrid.models.recurrent_gemma import RecurrentGemmaFamily
-from torch_hybrid.models.rwkv import RwkvFamily
-from torch_hybrid.models.xlstm import XlstmFamily
-from torch_hybrid.models.zamba import ZambaFamily
-from torch_hybrid.models.zamba2 import Zamba2Family
-from torch_hybrid.models.zaya import ZayaFamily
+
+
+def _defined(family: type[Family]) -> Iterator[type[Family]]:
+    for each in family.__subclasses__():
+        yield each
+        yield from _defined(each)
+
 
 FAMILIES: dict[str, Family] = {
     model_type: family
-    for family in (
-        BailingHybridFamily(),
-        BambaFamily(),
-        DeepseekV3Family(),
-        FalconH1Family(),
-        Glm5NextFamily(),
-        GraniteMoeHybridFamily(),
-        InklingFamily(),
-        Inkling2Family(),
-        JambaFamily(),
-        KimiLinearFamily(),
-        Lfm2Family(),
-        Lfm3Family(),
-        MambaFamily(),
-        Mamba2Family(),
-        MiniMaxFamily(),
-        NemotronHFamily(),
-        OlmoHybridFamily(),
-        Qwen3Family(),
-        Qwen35Family(),
-        Qwen3NextFamily(),
-        Qwen4ExpFamily(),
-        RecurrentGemmaFamily(),
-        RwkvFamily(),
-        XlstmFamily(),
-        ZambaFamily(),
-        Zamba2Family(),
-        ZayaFamily(),
-    )
+    for family in (each() for each in _defined(Family))
     for model_type in family.model_types
 }
 

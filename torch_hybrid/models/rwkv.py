@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.step import LayerStep
 from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.channel_mix import ChannelMix
-from torch_hybrid.layers.time_mix import TimeMix
-from torch_hybrid.layers.token_shift import TokenShift
+from torch_hybrid.layers.rwkv import ChannelMix, TimeMix, TokenShift
 from torch_hybrid.models.backbone import Backbone
 from torch_hybrid.models.family import Family, Swap, parameter
 from torch_hybrid.specs import ChannelMixSpec, TimeMixSpec

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar
 
 from torch_hybrid.ranks import divide, divide_or_repeat
-from torch_hybrid.specs.grouped_heads import check_groups, divided_heads
-from torch_hybrid.specs.layer import LayerFamily, layer_spec
+from torch_hybrid.specs.grouped_heads import check_groups
+from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool
 
 
 @layer_spec("causal_conv1d")
-class ShortConvolutionSpec:
+class ShortConvolutionSpec(Divided):
     """A gated short convolution: a mixer that keeps its last inputs, and has no recurrence."""
 
     kind: ClassVar[str] = "short_convolution"
-    family: ClassVar[LayerFamily] = "linear"
 
-    channels: int
+    channels: Annotated[int, divide]
     conv_width: int
 
     def pools(self) -> dict[str, Pool]:
@@ -26,13 +24,9 @@ class ShortConvolutionSpec:
         conv = Pool((self.conv_width - 1, self.channels), per="slot")
         return {"conv": conv, RECORDS: Pool((self.channels,), per="draft")}
 
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the channels among ranks; see ``LayerSpec``."""
-        return replace(self, channels=divide("channels", self.channels, num_ranks))
-
 
 @layer_spec("causal_conv1d")
-class ConvolvedProjectionSpec:
+class ConvolvedProjectionSpec(Divided):
     """Queries and keys that are convolved twice, and values that are partly delayed.
 
     Half of the value channels are those of the token before. The first convolution,
@@ -41,10 +35,9 @@ class ConvolvedProjectionSpec:
     """
 
     kind: ClassVar[str] = "convolved_projection"
-    family: ClassVar[LayerFamily] = "linear"
 
-    num_q_heads: int
-    num_kv_heads: int
+    num_q_heads: Annotated[int, divide]
+    num_kv_heads: Annotated[int, divide_or_repeat]
     head_dim: int
     channel_width: int
     head_width: int
@@ -72,13 +65,9 @@ class ConvolvedProjectionSpec:
         conv = Pool((self.conv_width - 1, self.conv_channels), per="slot")
         return {"conv": conv, RECORDS: Pool((self.conv_channels,), per="draft")}
 
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the heads among ranks; see ``LayerSpec``."""
-        return replace(self, **divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
-
 
 @layer_spec("causal_conv1d")
-class BranchConvolutionSpec:
+class BranchConvolutionSpec(Divided):
     """Causal convolutions of a layer's keys and values, and of its two residual branches.
 
     The branches are the outputs of attention and feed-forward, ``channels`` wide, before they are
@@ -86,9 +75,8 @@ class BranchConvolutionSpec:
     """
 
     kind: ClassVar[str] = "branch_convolution"
-    family: ClassVar[LayerFamily] = "linear"
 
-    num_kv_heads: int
+    num_kv_heads: Annotated[int, divide_or_repeat]
     head_dim: int
     channels: int
     conv_width: int
@@ -106,8 +94,3 @@ class BranchConvolutionSpec:
             pools[name] = Pool((self.conv_width - 1, width), per="slot")
             pools[f"{name}_{RECORDS}"] = Pool((width,), per="draft")
         return pools
-
-    def divided(self, num_ranks: int) -> Self:
-        """Divide keys and values among ranks, not the branches; see ``LayerSpec``."""
-        num_kv_heads = divide_or_repeat("num_kv_heads", self.num_kv_heads, num_ranks)
-        return replace(self, num_kv_heads=num_kv_heads)

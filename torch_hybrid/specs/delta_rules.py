@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar
 
 from torch_hybrid.ranks import divide, divide_or_repeat
-from torch_hybrid.specs.layer import LayerFamily, layer_spec
+from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state
 
 
 @layer_spec()
-class DeltaRuleSpec:
+class DeltaRuleSpec(Divided):
     """A gated-delta-rule mixer: causal convolution, recurrence, gated norm.
 
     ``beta_scale`` is 2 if negative eigenvalues are allowed, else 1. ``gate`` is the activation of
@@ -19,10 +18,9 @@ class DeltaRuleSpec:
     """
 
     kind: ClassVar[str] = "gated_delta_rule"
-    family: ClassVar[LayerFamily] = "linear"
 
-    num_k_heads: int
-    num_v_heads: int
+    num_k_heads: Annotated[int, divide_or_repeat]
+    num_v_heads: Annotated[int, divide]
     head_k_dim: int
     head_v_dim: int
     conv_width: int
@@ -69,17 +67,9 @@ class DeltaRuleSpec:
         pools = conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
         return {**pools, RECORDS: Pool((width,), per="draft")}
 
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the heads among ranks; see ``LayerSpec``."""
-        return replace(
-            self,
-            num_k_heads=divide_or_repeat("num_k_heads", self.num_k_heads, num_ranks),
-            num_v_heads=divide("num_v_heads", self.num_v_heads, num_ranks),
-        )
-
 
 @layer_spec()
-class KimiDeltaSpec:
+class KimiDeltaSpec(Divided):
     """A Kimi-delta-attention mixer: convolution, delta rule with a decay per channel, gated norm.
 
     ``gate_lower_bound`` is the least log decay of a token in the bounded form (Ling-3). None is the
@@ -87,9 +77,8 @@ class KimiDeltaSpec:
     """
 
     kind: ClassVar[str] = "kimi_delta_attention"
-    family: ClassVar[LayerFamily] = "linear"
 
-    num_heads: int
+    num_heads: Annotated[int, divide]
     head_k_dim: int
     head_v_dim: int
     conv_width: int
@@ -125,7 +114,3 @@ class KimiDeltaSpec:
         width = self.conv_channels + self.num_heads + self.k_channels
         pools = conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
         return {**pools, RECORDS: Pool((width,), per="draft")}
-
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the heads among ranks; see ``LayerSpec``."""
-        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))

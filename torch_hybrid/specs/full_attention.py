@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar
 
 import torch
 
-from torch_hybrid.ranks import divide
-from torch_hybrid.specs.grouped_heads import check_groups, divided_heads
-from torch_hybrid.specs.layer import LayerFamily, layer_spec
+from torch_hybrid.ranks import divide, divide_or_repeat
+from torch_hybrid.specs.grouped_heads import check_groups
+from torch_hybrid.specs.layer import Divided, LayerFamily, layer_spec
 from torch_hybrid.specs.pools import Pool, scales_of
 
 
 @layer_spec()
-class AttentionSpec:
+class AttentionSpec(Divided):
     """Full softmax attention over a paged KV pool.
 
     Attributes:
@@ -30,8 +29,8 @@ class AttentionSpec:
     kind: ClassVar[str] = "paged_attention"
     family: ClassVar[LayerFamily] = "full"
 
-    num_q_heads: int
-    num_kv_heads: int
+    num_q_heads: Annotated[int, divide]
+    num_kv_heads: Annotated[int, divide_or_repeat]
     head_dim: int
     scale: float
     window: int = 0
@@ -49,13 +48,9 @@ class AttentionSpec:
         kv = Pool(heads, per="page", dtype=self.kv_dtype, planes=2)
         return {"kv": kv, **scales_of(self.kv_dtype, (2, self.num_kv_heads))}
 
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the heads among ranks; see ``LayerSpec``."""
-        return replace(self, **divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
-
 
 @layer_spec()
-class LatentSpec:
+class LatentSpec(Divided):
     """Multi-head latent attention (MLA): keys and values of all heads from one latent row.
 
     A row holds ``latent_rank`` normed latents and ``rope_dim`` shared key dims, rotated or not.
@@ -65,7 +60,7 @@ class LatentSpec:
     kind: ClassVar[str] = "latent_attention"
     family: ClassVar[LayerFamily] = "full"
 
-    num_heads: int
+    num_heads: Annotated[int, divide]
     latent_rank: int
     nope_dim: int
     rope_dim: int
@@ -87,7 +82,3 @@ class LatentSpec:
         """Declare rows ``[latent | shared key]``."""
         latents = Pool((self.row_dim,), per="page", dtype=self.kv_dtype)
         return {"latents": latents, **scales_of(self.kv_dtype, (1,))}
-
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the heads among ranks, not the latents; see ``LayerSpec``."""
-        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))

@@ -1,10 +1,6 @@
-"""Grouped heads: checks of query heads that share key heads, and their division among ranks."""
+"""Grouped heads: checks of query heads that share key heads."""
 
 from __future__ import annotations
-
-from typing import Any
-
-from torch_hybrid.ranks import divide, divide_or_repeat
 
 
 def check_groups(num_q_heads: int, num_kv_heads: int) -> None:
@@ -13,11 +9,3 @@ def check_groups(num_q_heads: int, num_kv_heads: int) -> None:
         raise ValueError(
             f"num_q_heads must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}"
         )
-
-
-def divided_heads(num_q_heads: int, num_kv_heads: int, num_ranks: int) -> dict[str, Any]:
-    """Divide query heads, and the key heads that they share, among ranks."""
-    return {
-        "num_q_heads": divide("num_q_heads", num_q_heads, num_ranks),
-        "num_kv_heads": divide_or_repeat("num_kv_heads", num_kv_heads, num_ranks),
-    }

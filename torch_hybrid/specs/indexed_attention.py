@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar
 
-from torch_hybrid.ranks import divide
-from torch_hybrid.specs.grouped_heads import check_groups, divided_heads
-from torch_hybrid.specs.layer import LayerFamily, layer_spec
+from torch_hybrid.ranks import divide, divide_or_repeat
+from torch_hybrid.specs.grouped_heads import check_groups
+from torch_hybrid.specs.layer import Divided, LayerFamily, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool
 
 
 @layer_spec()
-class IndexedAttentionSpec:
+class IndexedAttentionSpec(Divided):
     """Softmax attention over the blocks of past tokens that an indexer selects for each query.
 
     A block is ``block_size`` tokens. A query sees ``top_k`` blocks, and the tokens after the last
@@ -23,8 +22,8 @@ class IndexedAttentionSpec:
     kind: ClassVar[str] = "indexed_attention"
     family: ClassVar[LayerFamily] = "full"
 
-    num_q_heads: int
-    num_kv_heads: int
+    num_q_heads: Annotated[int, divide]
+    num_kv_heads: Annotated[int, divide_or_repeat]
     head_dim: int
     scale: float
     num_index_heads: int
@@ -58,13 +57,9 @@ class IndexedAttentionSpec:
             RECORDS: Pool((self.conv_channels,), per="draft"),
         }
 
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the heads among ranks, not the indexer; see ``LayerSpec``."""
-        return replace(self, **divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
-
 
 @layer_spec()
-class IndexedLatentSpec:
+class IndexedLatentSpec(Divided):
     """MLA without rotation, over the blocks of past tokens that an indexer selects for each query.
 
     A row holds ``latent_rank`` normed latents. A block is ``block_size`` tokens. A query sees
@@ -75,7 +70,7 @@ class IndexedLatentSpec:
     kind: ClassVar[str] = "indexed_latent_attention"
     family: ClassVar[LayerFamily] = "full"
 
-    num_heads: int
+    num_heads: Annotated[int, divide]
     latent_rank: int
     nope_dim: int
     v_dim: int
@@ -101,7 +96,3 @@ class IndexedLatentSpec:
             "unpooled": Pool((self.block_size - 1, 2, self.index_dim), per="slot"),
             RECORDS: Pool((2 * self.index_dim,), per="draft"),
         }
-
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the heads among ranks, not the latents or the indexer; see ``LayerSpec``."""
-        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))

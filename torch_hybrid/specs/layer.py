@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, dataclass_transform
+from dataclasses import dataclass, replace
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    Self,
+    TypeVar,
+    dataclass_transform,
+    get_type_hints,
+)
 
 from torch_hybrid.pytrees import register_part
 from torch_hybrid.specs.pools import Pool
@@ -34,6 +43,27 @@ class LayerSpec(Protocol):
             UnsupportedError: the heads cannot be divided so.
         """
         ...
+
+
+class Divided:
+    """Base of specs, "linear" ones by default, whose fields say how ranks share them.
+
+    ``Annotated[int, divide]`` is such a field. Those without ``divide`` or ``divide_or_repeat`` are
+    the same on every rank.
+    """
+
+    __slots__ = ()
+    family: ClassVar[LayerFamily] = "linear"
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def divided(self, num_ranks: int) -> Self:
+        """Divide the layer among ranks; see ``LayerSpec``."""
+        parts = {
+            name: rule(name, getattr(self, name), num_ranks)
+            for name, hint in get_type_hints(type(self), include_extras=True).items()
+            for rule in getattr(hint, "__metadata__", ())
+        }
+        return replace(self, **parts)
 
 
 SpecT = TypeVar("SpecT", bound=LayerSpec)

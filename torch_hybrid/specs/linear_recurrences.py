@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar
 
 import torch
 
 from torch_hybrid.ranks import divide, divide_or_repeat
-from torch_hybrid.specs.layer import LayerFamily, layer_spec
+from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
 
 MOST_GATE_SOFTCAP = 40.0  # of exponential gates: float32 holds sums of terms weighted by e^40
 
 
 @layer_spec()
-class LightningSpec:
+class LightningSpec(Divided):
     """A lightning-attention mixer: linear attention with one fixed decay for each head, gated norm.
 
     ``activation`` ("none" or "silu") applies to q, k and v. With ``qk_norm``, q and k are normed
@@ -23,14 +22,13 @@ class LightningSpec:
     """
 
     kind: ClassVar[str] = "lightning_attention"
-    family: ClassVar[LayerFamily] = "linear"
 
-    num_heads: int
+    num_heads: Annotated[int, divide]
     head_dim: int
     scale: float = 1.0
     activation: str = "none"
     qk_norm: bool = False
-    norm_groups: int = 1
+    norm_groups: Annotated[int, divide_or_repeat] = 1
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -58,26 +56,17 @@ class LightningSpec:
             RECORDS: Pool((2 * self.channels,), per="draft", dtype=torch.float32),
         }
 
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the heads among ranks; see ``LayerSpec``."""
-        return replace(
-            self,
-            num_heads=divide("num_heads", self.num_heads, num_ranks),
-            norm_groups=divide_or_repeat("norm_groups", self.norm_groups, num_ranks),
-        )
-
 
 @layer_spec("rg_lru", "causal_conv1d")
-class RgLruSpec:
+class RgLruSpec(Divided):
     """A mixer of real-gated linear recurrent units (RG-LRU): convolution, recurrence, gate.
 
     The recurrence's gates read the channels of their own head.
     """
 
     kind: ClassVar[str] = "rg_lru"
-    family: ClassVar[LayerFamily] = "linear"
 
-    num_heads: int
+    num_heads: Annotated[int, divide]
     head_dim: int
     conv_width: int
 
@@ -94,22 +83,17 @@ class RgLruSpec:
         pools = conv_and_state(self.conv_width, self.channels, (self.channels,))
         return {**pools, **records_of(self.channels, 3 * self.channels)}
 
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the heads among ranks; see ``LayerSpec``."""
-        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))
-
 
 @layer_spec()
-class MlstmSpec:
+class MlstmSpec(Divided):
     """An mLSTM mixer: a matrix memory with exponential gates, normed per head.
 
     Gates are bounded by ``gate_softcap * tanh(gates / gate_softcap)`` before they act.
     """
 
     kind: ClassVar[str] = "mlstm"
-    family: ClassVar[LayerFamily] = "linear"
 
-    num_heads: int
+    num_heads: Annotated[int, divide]
     head_k_dim: int
     head_v_dim: int
     gate_softcap: float
@@ -152,7 +136,3 @@ class MlstmSpec:
             "state": Pool(self.state_shape, per="slot", dtype=torch.float32),
             RECORDS: Pool((width,), per="draft"),
         }
-
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the heads among ranks; see ``LayerSpec``."""
-        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
-from torch_hybrid.specs.layer import LayerFamily, layer_spec
+from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, STATE_RECORDS, Pool
 
 KEPT_HIDDEN = 128  # last tokens whose hidden states are kept for a head that drafts
 
 
 @layer_spec("ngram_embedding", "causal_conv1d")
-class NgramSpec:
+class NgramSpec(Divided):
     """Gated embeddings of the n-grams that end at each token, and a convolution over them.
 
     N-grams have up to ``ngram_size`` tokens. Each residual stream has its own gates and
@@ -22,7 +22,6 @@ class NgramSpec:
     """
 
     kind: ClassVar[str] = "ngram_embedding"
-    family: ClassVar[LayerFamily] = "linear"
 
     ngram_size: int
     channels: int
@@ -37,20 +36,15 @@ class NgramSpec:
             STATE_RECORDS: Pool((1,), per="draft", dtype=torch.int64),
         }
 
-    def divided(self, num_ranks: int) -> Self:
-        """Keep the whole layer on every rank; see ``LayerSpec``."""
-        return self
-
 
 @layer_spec()
-class PreviousHiddenSpec:
+class PreviousHiddenSpec(Divided):
     """Input of a head that drafts: tokens beside the model's hidden states of the tokens before.
 
     Hidden states are ``channels`` wide.
     """
 
     kind: ClassVar[str] = "previous_hidden"
-    family: ClassVar[LayerFamily] = "linear"
 
     channels: int
 
@@ -60,7 +54,3 @@ class PreviousHiddenSpec:
             "hidden": Pool((KEPT_HIDDEN, self.channels), per="slot"),
             "tokens": Pool((KEPT_HIDDEN,), per="slot", dtype=torch.int64),
         }
-
-    def divided(self, num_ranks: int) -> Self:
-        """Keep the whole layer on every rank; see ``LayerSpec``."""
-        return self

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar
 
 from torch_hybrid.ranks import divide
-from torch_hybrid.specs.layer import LayerFamily, layer_spec
+from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
 
 TOKEN_SHIFT = 2  # taps of a token shift, which mixes each token with the one before it
 
 
 @layer_spec("wkv", "causal_conv1d")
-class TimeMixSpec:
+class TimeMixSpec(Divided):
     """RWKV's time mixing: a weighted average of past values, gated.
 
     Its ``dim`` inputs are mixed with those of the token before; ``channels`` have a state.
     """
 
     kind: ClassVar[str] = "time_mix"
-    family: ClassVar[LayerFamily] = "linear"
     conv_width: ClassVar[int] = TOKEN_SHIFT
 
     dim: int
-    channels: int
+    channels: Annotated[int, divide]
 
     def pools(self) -> dict[str, Pool]:
         """Declare the last input, two sums and their exponent per channel, and draft inputs.
@@ -34,30 +32,21 @@ class TimeMixSpec:
         pools = conv_and_state(self.conv_width, self.dim, (3, self.channels))
         return {**pools, **records_of(self.dim, 2 * self.channels)}
 
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the channels among ranks, not the inputs; see ``LayerSpec``."""
-        return replace(self, channels=divide("channels", self.channels, num_ranks))
-
 
 @layer_spec("causal_conv1d")
-class ChannelMixSpec:
+class ChannelMixSpec(Divided):
     """RWKV's channel mixing: a feed-forward of ``width`` units.
 
     Its ``dim`` inputs are mixed with those of the token before.
     """
 
     kind: ClassVar[str] = "channel_mix"
-    family: ClassVar[LayerFamily] = "linear"
     conv_width: ClassVar[int] = TOKEN_SHIFT
 
     dim: int
-    width: int
+    width: Annotated[int, divide]
 
     def pools(self) -> dict[str, Pool]:
         """Declare the last input, and those of drafts."""
         conv = Pool((self.conv_width - 1, self.dim), per="slot")
         return {"conv": conv, RECORDS: Pool((self.dim,), per="draft")}
-
-    def divided(self, num_ranks: int) -> Self:
-        """Divide the units among ranks, not the inputs; see ``LayerSpec``."""
-        return replace(self, width=divide("width", self.width, num_ranks))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from torch_hybrid.ranks import divide, divide_or_repeat
-from torch_hybrid.specs.layer import LayerFamily, layer_spec
+from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
 
 
 @layer_spec()
-class Mamba2Spec:
+class Mamba2Spec(Divided):
     """A Mamba2 mixer: convolution, scalar-decay recurrence, gate with or without a norm.
 
     ``dt_min`` and ``dt_max`` bound the step size after its softplus. ``gate`` is the place of the
@@ -20,18 +20,17 @@ class Mamba2Spec:
     """
 
     kind: ClassVar[str] = "mamba2"
-    family: ClassVar[LayerFamily] = "linear"
 
-    num_heads: int
+    num_heads: Annotated[int, divide]
     head_dim: int
     state_dim: int
-    num_groups: int
+    num_groups: Annotated[int, divide_or_repeat]
     conv_width: int
     activation: str = "silu"
     dt_min: float = 0.0
     dt_max: float = float("inf")
     gate: str = "before_norm"
-    norm_groups: int = 1
+    norm_groups: Annotated[int, divide_or_repeat] = 1
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -69,18 +68,9 @@ class Mamba2Spec:
         pools = conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
         return {**pools, RECORDS: Pool((width,), per="draft")}
 
-    def divided(self, num_ranks: int) -> Self:
-        """Divide heads and groups among ranks; see ``LayerSpec``."""
-        return replace(
-            self,
-            num_heads=divide("num_heads", self.num_heads, num_ranks),
-            num_groups=divide_or_repeat("num_groups", self.num_groups, num_ranks),
-            norm_groups=divide_or_repeat("norm_groups", self.norm_groups, num_ranks),
-        )
-
 
 @layer_spec()
-class MambaSpec:
+class MambaSpec(Divided):
     """A Mamba-1 mixer: convolution, selective scan, gate.
 
     ``dt_rank`` is the width of the low-rank input of step sizes. That input, B and C are normed if
@@ -89,7 +79,6 @@ class MambaSpec:
     """
 
     kind: ClassVar[str] = "mamba"
-    family: ClassVar[LayerFamily] = "linear"
 
     channels: int
     state_dim: int

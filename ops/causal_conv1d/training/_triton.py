@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator"
 """Implementation "triton" of the backward: gradients of inputs and filters in one walk.
 
 1. ``_inputs_kernel``, blocks of tokens by blocks of channels: gradients of x, and the block's sums
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.causal_conv1d.training.op import CausalConv1dBackward
 from torch_hybrid.ops.core.autocast import without_autocast
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import sequences_of_tokens
 
 # Tokens of a program, and how many of them are fetched at once.
@@ -41,21 +41,12 @@ def causal_conv1d_backward(x: CausalConv1dBackward) -> tuple[Tensor, ...]:
     sizes = {"C": channels, "W": width, "SILU": x.silu, "BLOCK_C": block_c, "num_warps": 1}
     sums = x.x.new_empty(blocks_t, width + 1, channels, dtype=torch.float32)
     if num_tokens:
-        _inputs_kernel[(blocks_t, blocks_c)](
-            x.x,
-            x.weight,
-            x.bias,
-            sequences_of_tokens(x.cu_seqlens, num_tokens),
-            x.cu_seqlens,
-            x.initial_state,
-            x.dout,
-            x.dfinal_state,
-            dx,
-            sums,
-            num_tokens,
-            x.num_seqs,
-            x.x.stride(0),
-            x.dout.stride(0),
+        bind(_inputs_kernel, x)[(blocks_t, blocks_c)](
+            seqs=sequences_of_tokens(x.cu_seqlens, num_tokens),
+            initial=x.initial_state,
+            dfinal=x.dfinal_state,
+            dx=dx,
+            sums=sums,
             **sizes,
             BLOCK_T=_BLOCK_T,
             ROWS=_FETCHED,
@@ -72,17 +63,10 @@ def causal_conv1d_backward(x: CausalConv1dBackward) -> tuple[Tensor, ...]:
         num_warps=4,
     )
     if x.initial_state is not None and x.num_seqs:
-        _states_kernel[(x.num_seqs, blocks_c)](
-            x.x,
-            x.weight,
-            x.bias,
-            x.cu_seqlens,
-            x.initial_state,
-            x.dout,
-            x.dfinal_state,
-            dinitial,
-            x.x.stride(0),
-            x.dout.stride(0),
+        bind(_states_kernel, x)[(x.num_seqs, blocks_c)](
+            initial=x.initial_state,
+            dfinal=x.dfinal_state,
+            dinitial=dinitial,
             **sizes,
             enable_fp_fusion=True,
         )

@@ -30,9 +30,7 @@ def test_a_list_has_what_any_of_a_tile_sees(name: str, block_q: int, num_shared:
     token = torch.arange(len(inputs.blocks))
     is_done = ((token % 7 == 0) | (token // block_q == 1)).int()
     before = is_done.clone()
-    index = (inputs.cu_seqlens, inputs.seq_lens, inputs.page_table)
-    options = {"block_q": block_q, "block_size": size, "page_size": page_size}
-    slots, sees, num_keys = list_keys(inputs.blocks, *index, is_done, **options)
+    slots, sees, num_keys = list_keys(inputs, is_done, block_q=block_q)
 
     expected = torch.zeros_like(num_keys)
     for seq, tile, tokens in tiles_of(inputs, block_q):
