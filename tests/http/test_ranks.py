@@ -12,7 +12,7 @@ import time
 import pytest
 
 import torch_hybrid as th
-from tests.http.conftest import RECALL, prompt_of, wait_for, word_tokenizer
+from tests.http.conftest import RECALL, prompt_of, transformers, wait_for
 
 LIMIT_S = 120
 OPTIONS = ["--ranks", "--device", "cpu", "--eager", "--port", "0", "--max-seqs", "4"]
@@ -21,18 +21,18 @@ OPTIONS = ["--ranks", "--device", "cpu", "--eager", "--port", "0", "--max-seqs",
 class Ranks:
     """Processes of a server, by rank, as torchrun starts them."""
 
-    def __init__(self, checkpoint, folder, port):
+    def __init__(self, folder, port):
         self._log = folder / "err"
-        self.processes = [self._start(rank, checkpoint, folder, port) for rank in range(2)]
+        self.processes = [self._start(rank, folder, port) for rank in range(2)]
         wait_for(lambda: "listening on" in self.log or self.processes[0].poll() is not None)
         self.port = int(re.search(r"listening on http://127.0.0.1:(\d+)", self.log)[1])
         wait_for(lambda: self.ask("GET", "/health")[0] == 200)
 
-    def _start(self, rank, checkpoint, folder, port):
+    def _start(self, rank, folder, port):
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
         added = {name: str(value) for name, value in {**ranks, **where}.items()}
-        command = [sys.executable, "-m", "torch_hybrid.cli", "serve", str(checkpoint), *OPTIONS]
+        command = [sys.executable, "-m", "torch_hybrid.cli", "serve", str(RECALL), *OPTIONS]
         with (self._log if rank == 0 else folder / "err1").open("w") as err:
             return subprocess.Popen(
                 command, stderr=err, env={**os.environ, **added, "OMP_NUM_THREADS": "1"}
@@ -56,19 +56,9 @@ class Ranks:
         return [process.wait(LIMIT_S) for process in self.processes]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The demo's checkpoint with a tokenizer."""
-    folder = tmp_path_factory.mktemp("shared")
-    for file in RECALL.iterdir():
-        (folder / file.name).symlink_to(file)
-    word_tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def ranks(checkpoint, tmp_path, unused_port):
-    started = Ranks(checkpoint, tmp_path, unused_port)
+def ranks(tmp_path, unused_port):
+    started = Ranks(tmp_path, unused_port)
     yield started
     for process in started.processes:
         process.kill()
@@ -101,7 +91,7 @@ def test_texts_are_those_of_one_rank(ranks, recall):
     left.close()
     wait_for(lambda: running(ranks) == 0)
     runner = th.Runner(recall, max_seqs=4, max_tokens=64, kv_tokens=2048, compile=False)
-    engine = th.Engine(runner, word_tokenizer())
+    engine = th.Engine(runner, transformers.AutoTokenizer.from_pretrained(RECALL))
     for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5}):
         prompts = [prompt_of(seed) for seed in range(3)]
         body = {"prompt": prompts, "max_tokens": 12, **options}
