@@ -171,7 +171,7 @@ class _Constants(ast.NodeTransformer):
 
 
 def _as_python(block: str) -> str:
-    """Escape newlines in strings of Python's calls, and rename parameters that are keywords."""
+    """Replace newlines in strings of Python's calls, and rename parameters that are keywords."""
     parts = _STRING.split(block.strip())
     parts[::2] = [_KEYWORD.sub(rf"\1\2{_RENAMED}", part) for part in parts[::2]]
     parts[1::2] = [part.replace("\n", "\\n").replace("\r", "\\r") for part in parts[1::2]]
