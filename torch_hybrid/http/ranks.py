@@ -12,9 +12,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.sampling import RandomNumbers, Sampling
+from torch_hybrid.sampling.grammar.trial import TRIAL
 from torch_hybrid.serving.engine import Engine
 from torch_hybrid.serving.request import Request, TokenEvent
 
@@ -89,6 +91,7 @@ class Leader:
         firsts = list(requests)
         for first in firsts:
             check_shared(first)
+            _share_masks(first, self._group, makes=True)
         self._engine.enqueue(firsts)
         for first in firsts:
             self._commands.append(_queued(first, self._next))
@@ -129,11 +132,30 @@ def check_shared(request: Request) -> None:
     """Check that all ranks can make the same request.
 
     Raises:
-        UnsupportedError: it has a grammar, whose masks have a limit of time; or images, or a
-            function.
+        UnsupportedError: it has images, or a function.
     """
-    if request.matcher or request.images or request.sampling.logits_processor:
-        raise UnsupportedError("several ranks serve no grammars, images or own functions so far")
+    if request.images or request.sampling.logits_processor:
+        raise UnsupportedError("several ranks serve no images or own functions so far")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMasks:
+    """Exchange of masks: rank 0 makes them, whose limit of time holds for all; see ``Shared``."""
+
+    group: dist.ProcessGroup
+    makes: bool
+
+    def send(self, masks: Tensor, errors: list[str | None]) -> list[str | None]:
+        """Send rank 0's masks and errors to the others."""
+        box = [masks, errors]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        masks.copy_(box[0])
+        return box[1]
+
+
+def _share_masks(request: Request, group: dist.ProcessGroup, *, makes: bool) -> None:
+    if request.matcher is not None:
+        request.matcher.vocabulary.worker.shared = SharedMasks(group, makes)
 
 
 def follow(engine: Engine) -> None:
@@ -146,18 +168,20 @@ def follow(engine: Engine) -> None:
         RuntimeError: a step failed, or a rank is gone.
     """
     group, held = _make_group(), dict[int, Request]()
-    is_open = True
+    is_open, TRIAL.is_needed = True, False  # rank 0 tries grammars
     while is_open:
         box: list[Sequence[Command]] = [()]
         dist.broadcast_object_list(box, src=0, group=group)
         for command in box[0]:
             is_open = not isinstance(command, Closed)
-            _do(command, engine, held)
+            _do(command, engine, held, group)
         ended = {event.request for event in engine.step() if event.output is not None}
         held = {number: request for number, request in held.items() if request not in ended}
 
 
-def _do(command: Command, engine: Engine, held: dict[int, Request]) -> None:
+def _do(
+    command: Command, engine: Engine, held: dict[int, Request], group: dist.ProcessGroup
+) -> None:
     """Do a command of rank 0; ``held`` are the requests by their numbers."""
     if isinstance(command, Closed):
         engine.close()
@@ -166,6 +190,7 @@ def _do(command: Command, engine: Engine, held: dict[int, Request]) -> None:
             engine.cancel(held.pop(command.number))
     else:
         first = engine.prepare(command.prompt, command.sampling, stream=command.has_text)
+        _share_masks(first, group, makes=False)
         for at, (sample, seed) in enumerate(zip(first.samples, command.seeds, strict=True)):
             if seed is not None:
                 sample.numbers = RandomNumbers(torch.Generator().manual_seed(seed))
