@@ -170,14 +170,10 @@ class TestGrammars:
             assert ranks.ask("POST", "/v1/completions", refused)[0] == 400
 
 
-@pytest.mark.parametrize("part", ["images", "logits_processor"])
-def test_requests_that_ranks_cannot_share_are_refused(make_engine, part):
+def test_own_functions_are_refused(make_engine):
     from torch_hybrid.http.ranks import check_shared
 
-    own = {part: lambda tokens, logits: logits} if part == "logits_processor" else {}
-    request = make_engine().prepare(prompt_of(1), th.Sampling(**own))
-    if not own:
-        check_shared(request)
-        setattr(request, part, object())
-    with pytest.raises(th.UnsupportedError, match="several ranks serve no images or own"):
-        check_shared(request)
+    check_shared(make_engine().prepare(prompt_of(1), th.Sampling()))
+    sampling = th.Sampling(logits_processor=lambda tokens, logits: logits)
+    with pytest.raises(th.UnsupportedError, match="several ranks serve no own functions"):
+        check_shared(make_engine().prepare(prompt_of(1), sampling))

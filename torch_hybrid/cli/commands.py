@@ -167,8 +167,6 @@ def serve(
     except ImportError as error:
         missing = f"serve needs {error.name}: pip install 'torch-hybrid[serve]'"
         raise ValueError(missing) from error
-    if options.ranks and server.vision:
-        raise ValueError("several ranks serve no images so far: leave --vision out")
 
     def open_engine() -> Engine:
         return open_for_serving(

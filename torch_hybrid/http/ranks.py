@@ -18,6 +18,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.sampling import RandomNumbers, Sampling
 from torch_hybrid.sampling.grammar.trial import TRIAL
 from torch_hybrid.serving.engine import Engine
+from torch_hybrid.serving.prompts import Prompt
 from torch_hybrid.serving.request import Request, TokenEvent
 
 IDLE = timedelta(days=365)  # longest time without a step; a rank that dies ends the wait at once
@@ -44,7 +45,7 @@ class Queued:
     """A prompt with its samples, numbered from ``number`` on, and the seeds of those that draw."""
 
     number: int
-    prompt: list[int]
+    prompt: Prompt  # tokens, with the inputs of the tower where it has images
     sampling: Sampling
     seeds: Sequence[int | None]
     has_text: bool
@@ -132,10 +133,10 @@ def check_shared(request: Request) -> None:
     """Check that all ranks can make the same request.
 
     Raises:
-        UnsupportedError: it has images, or a function.
+        UnsupportedError: it has a function.
     """
-    if request.images or request.sampling.logits_processor:
-        raise UnsupportedError("several ranks serve no images or own functions so far")
+    if request.sampling.logits_processor:
+        raise UnsupportedError("several ranks serve no own functions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +201,11 @@ def _do(
 
 
 def _queued(first: Request, number: int) -> Queued:
+    images = first.images
+    prompt = images and {"input_ids": [first.prompt], **images.inputs}
     return Queued(
         number=number,
-        prompt=first.prompt,
+        prompt=prompt or first.prompt,
         sampling=first.sampling,
         seeds=[None if each.numbers is None else each.numbers.seed for each in first.samples],
         has_text=first.detokenizer is not None,
