@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -148,10 +148,11 @@ class SharedMasks:
 
     def send(self, masks: Tensor, errors: list[str | None]) -> list[str | None]:
         """Send rank 0's masks and errors to the others."""
-        box = [masks, errors]
+        box: list[Any] = [masks, errors]
         dist.broadcast_object_list(box, src=0, group=self.group)
-        masks.copy_(box[0])
-        return box[1]
+        made, told = box
+        masks.copy_(made)
+        return list(told)
 
 
 def _share_masks(request: Request, group: dist.ProcessGroup, *, makes: bool) -> None:

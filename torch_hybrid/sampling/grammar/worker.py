@@ -24,7 +24,10 @@ MAX_SECONDS = 2.0
 class Shared(Protocol):
     """Exchange of masks among ranks: one makes them, for a limit of time must hold for all."""
 
-    makes: bool
+    @property
+    def makes(self) -> bool:
+        """True on the rank that makes masks."""
+        ...
 
     def send(self, masks: Tensor, errors: list[str | None]) -> list[str | None]:
         """Send the masks [T, W] of a step, or write those that came; return the errors."""
