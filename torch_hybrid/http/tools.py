@@ -36,7 +36,7 @@ class UnfinishedError(ValueError):
     """A block of calls that ends within a string: its end is a part of the string."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Format:
     """A way to write calls: blocks of one call or several.
 
@@ -212,44 +212,24 @@ _KIMI = re.compile(
     r"<\|tool_call_begin\|>\s*([^<\s]+)\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
     re.DOTALL,
 )
-FORCED = Format(begin="", end="", read=_read_json)  # by a grammar, whatever the model's own format
+FORCED = Format("", "", _read_json)  # by a grammar, whatever the model's own format
+_PYTHON = Format("<|tool_call_start|>", "<|tool_call_end|>", _read_python)
+_KEYS = _tags(
+    r"^\s*([\w.-]+)(?:\\n)?\s*(<.*|)$", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
+)
+_XML = _tags(
+    r"<function=([^>\s]+)>(.*?)</function>", r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>"
+)
+_SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_TOOL_CALL = "<tool_call>", "</tool_call>"
 _FORMATS = (  # by a text in the template, the rarest first
-    (
-        "<|tool_calls_section_begin|>",  # Kimi
-        Format(
-            begin="<|tool_calls_section_begin|>",
-            end="<|tool_calls_section_end|>",
-            read=_read_kimi,
-        ),
-    ),
-    *(
-        (mark, Format(begin="<|tool_call_start|>", end="<|tool_call_end|>", read=_read_python))
-        for mark in ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: [")  # LFM2
-    ),
-    ("<TOOLCALL>", Format(begin="<TOOLCALL>", end="</TOOLCALL>", read=_read_json)),  # Nemotron 2
-    (
-        "<arg_key>",  # GLM, Ling from 2.6 on
-        Format(
-            begin="<tool_call>",
-            end="</tool_call>",
-            read=_tags(
-                r"^\s*([\w.-]+)(?:\\n)?\s*(<.*|)$",
-                r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
-            ),
-        ),
-    ),
-    (
-        "<function=",  # Qwen3.5, Qwen3-Coder, Nemotron 3, Granite 4.2
-        Format(
-            begin="<tool_call>",
-            end="</tool_call>",
-            read=_tags(
-                r"<function=([^>\s]+)>(.*?)</function>",
-                r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>",
-            ),
-        ),
-    ),
-    ("<|tool_call|>", Format(begin="<|tool_call|>", end="", read=_read_json)),  # Granite 3
-    ("<tool_call>", Format(begin="<tool_call>", end="</tool_call>", read=_read_json)),
-    # The last one is of Hermes: Qwen3-Next, Granite 4, Ling 2.
+    ("<|tool_calls_section_begin|>", Format(*_SECTION, _read_kimi)),
+    ("<|tool_call_start|>", _PYTHON),  # LFM2, like the next two
+    ("<|tool_list_start|>", _PYTHON),
+    ("List of tools: [", _PYTHON),
+    ("<TOOLCALL>", Format("<TOOLCALL>", "</TOOLCALL>", _read_json)),  # Nemotron 2
+    ("<arg_key>", Format(*_TOOL_CALL, _KEYS)),  # GLM, Ling from 2.6 on
+    ("<function=", Format(*_TOOL_CALL, _XML)),  # Qwen3.5, Qwen3-Coder, Nemotron 3, Granite 4.2
+    ("<|tool_call|>", Format("<|tool_call|>", "", _read_json)),  # Granite 3
+    ("<tool_call>", Format(*_TOOL_CALL, _read_json)),  # Hermes: Qwen3-Next, Granite 4, Ling 2
 )
