@@ -20,7 +20,7 @@ _LABEL = ["model_name"]
 
 
 class Metrics(Collector):
-    """Metrics of one server; a ``stepping.Watcher``.
+    """Metrics of one server, kept in its event loop.
 
     Args:
         model: served name, the label of all metrics.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,18 +26,6 @@ IDLE = timedelta(days=365)  # longest time without a step; a rank that dies ends
 
 class RanksError(RuntimeError):
     """Error of a step that ranks share: they may differ after it, so the server ends."""
-
-
-class Steps(Protocol):
-    """Part of an engine that its thread uses."""
-
-    def enqueue(self, requests: Iterable[Request]) -> None: ...
-
-    def cancel(self, request: Request) -> None: ...
-
-    def step(self) -> list[TokenEvent]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +55,7 @@ class Closed:
 Command = Queued | Cancelled | Closed
 
 
-def steps_of(engine: Engine) -> Steps:
+def steps_of(engine: Engine) -> Engine | Leader:
     """Choose how an engine is stepped: with the other ranks if they share its model."""
     ranks = engine.runner.model.ranks
     return engine if ranks is None or ranks.size == 1 else Leader(engine)
