@@ -19,7 +19,7 @@ Vectors stay in float32: llama.cpp has no other form of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,14 @@ class Family:
     is_tied: bool = True
 
 
-def write_gguf(model: Any, family: str, path: Path) -> None:
+def write_gguf(model: Any, family: str, path: Path, *, tokens: Sequence[str] | None = None) -> None:
     """Write a transformers model's weights, in its dtype.
 
     Args:
         model: whose family is in ``LLAMA_CPP``.
         family: as ``benchmarks.models`` names it.
         path: of the file.
+        tokens: names of a byte-level vocabulary without merges; None writes no tokenizer.
 
     Raises:
         ValueError: a weight of the model has no name in llama.cpp.
@@ -64,6 +65,7 @@ def write_gguf(model: Any, family: str, path: Path) -> None:
     arch = gguf.MODEL_ARCH[kind.arch]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _describe_sizes(writer, config)
+    _describe_tokens(writer, tokens)
     kind.describe(writer, config)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     weights = dict(model.state_dict())
@@ -87,7 +89,18 @@ def _describe_sizes(writer: Any, config: Any) -> None:
     is_lfm2 = config.model_type == "lfm2"
     writer.add_layer_norm_rms_eps(config.norm_eps if is_lfm2 else config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
+
+
+def _describe_tokens(writer: Any, tokens: Sequence[str] | None) -> None:
+    if tokens is None:
+        writer.add_tokenizer_model("none")
+        return
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges([f"{tokens[-2]} {tokens[-1]}"])  # llama.cpp wants one
+    writer.add_add_bos_token(False)
 
 
 def _add(writer: Any, name: str, value: Tensor) -> None:

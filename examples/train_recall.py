@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import string
 import time
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
-from transformers import DynamicCache, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    DynamicCache,
+    PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextGatedDeltaNet,
     Qwen3NextRMSNorm,
@@ -52,6 +62,7 @@ CHAIN_LEN = 8
 CHAIN_LENS = (8, 16, 32, 64)  # with a head: longer answers, with as many tokens in all
 WARMUP_STEPS = 50
 DRAFTS = 3  # depth to which the head is trained; deeper drafts behave alike
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %} {{ message.content }}{% endfor %}"
 
 
 def make_config() -> Qwen3NextConfig:
@@ -318,8 +329,31 @@ def train_with_head(
     return head.requires_grad_(False)
 
 
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer of words: symbols are letters and digits, alone and doubled.
+
+    "let a b let b a get a" is a prompt; an unknown word becomes padding.
+    """
+    signs = string.ascii_letters + string.digits
+    names = {RECALL.pad: "<pad>", RECALL.bos: "<bos>", RECALL.write: "let", RECALL.ask: "get"}
+    names |= enumerate([*signs, *(2 * sign for sign in signs)], RECALL.first_symbol)
+    words = Tokenizer(WordLevel({name: token for token, name in names.items()}, "<pad>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", RECALL.bos)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<pad>",
+        unk_token="<pad>",
+        bos_token="<bos>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
 def save(model: Qwen3NextForCausalLM, head: Head, path: Path) -> None:
     """Write a checkpoint with the head beside the model, where transformers ignores it."""
+    make_tokenizer().save_pretrained(path, save_jinja_files=False)
     model.save_pretrained(path)
     file = path / "model.safetensors"
     weights = load_file(file) | {f"mtp.{name}": w for name, w in head.state_dict().items()}

@@ -30,6 +30,3 @@ def test_ranks_are_those_of_torchrun(run):
     code, _, err = run("serve", "nowhere", "--ranks")
     assert code == 2
     assert "--ranks shares the model among the processes of torchrun" in err
-    code, _, err = run("serve", "nowhere", "--ranks", "--vision")
-    assert code == 2
-    assert "leave --vision out" in err

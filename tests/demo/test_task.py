@@ -161,6 +161,29 @@ def test_training_script_writes_a_checkpoint_that_loads(tmp_path, monkeypatch, c
     assert trained == transformers.AutoConfig.from_pretrained(checkpoint_path()).to_diff_dict()
     transformers.AutoModelForCausalLM.from_pretrained(out)
     assert th.from_pretrained(out, mtp=True).mtp is not None
+    assert (out / "tokenizer.json").read_text() == (
+        checkpoint_path() / "tokenizer.json"
+    ).read_text()
+
+
+def test_the_tokenizer_knows_every_token_and_writes_prompts():
+    transformers = pytest.importorskip("transformers")
+    words = transformers.AutoTokenizer.from_pretrained(checkpoint_path())
+    assert sorted(words.get_vocab().values()) == [*range(RECALL.vocab_size)]
+    for prompt in PROMPTS:
+        text = words.decode(prompt.tokens, skip_special_tokens=True)
+        message = {"role": "user", "content": text}
+        assert words.encode(text) == prompt.tokens
+        assert words.apply_chat_template([message], return_dict=False) == prompt.tokens
+
+
+def test_a_conversation_is_answered():
+    transformers = pytest.importorskip("transformers")
+    words = transformers.AutoTokenizer.from_pretrained(checkpoint_path())
+    runner = th.Runner(th.from_pretrained(checkpoint_path()), max_seqs=1, compile=False)
+    message = {"role": "user", "content": "let a b let b c let c d let d a get b"}
+    (output,) = th.Engine(runner, words).generate([message], th.Sampling(max_new_tokens=6))
+    assert output.text == "c d a b c d"
 
 
 def test_the_head_knows_what_comes():

@@ -12,7 +12,7 @@ import time
 import pytest
 
 import torch_hybrid as th
-from tests.http.conftest import RECALL, prompt_of, wait_for, word_tokenizer
+from tests.http.conftest import RECALL, prompt_of, tokenizers, transformers, wait_for
 
 LIMIT_S = 120
 OPTIONS = ["--ranks", "--device", "cpu", "--eager", "--port", "0", "--max-seqs", "4"]
@@ -22,17 +22,24 @@ class Ranks:
     """Processes of a server, by rank, as torchrun starts them."""
 
     def __init__(self, checkpoint, folder, port):
-        self._log = folder / "err"
-        self.processes = [self._start(rank, checkpoint, folder, port) for rank in range(2)]
+        self._log, self._checkpoint = folder / "err", checkpoint
+        self.processes = [self._start(rank, folder, port) for rank in range(2)]
         wait_for(lambda: "listening on" in self.log or self.processes[0].poll() is not None)
         self.port = int(re.search(r"listening on http://127.0.0.1:(\d+)", self.log)[1])
         wait_for(lambda: self.ask("GET", "/health")[0] == 200)
 
-    def _start(self, rank, checkpoint, folder, port):
+    def _start(self, rank, folder, port):
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
         added = {name: str(value) for name, value in {**ranks, **where}.items()}
-        command = [sys.executable, "-m", "torch_hybrid.cli", "serve", str(checkpoint), *OPTIONS]
+        command = [
+            sys.executable,
+            "-m",
+            "torch_hybrid.cli",
+            "serve",
+            str(self._checkpoint),
+            *OPTIONS,
+        ]
         with (self._log if rank == 0 else folder / "err1").open("w") as err:
             return subprocess.Popen(
                 command, stderr=err, env={**os.environ, **added, "OMP_NUM_THREADS": "1"}
@@ -56,14 +63,10 @@ class Ranks:
         return [process.wait(LIMIT_S) for process in self.processes]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The demo's checkpoint with a tokenizer."""
-    folder = tmp_path_factory.mktemp("shared")
-    for file in RECALL.iterdir():
-        (folder / file.name).symlink_to(file)
-    word_tokenizer().save_pretrained(folder)
-    return folder
+@pytest.fixture
+def checkpoint():
+    """The demo's."""
+    return RECALL
 
 
 @pytest.fixture
@@ -101,7 +104,7 @@ def test_texts_are_those_of_one_rank(ranks, recall):
     left.close()
     wait_for(lambda: running(ranks) == 0)
     runner = th.Runner(recall, max_seqs=4, max_tokens=64, kv_tokens=2048, compile=False)
-    engine = th.Engine(runner, word_tokenizer())
+    engine = th.Engine(runner, transformers.AutoTokenizer.from_pretrained(RECALL))
     for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5}):
         prompts = [prompt_of(seed) for seed in range(3)]
         body = {"prompt": prompts, "max_tokens": 12, **options}
@@ -127,14 +130,50 @@ def test_a_rank_that_dies_ends_the_other(ranks):
     assert "a step of the ranks failed" in ranks.log
 
 
-@pytest.mark.parametrize("part", ["matcher", "images", "logits_processor"])
-def test_requests_that_ranks_cannot_share_are_refused(make_engine, part):
+def characters():
+    """A tokenizer of printable characters, which grammars can read."""
+    vocab = {"<end>": 0, "Ġ": 1} | {chr(code): code - 31 for code in range(33, 127)}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>")
+
+
+class TestGrammars:
+    @pytest.fixture
+    def checkpoint(self, tmp_path):
+        """The demo's model with a tokenizer of characters."""
+        for name in ("config.json", "generation_config.json", "model.safetensors"):
+            (tmp_path / name).symlink_to(RECALL / name)
+        characters().save_pretrained(tmp_path)
+        return tmp_path
+
+    def test_outputs_follow_grammars(self, ranks, recall):
+        """As on one rank, beside an output without a grammar; a refusal stops nothing."""
+        pytest.importorskip("llguidance")
+        runner = th.Runner(recall, max_seqs=4, max_tokens=64, kv_tokens=2048, compile=False)
+        engine = th.Engine(runner, characters(), eos_token_ids=[])
+        schema = {"type": "array", "items": {"enum": ["a", 12]}, "minItems": 2, "maxItems": 4}
+        for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5}):
+            for grammar, given in (
+                (th.Grammar.json_schema(schema), {"structured_outputs": {"json": schema}}),
+                (th.Grammar.regex("[ab]{3}c"), {"structured_outputs": {"regex": "[ab]{3}c"}}),
+                (None, {}),
+            ):
+                body = {"prompt": "abc", "max_tokens": 30, **options, **given}
+                status, text = ranks.ask("POST", "/v1/completions", body)
+                assert status == 200, text
+                sampling = th.Sampling(max_new_tokens=30, grammar=grammar, **options)
+                (expected,) = engine.generate("abc", sampling)
+                assert json.loads(text)["choices"][0]["text"] == expected.text
+            refused = {"prompt": "a", "structured_outputs": {"regex": "("}}
+            assert ranks.ask("POST", "/v1/completions", refused)[0] == 400
+
+
+def test_own_functions_are_refused(make_engine):
     from torch_hybrid.http.ranks import check_shared
 
-    own = {part: lambda tokens, logits: logits} if part == "logits_processor" else {}
-    request = make_engine().prepare(prompt_of(1), th.Sampling(**own))
-    if not own:
-        check_shared(request)
-        setattr(request, part, object())
-    with pytest.raises(th.UnsupportedError, match="several ranks serve no grammars, images or own"):
-        check_shared(request)
+    check_shared(make_engine().prepare(prompt_of(1), th.Sampling()))
+    sampling = th.Sampling(logits_processor=lambda tokens, logits: logits)
+    with pytest.raises(th.UnsupportedError, match="several ranks serve no own functions"):
+        check_shared(make_engine().prepare(prompt_of(1), sampling))

@@ -55,7 +55,7 @@ def split(pieces, template="", thinking="none", form=None):
     return Said(
         "".join(part.reasoning for part in parts),
         "".join(part.content for part in parts),
-        [call for part in parts for call in part.calls],
+        [call if call.id else (call.name, call.arguments) for part in parts for call in part.calls],
     )
 
 
@@ -70,13 +70,15 @@ def split_anywhere(text, **options):
 
 @pytest.mark.parametrize("template", TEXTS)
 def test_calls_of_each_format(template):
-    calls = TEXTS[template]
-    assert split_anywhere(calls, template=template) == Said("", "", CALLS)
+    calls, expected = TEXTS[template], CALLS
+    if "section" in template:
+        expected = [(*call, f"functions.find:{at}") for at, call in enumerate(CALLS)]
+    assert split_anywhere(calls, template=template) == Said("", "", expected)
     said = split_anywhere(f"Let me 日本 look.\n\n{calls}", template=template)
-    assert said == Said("", "Let me 日本 look.", CALLS)
+    assert said == Said("", "Let me 日本 look.", expected)
     text = f"\nI must <b>look\n</think>\n\nSo:\n{calls}"
     said = split_anywhere(text, template=template, thinking="open")
-    assert said == Said("I must <b>look", "So:", CALLS)
+    assert said == Said("I must <b>look", "So:", expected)
 
 
 @pytest.mark.parametrize("template", TEXTS)
@@ -97,7 +99,7 @@ def test_arguments_that_cannot_be_sent_are_content(value):
     assert split_anywhere(text, template="<tool_call>") == Said("", text, [])
     text = f"<|tool_call_start|>[f(x={value})]<|tool_call_end|>"
     assert split_anywhere(text, template="<|tool_call_start|>").content == text
-    for literal in ("{1, 2}", "b'x'", "2j", "{(1,): 2}", "g()", "{**{}}"):
+    for literal in ("b'x'", "2j", "{(1,): 2}", "g()", "{**{}}"):
         text = f"<|tool_call_start|>[f(x={literal})]<|tool_call_end|>"
         assert split([text], template="<|tool_call_start|>").content == text
 
@@ -109,6 +111,92 @@ def test_a_block_ends_after_its_strings():
     text = "<|tool_call_start|>[f(x='<|tool_call_end|>', y=[true, None])]<|tool_call_end|>"
     said = split_anywhere(text, template="<|tool_call_start|>")
     assert said == Said("", "", [("f", {"x": "<|tool_call_end|>", "y": [True, None]})])
+
+
+# What models of the families write, and what it means.
+OUTPUTS = [
+    (
+        "<tool_call>",
+        '<tool_call> {"name": "find", "arguments": "{\\"x\\": [1.5]}"} </tool_call>',
+        {"x": [1.5]},
+    ),
+    ("<tool_call> <arg_key>", "<tool_call>find</tool_call>", {}),
+    ("<tool_call> <arg_key>", "<tool_call>find\n</tool_call>", {}),
+    (
+        "<tool_call> <arg_key>",
+        "<tool_call>find<arg_key>word</arg_key><arg_value>12</arg_value></tool_call>",
+        {"word": "12"},
+    ),
+    (
+        "<tool_call> <arg_key>",
+        "<tool_call>find\\n<arg_key>count</arg_key><arg_value>12</arg_value></tool_call>",
+        {"count": 12},
+    ),
+    ("<|tool_call|>", '<|tool_call|> [{"arguments": {"x": 4}, "name": "find"}]', {"x": 4}),
+    (
+        "<TOOLCALL>",
+        '<TOOLCALL>[{"name": "find", "arguments": {"x": null}}]</TOOLCALL>',
+        {"x": None},
+    ),
+    (
+        "<|tool_call_start|>",
+        "<|tool_call_start|> [find(word='cat > f << EOF\nimport csv\r\nEOF', from=1, "
+        "tags={'b', 'a'})]<|tool_call_end|>",
+        {"word": "cat > f << EOF\nimport csv\r\nEOF", "from": 1, "tags": ["b", "a"]},
+    ),
+    (
+        "<|tool_call_start|>",
+        '<|tool_call_start|>[find(word=\'Martha\\\'s, from=\', x="]", y={"a": true})]'
+        "<|tool_call_end|>",
+        {"word": "Martha's, from=", "x": "]", "y": {"a": True}},
+    ),
+    (
+        "<|tool_call_start|>",
+        '<|tool_call_start|>[{"name": "find", "arguments": {"x": "a\\nb"}}]<|tool_call_end|>',
+        {"x": "a\nb"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "text", "arguments"), OUTPUTS)
+def test_what_models_write(template, text, arguments):
+    assert split_anywhere(text, template=template) == Said("", "", [("find", arguments)])
+
+
+@pytest.mark.parametrize(
+    ("own_id", "name"),
+    [("functions.find:0", "find"), ("a.b:12", "a.b"), ("3", "find"), ("functions.3", "find")],
+)
+def test_ids_are_the_models_own(own_id, name):
+    """Kimi's template writes them in the next turn; its calls may come within thoughts."""
+    begin = "<|tool_calls_section_begin|>"
+    call = f'<|tool_call_begin|>{own_id} <|tool_call_argument_begin|> {{"x": 1}} <|tool_call_end|>'
+    text = f"hm {begin}{call}<|tool_calls_section_end|>"
+    said = split_anywhere(text, template=begin, thinking="open")
+    assert said == Said("hm", "", [(name, {"x": 1}, own_id)])
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({}, "None", None),
+        ({"type": ["string", "null"]}, "5", "5"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "number"}]}, "5", 5),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
+        ({"type": "integer"}, "many", "many"),
+        ({"type": 3, "anyOf": {}, "enum": 5}, "7", 7),
+    ],
+)
+def test_values_in_tags_follow_the_schema(schema, text, value):
+    splitter = Splitter("none", find_format("<function="), {"f": {"properties": {"x": schema}}})
+    block = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n"
+    (call,) = splitter.feed(f"{block}</tool_call>", ends=True).calls
+    assert call.arguments == {"x": value}
+    assert type(call.arguments["x"]) is type(value)
 
 
 def test_values_in_tags_are_of_the_schemas_types():

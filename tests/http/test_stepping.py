@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +21,6 @@ from tests.http.conftest import (
     openai,
     prompt_of,
     wait_for,
-    word_tokenizer,
 )
 from torch_hybrid.http import create_app
 
@@ -148,10 +146,8 @@ def test_metrics_have_the_names_that_dashboards_know(own, caplog):
     assert lines['vllm:request_success_total{finished_reason="length",model_name="demo"}'] == "1.0"
 
 
-def test_a_signal_lets_running_requests_end(tmp_path):
-    shutil.copytree(RECALL, tmp_path / "model")
-    word_tokenizer().save_pretrained(tmp_path / "model")
-    command = [sys.executable, "-m", "torch_hybrid.cli", "serve", str(tmp_path / "model")]
+def test_a_signal_lets_running_requests_end():
+    command = [sys.executable, "-m", "torch_hybrid.cli", "serve", str(RECALL)]
     options = ["--port", "0", "--eager", "--log-requests", "--served-model-name", "demo"]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     url = process.stderr.readline().split()[-1]

@@ -167,17 +167,11 @@ def serve(
     except ImportError as error:
         missing = f"serve needs {error.name}: pip install 'torch-hybrid[serve]'"
         raise ValueError(missing) from error
-    if options.ranks and server.vision:
-        raise ValueError("several ranks serve no images so far: leave --vision out")
 
     def open_engine() -> Engine:
-        model = options.load(vision=server.vision, mtp=speculate == "mtp")
-        processor = load_processor(options.model) if server.vision else None
-        tokenizer = load_tokenizer(options.model, hint="it cannot be served over HTTP")
-        waiting = server.max_queue
-        engine = _engine(options, model, tokenizer, prefix_cache, speculate, processor, waiting)
-        compile_ahead(engine.runner)
-        return engine
+        return open_for_serving(
+            options, prefix_cache, speculate, server.max_queue, vision=server.vision
+        )
 
     if options.ranks and join_ranks(options.device)[0].rank() != 0:
         run_follower(open_engine)
@@ -198,6 +192,31 @@ def serve(
         drain_s=server.drain,
         listens=lambda url: note(f"listening on {url}"),
     )
+
+
+def open_for_serving(
+    options: ModelOptions,
+    prefix_cache: int,
+    speculate: str | None,
+    max_waiting: int,
+    *,
+    vision: bool = False,
+) -> Engine:
+    """Load a model and its tokenizer into an engine, and compile if steps should be compiled first.
+
+    Args:
+        options: see ``_engine``.
+        prefix_cache: see ``_engine``.
+        speculate: see ``_engine``.
+        max_waiting: the most requests that may wait.
+        vision: whether the vision tower is loaded.
+    """
+    model = options.load(vision=vision, mtp=speculate == "mtp")
+    processor = load_processor(options.model) if vision else None
+    tokenizer = load_tokenizer(options.model, hint="it cannot be served over HTTP")
+    engine = _engine(options, model, tokenizer, prefix_cache, speculate, processor, max_waiting)
+    compile_ahead(engine.runner)
+    return engine
 
 
 def _engine(

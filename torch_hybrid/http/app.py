@@ -92,9 +92,8 @@ def create_app(
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_exception_handler(HttpError, _refuse)
-    app.add_exception_handler(HTTPException, _refuse)
-    app.add_exception_handler(Exception, _refuse)
+    for kind in (HttpError, HTTPException, Exception):
+        app.add_exception_handler(kind, _refuse)
     for path, method, route in (
         ("/", "GET", service.page),
         ("/health", "GET", service.health),

@@ -154,11 +154,11 @@ class ChatForm(Form):
         return [
             {
                 "index": start + at,
-                "id": f"call_{uuid4().hex[:24]}",
+                "id": own_id or f"call_{uuid4().hex[:24]}",
                 "type": "function",
                 "function": {"name": name, "arguments": json.dumps(given, ensure_ascii=False)},
             }
-            for at, (name, given) in enumerate(calls)
+            for at, (name, given, own_id) in enumerate(calls)
         ]
 
     def _told(self, n: int, count: int) -> Json | None:

@@ -20,7 +20,7 @@ _LABEL = ["model_name"]
 
 
 class Metrics(Collector):
-    """Metrics of one server; a ``stepping.Watcher``.
+    """Metrics of one server, kept in its event loop.
 
     Args:
         model: served name, the label of all metrics.
@@ -31,12 +31,8 @@ class Metrics(Collector):
     def __init__(
         self, model: str, stats: Callable[[], EngineStats | None], *, logs: bool = False
     ) -> None:
-        self.registry, self._model, self._stats, self._logs = (
-            CollectorRegistry(),
-            model,
-            stats,
-            logs,
-        )
+        self._model, self._stats, self._logs = model, stats, logs
+        self.registry = CollectorRegistry()
         self.registry.register(self)
         self._prompt_tokens = self._counter("prompt_tokens").labels(model)
         self._tokens = self._counter("generation_tokens").labels(model)
@@ -86,31 +82,24 @@ class Metrics(Collector):
         stats = self._stats()
         if stats is None:
             return
-        kept = stats.prefix_cache
-        for kind, counts in (
-            (
-                GaugeMetricFamily,
-                {
-                    "num_requests_running": stats.num_running,
-                    "num_requests_waiting": stats.num_waiting,
-                    "kv_cache_usage_perc": 1 - stats.free_pages / stats.num_pages,
-                },
-            ),
-            (
-                CounterMetricFamily,
-                {
-                    "num_preemptions": stats.num_preemptions,
-                    "prefix_cache_queries": 0 if kept is None else kept.num_start_tokens,
-                    "prefix_cache_hits": 0 if kept is None else kept.num_hit_tokens,
-                    "spec_decode_num_drafts": stats.drafts.steps,
-                    "spec_decode_num_draft_tokens": stats.drafts.drafted,
-                    "spec_decode_num_accepted_tokens": stats.drafts.accepted,
-                },
-            ),
-        ):
-            for name, count in counts.items():
+        kept, drafts = stats.prefix_cache, stats.drafts
+        gauges = {
+            "num_requests_running": stats.num_running,
+            "num_requests_waiting": stats.num_waiting,
+            "kv_cache_usage_perc": 1 - stats.free_pages / stats.num_pages,
+        }
+        counts = {
+            "num_preemptions": stats.num_preemptions,
+            "prefix_cache_queries": 0 if kept is None else kept.num_start_tokens,
+            "prefix_cache_hits": 0 if kept is None else kept.num_hit_tokens,
+            "spec_decode_num_drafts": drafts.steps,
+            "spec_decode_num_draft_tokens": drafts.drafted,
+            "spec_decode_num_accepted_tokens": drafts.accepted,
+        }
+        for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counts)):
+            for name, value in values.items():
                 family = kind(f"vllm:{name}", name, labels=_LABEL)
-                family.add_metric([self._model], count)
+                family.add_metric([self._model], value)
                 yield family
 
     def _counter(self, name: str, *labels: str) -> Counter:

@@ -6,7 +6,7 @@ An option that is neither is refused, for a client that sets it expects somethin
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -96,13 +96,15 @@ class StructuredOutputs(Body):
 
     def grammar(self) -> Grammar:
         """Make the grammar."""
-        made = [
-            *(Grammar.json_schema(schema) for schema in (self.json_,) if schema is not None),
-            *(Grammar.regex(pattern) for pattern in (self.regex,) if pattern is not None),
-            *(Grammar.choice(options) for options in (self.choice,) if options is not None),
-            *(Grammar.ebnf(text) for text in (self.grammar_,) if text is not None),
-            *(Grammar.json_object() for _ in (self.json_object,) if self.json_object),
-        ]
+        makers: dict[str, Callable[[Any], Grammar]] = {
+            "json_": Grammar.json_schema,
+            "regex": Grammar.regex,
+            "choice": Grammar.choice,
+            "grammar_": Grammar.ebnf,
+            "json_object": lambda _: Grammar.json_object(),
+        }
+        given = self.model_dump(exclude_none=True)
+        made = [makers[name](value) for name, value in given.items() if name in makers]
         if len(made) != 1:
             raise ValueError(f"structured_outputs must have one grammar, got {len(made)}")
         return made[0]

@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.sampling import RandomNumbers, Sampling
+from torch_hybrid.sampling.grammar.trial import TRIAL
 from torch_hybrid.serving.engine import Engine
+from torch_hybrid.serving.prompts import Prompt
 from torch_hybrid.serving.request import Request, TokenEvent
 
 IDLE = timedelta(days=365)  # longest time without a step; a rank that dies ends the wait at once
@@ -25,24 +28,12 @@ class RanksError(RuntimeError):
     """Error of a step that ranks share: they may differ after it, so the server ends."""
 
 
-class Steps(Protocol):
-    """Part of an engine that its thread uses."""
-
-    def enqueue(self, requests: Iterable[Request]) -> None: ...
-
-    def cancel(self, request: Request) -> None: ...
-
-    def step(self) -> list[TokenEvent]: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
     """A prompt with its samples, numbered from ``number`` on, and the seeds of those that draw."""
 
     number: int
-    prompt: list[int]
+    prompt: Prompt  # tokens, with the inputs of the tower where it has images
     sampling: Sampling
     seeds: Sequence[int | None]
     has_text: bool
@@ -64,7 +55,7 @@ class Closed:
 Command = Queued | Cancelled | Closed
 
 
-def steps_of(engine: Engine) -> Steps:
+def steps_of(engine: Engine) -> Engine | Leader:
     """Choose how an engine is stepped: with the other ranks if they share its model."""
     ranks = engine.runner.model.ranks
     return engine if ranks is None or ranks.size == 1 else Leader(engine)
@@ -89,6 +80,7 @@ class Leader:
         firsts = list(requests)
         for first in firsts:
             check_shared(first)
+            _share_masks(first, self._group, makes=True)
         self._engine.enqueue(firsts)
         for first in firsts:
             self._commands.append(_queued(first, self._next))
@@ -129,11 +121,31 @@ def check_shared(request: Request) -> None:
     """Check that all ranks can make the same request.
 
     Raises:
-        UnsupportedError: it has a grammar, whose masks have a limit of time; or images, or a
-            function.
+        UnsupportedError: it has a function.
     """
-    if request.matcher or request.images or request.sampling.logits_processor:
-        raise UnsupportedError("several ranks serve no grammars, images or own functions so far")
+    if request.sampling.logits_processor:
+        raise UnsupportedError("several ranks serve no own functions")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMasks:
+    """Exchange of masks: rank 0 makes them, whose limit of time holds for all; see ``Shared``."""
+
+    group: dist.ProcessGroup
+    makes: bool
+
+    def send(self, masks: Tensor, errors: list[str | None]) -> list[str | None]:
+        """Send rank 0's masks and errors to the others."""
+        box: list[Any] = [masks, errors]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        made, told = box
+        masks.copy_(made)
+        return list(told)
+
+
+def _share_masks(request: Request, group: dist.ProcessGroup, *, makes: bool) -> None:
+    if request.matcher is not None:
+        request.matcher.vocabulary.worker.shared = SharedMasks(group, makes)
 
 
 def follow(engine: Engine) -> None:
@@ -146,18 +158,20 @@ def follow(engine: Engine) -> None:
         RuntimeError: a step failed, or a rank is gone.
     """
     group, held = _make_group(), dict[int, Request]()
-    is_open = True
+    is_open, TRIAL.is_needed = True, False  # rank 0 tries grammars
     while is_open:
         box: list[Sequence[Command]] = [()]
         dist.broadcast_object_list(box, src=0, group=group)
         for command in box[0]:
             is_open = not isinstance(command, Closed)
-            _do(command, engine, held)
+            _do(command, engine, held, group)
         ended = {event.request for event in engine.step() if event.output is not None}
         held = {number: request for number, request in held.items() if request not in ended}
 
 
-def _do(command: Command, engine: Engine, held: dict[int, Request]) -> None:
+def _do(
+    command: Command, engine: Engine, held: dict[int, Request], group: dist.ProcessGroup
+) -> None:
     """Do a command of rank 0; ``held`` are the requests by their numbers."""
     if isinstance(command, Closed):
         engine.close()
@@ -166,6 +180,7 @@ def _do(command: Command, engine: Engine, held: dict[int, Request]) -> None:
             engine.cancel(held.pop(command.number))
     else:
         first = engine.prepare(command.prompt, command.sampling, stream=command.has_text)
+        _share_masks(first, group, makes=False)
         for at, (sample, seed) in enumerate(zip(first.samples, command.seeds, strict=True)):
             if seed is not None:
                 sample.numbers = RandomNumbers(torch.Generator().manual_seed(seed))
@@ -175,9 +190,11 @@ def _do(command: Command, engine: Engine, held: dict[int, Request]) -> None:
 
 
 def _queued(first: Request, number: int) -> Queued:
+    images = first.images
+    prompt = images and {"input_ids": [first.prompt], **images.inputs}
     return Queued(
         number=number,
-        prompt=first.prompt,
+        prompt=prompt or first.prompt,
         sampling=first.sampling,
         seeds=[None if each.numbers is None else each.numbers.seed for each in first.samples],
         has_text=first.detokenizer is not None,

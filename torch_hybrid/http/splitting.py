@@ -78,27 +78,31 @@ class Splitter:
         return self._go("content", self._held, is_fresh=False)
 
     def _text(self, said: Said, ends: bool) -> bool:
-        """Give text up to the border after it."""
+        """Give text up to the border after it; a special token of calls ends thoughts too."""
         thinks = self._state == "thoughts"
-        begin = None if self._form is None else self._form.begin
-        border = END_THINK if thinks else begin
+        begins = [] if self._form is None else [self._form.begin]
+        if thinks:
+            begins = [END_THINK, *(begin for begin in begins if begin.startswith("<|"))]
         if self._is_fresh:
             self._held = self._held.lstrip()
             self._is_fresh = not self._held
-        at = -1 if border is None else self._held.find(border)
-        if at >= 0:
+        found = [(self._held.find(border), border) for border in begins if border in self._held]
+        at, border = min(found, default=(-1, ""))
+        if found:
             given = self._held[:at].rstrip()
         else:
-            given = self._held if ends or not border else _certain(self._held, border)
+            certain = [self._held if ends else _certain(self._held, border) for border in begins]
+            given = min(certain, key=len, default=self._held)
         if thinks:
             said.reasoning += given
         else:
             said.content += given
-        if at < 0:
+        if not found:
             self._held = self._held[len(given) :]
             return False
-        assert border is not None
-        return self._go("content" if thinks else "call", self._held[at + len(border) :])
+        return self._go(
+            "content" if border == END_THINK else "call", self._held[at + len(border) :]
+        )
 
     def _call(self, said: Said, ends: bool) -> bool:
         """Read a block of calls when its end has come."""

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Protocol
 
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.http.call import Call
 from torch_hybrid.http.errors import HttpError
-from torch_hybrid.http.ranks import RanksError, Steps, steps_of
+from torch_hybrid.http.metrics import Metrics
+from torch_hybrid.http.ranks import Leader, RanksError, steps_of
 from torch_hybrid.serving.engine import Engine
 from torch_hybrid.serving.request import Request, TokenEvent
 
@@ -26,32 +26,26 @@ MOST_FAULTS = 3  # steps that raise one after the other until the server counts 
 LOG = logging.getLogger(__name__)
 
 
-class Watcher(Protocol):
-    """Observer of calls, in the event loop."""
-
-    def saw(self, call: Call, event: TokenEvent) -> None: ...
-
-    def left(self, call: Call) -> None: ...
-
-
 class Stepper:
     """Thread of an engine, and the event loop's side of it.
 
     Args:
         open_engine: makes the engine, in the thread; it may load and compile.
-        watcher: sees each event before its call does.
+        metrics: see each event before its call does.
 
     Attributes:
         doing: what keeps the server from serving; None once it can.
         ended: done when the thread has ended; with the error that ended it, if any.
     """
 
-    def __init__(self, open_engine: Callable[[], Engine], watcher: Watcher) -> None:
+    def __init__(self, open_engine: Callable[[], Engine], metrics: Metrics) -> None:
         self.doing: str | None = "loading the model"
         self.ended: Future[None] = Future()
-        self._open_engine, self._watcher = open_engine, watcher
+        self._open_engine, self._metrics = open_engine, metrics
         self._engine: Engine | None = None
-        self._steps: Steps | None = None  # the thread's: the engine, on all ranks that share it
+        self._steps: Engine | Leader | None = (
+            None  # the thread's: the engine, on all ranks that share it
+        )
         self._thread = Thread(target=self._run, name="stepping", daemon=True)
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._calls: dict[Request, Call] = {}  # the loop's: calls that are open
@@ -105,7 +99,7 @@ class Stepper:
             self._calls.pop(request, None)
         if any(request.output is None for request in call.requests):
             self._actions.put(lambda: self._cancel(call.requests))
-        self._watcher.left(call)
+        self._metrics.left(call)
 
     def _hear(self, events: list[TokenEvent]) -> None:
         """Pass events on at once or, soon after others, with those that come meanwhile."""
@@ -119,7 +113,7 @@ class Stepper:
         for event in events:
             call = self._calls.get(event.request)
             if call is not None:
-                self._watcher.saw(call, event)
+                self._metrics.saw(call, event)
                 call.put(event)
 
     def _fail(self, requests: Iterable[Request], error: HttpError) -> None:
@@ -157,7 +151,7 @@ class Stepper:
                 return
             action()
 
-    def _step(self, steps: Steps) -> None:
+    def _step(self, steps: Engine | Leader) -> None:
         """Run a step. If it raises, the requests that ran fail, and others go on."""
         try:
             events = steps.step()

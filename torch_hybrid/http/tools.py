@@ -8,21 +8,35 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from keyword import kwlist
+from typing import Any, NamedTuple
 
 from torch_hybrid.sampling import Grammar
 
 Json = dict[str, Any]
 Schemas = Mapping[str, Json]  # of arguments, by the function's name
-Called = tuple[str, Json]  # name of a function, and its arguments
-_NAMES = {"true": True, "false": False, "null": None}
+_NAMES = {"true": True, "false": False, "null": None}  # JSON's, in Python's calls
+_PYTHONS = {"True": True, "False": False, "None": None}  # Python's, in tags
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
+_TYPES |= {dict: "object", list: "array", type(None): "null"}
+_STRING = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")""", re.DOTALL)
+_KEYWORD = re.compile(rf"([(,]\s*)({'|'.join(kwlist)})(?=\s*=[^=])")  # a parameter's name
+_RENAMED = "_is_no_keyword"
+
+
+class Called(NamedTuple):
+    """Call of a function."""
+
+    name: str
+    arguments: Json
+    id: str | None = None  # the model's own, which its template writes in the next turn
 
 
 class UnfinishedError(ValueError):
     """A block of calls that ends within a string: its end is a part of the string."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Format:
     """A way to write calls: blocks of one call or several.
 
@@ -82,7 +96,7 @@ def _loads(text: str) -> Any:
         raise ValueError("arguments must be nested less") from None
 
 
-def _called(call: Any) -> Called:
+def _called(call: Any, own_id: str | None = None) -> Called:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError(f"a call must have a name, got {call!r}")
     arguments = call.get("arguments", call.get("parameters", {}))
@@ -90,47 +104,86 @@ def _called(call: Any) -> Called:
         arguments = _loads(arguments)
     if not isinstance(arguments, dict):
         raise ValueError(f"arguments must be an object, got {arguments!r}")
-    return call["name"], arguments
+    return Called(call["name"], arguments, own_id)
+
+
+def _read_kimi(block: str, schemas: Schemas) -> list[Called]:
+    """Read calls under ids, which name the function: "functions.find:0", or "0" if there is one."""
+    calls = []
+    for own_id, body in _KIMI.findall(block):
+        name = own_id.removeprefix("functions.").partition(":")[0]
+        if name.isdigit() and len(schemas) == 1:
+            (name,) = schemas
+        calls.append(_called({"name": name, "arguments": body}, own_id))
+    return calls
 
 
 def _read_tags(
-    block: str, schemas: Schemas, *, call: re.Pattern[str], parameter: re.Pattern[str] | None
+    block: str, schemas: Schemas, *, call: re.Pattern[str], parameter: re.Pattern[str]
 ) -> list[Called]:
-    """Read calls between tags: JSON, or a tag for each parameter."""
+    """Read calls between tags, with a tag for each parameter."""
     calls = []
     for name, body in call.findall(block):
-        if parameter is None:
-            calls.append(_called({"name": name, "arguments": body}))
-            continue
-        known = schemas.get(name, {}).get("properties", {})
+        known = schemas.get(name, {}).get("properties")
         found = parameter.findall(body)
         if body.strip() and not found:
             raise ValueError(f"a call must have parameters in tags, got {body!r}")
-        calls.append((name, {key: _value(text, known.get(key)) for key, text in found}))
+        known = known if isinstance(known, dict) else {}
+        calls.append(Called(name, {key: _value(text, known.get(key)) for key, text in found}))
     return calls
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Read a value that a template writes as JSON, unless it is a text."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
+    """Read a value that a template writes as JSON, or as Python's ``str`` does; or as it is.
+
+    A text is taken as it is where the schema allows a string, and not what the JSON would be.
+    """
+    types = _types_of(schema)
+    if types == {"string"}:
         return text
     try:
-        return _loads(text)
+        value = _PYTHONS[text] if text in _PYTHONS else _loads(text)
     except ValueError:
         return text
+    fits = {_TYPES[type(value)]} | ({"number"} if type(value) is int else set())
+    return text if "string" in types and not fits & types else value
+
+
+def _types_of(schema: Any) -> set[str]:
+    """Collect the names of the types that a schema allows; none if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    lists = {key: value for key, value in schema.items() if isinstance(value, list)}
+    types = {str(name) for name in lists.get("type", [schema.get("type")])} - {"None"}
+    for option in (*lists.get("anyOf", ()), *lists.get("oneOf", ())):
+        types |= _types_of(option)
+    return types or {_TYPES[type(value)] for value in lists.get("enum", ())}
 
 
 class _Constants(ast.NodeTransformer):
-    """Replacement of JSON's names by Python's values."""
+    """Replacement of JSON's names by Python's values, and of sets by lists."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_NAMES[node.id]) if node.id in _NAMES else node
 
+    def visit_Set(self, node: ast.Set) -> ast.expr:
+        return ast.List(node.elts, ast.Load())
 
-def _read_python(block: str, _: Schemas) -> list[Called]:
-    """Read a list of Python's calls with literal keyword arguments."""
+
+def _as_python(block: str) -> str:
+    """Replace newlines in strings of Python's calls, and rename parameters that are keywords."""
+    parts = _STRING.split(block.strip())
+    parts[::2] = [_KEYWORD.sub(rf"\1\2{_RENAMED}", part) for part in parts[::2]]
+    parts[1::2] = [part.replace("\n", "\\n").replace("\r", "\\r") for part in parts[1::2]]
+    return "".join(parts)
+
+
+def _read_python(block: str, schemas: Schemas) -> list[Called]:
+    """Read a list of Python's calls with literal keyword arguments, or of JSON's."""
+    if block.lstrip("[ \n").startswith("{"):
+        return _read_json(block, schemas)
     try:
-        found = ast.parse(block.strip(), mode="eval").body
+        found = ast.parse(_as_python(block), mode="eval").body
         nodes = found.elts if isinstance(found, ast.List) else [found]
         return [_python_call(node) for node in nodes]
     except SyntaxError as error:
@@ -144,58 +197,39 @@ def _python_call(node: ast.expr) -> Called:
     if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
         raise ValueError(f"a call must have keyword arguments alone, got {ast.unparse(node)}")
     given = {
-        str(keyword.arg): ast.literal_eval(_Constants().visit(keyword.value))
+        str(keyword.arg).removesuffix(_RENAMED): ast.literal_eval(_Constants().visit(keyword.value))
         for keyword in node.keywords
     }
-    return ast.unparse(node.func), given
+    return Called(ast.unparse(node.func), given)
 
 
-def _tags(call: str, parameter: str | None = None) -> Callable[[str, Schemas], list[Called]]:
-    inner = None if parameter is None else re.compile(parameter, re.DOTALL)
+def _tags(call: str, parameter: str) -> Callable[[str, Schemas], list[Called]]:
+    inner = re.compile(parameter, re.DOTALL)
     return partial(_read_tags, call=re.compile(call, re.DOTALL), parameter=inner)
 
 
-FORCED = Format(begin="", end="", read=_read_json)  # by a grammar, whatever the model's own format
+_KIMI = re.compile(
+    r"<\|tool_call_begin\|>\s*([^<\s]+)\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
+    re.DOTALL,
+)
+FORCED = Format("", "", _read_json)  # by a grammar, whatever the model's own format
+_PYTHON = Format("<|tool_call_start|>", "<|tool_call_end|>", _read_python)
+_KEYS = _tags(
+    r"^\s*([\w.-]+)(?:\\n)?\s*(<.*|)$", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
+)
+_XML = _tags(
+    r"<function=([^>\s]+)>(.*?)</function>", r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>"
+)
+_SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_TOOL_CALL = "<tool_call>", "</tool_call>"
 _FORMATS = (  # by a text in the template, the rarest first
-    (
-        "<|tool_calls_section_begin|>",  # Kimi
-        Format(
-            begin="<|tool_calls_section_begin|>",
-            end="<|tool_calls_section_end|>",
-            read=_tags(
-                r"<\|tool_call_begin\|>\s*(?:functions\.)?([^:<\s]+)(?::\d+)?\s*"
-                r"<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>"
-            ),
-        ),
-    ),
-    *(
-        (mark, Format(begin="<|tool_call_start|>", end="<|tool_call_end|>", read=_read_python))
-        for mark in ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: [")  # LFM2
-    ),
-    ("<TOOLCALL>", Format(begin="<TOOLCALL>", end="</TOOLCALL>", read=_read_json)),  # Nemotron 2
-    (
-        "<arg_key>",  # GLM
-        Format(
-            begin="<tool_call>",
-            end="</tool_call>",
-            read=_tags(
-                r"^\s*([\w.-]+)\s*(<.*|)$",
-                r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
-            ),
-        ),
-    ),
-    (
-        "<function=",  # Qwen3.5, Qwen3-Coder, Nemotron 3
-        Format(
-            begin="<tool_call>",
-            end="</tool_call>",
-            read=_tags(
-                r"<function=([^>\s]+)>(.*?)</function>",
-                r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>",
-            ),
-        ),
-    ),
-    ("<|tool_call|>", Format(begin="<|tool_call|>", end="", read=_read_json)),  # Granite 3
-    ("<tool_call>", Format(begin="<tool_call>", end="</tool_call>", read=_read_json)),
-    # The last one is of Hermes: Qwen3-Next, Granite 4, Ling.
+    ("<|tool_calls_section_begin|>", Format(*_SECTION, _read_kimi)),
+    ("<|tool_call_start|>", _PYTHON),  # LFM2, like the next two
+    ("<|tool_list_start|>", _PYTHON),
+    ("List of tools: [", _PYTHON),
+    ("<TOOLCALL>", Format("<TOOLCALL>", "</TOOLCALL>", _read_json)),  # Nemotron 2
+    ("<arg_key>", Format(*_TOOL_CALL, _KEYS)),  # GLM, Ling from 2.6 on
+    ("<function=", Format(*_TOOL_CALL, _XML)),  # Qwen3.5, Qwen3-Coder, Nemotron 3, Granite 4.2
+    ("<|tool_call|>", Format("<|tool_call|>", "", _read_json)),  # Granite 3
+    ("<tool_call>", Format(*_TOOL_CALL, _read_json)),  # Hermes: Qwen3-Next, Granite 4, Ling 2
 )

@@ -42,7 +42,7 @@ class Images:
         self, tower: Tower, prompt: Sequence[int], inputs: Inputs, num_requests: int
     ) -> None:
         tower.check(prompt, inputs)
-        self._tower, self._prompt, self._inputs = tower, prompt, inputs
+        self._tower, self._prompt, self.inputs = tower, prompt, inputs
         self._places = tower.places(prompt, inputs)
         self._rows: Tensor | None = None
         self._left = set(range(num_requests))  # requests that have not passed the images yet
@@ -58,7 +58,7 @@ class Images:
         Prompts share a prefix of this path only if they share its images.
         """
         path = array("q", self._prompt)
-        for places, images in self._tower.digests(self._prompt, self._inputs):
+        for places, images in self._tower.digests(self._prompt, self.inputs):
             keys = [key for digest, count in images for key in _keys(digest, count)]
             for place, key in zip(places, keys, strict=True):
                 path[place] = key
@@ -73,7 +73,7 @@ class Images:
         """Compute the rows of the images, unless they are there."""
         if self._rows is None:
             with isolated():
-                rows = self._tower.rows(self._prompt, self._inputs)
+                rows = self._tower.rows(self._prompt, self.inputs)
             if len(rows) != len(self._places):
                 raise ValueError(
                     f"the tower made {len(rows)} rows of images for {len(self._places)} places"

@@ -243,6 +243,56 @@ def test_a_mask_that_is_never_done_ends_requests_with_grammars(monkeypatch: pyte
     assert one(th.Grammar.regex("ok"), by).text == "ok"
 
 
+class Exchange:
+    """Exchange of masks between two engines of this process, of which one makes them."""
+
+    def __init__(self, sent: list[Any], *, makes: bool) -> None:
+        self.makes, self._sent = makes, sent
+
+    def send(self, masks: torch.Tensor, errors: list[str | None]) -> list[str | None]:
+        if self.makes:
+            self._sent.append((masks.clone(), errors))
+            return errors
+        made, errors = self._sent.pop(0)
+        masks.copy_(made)
+        return errors
+
+
+@pytest.mark.parametrize("fault", ["", "slow mask", "much work"])
+def test_engines_that_share_masks_end_alike(monkeypatch: pytest.MonkeyPatch, fault: str):
+    """Limits of time and work hold for the maker alone, and their outcome for both."""
+    sent: list[Any] = []
+    if fault == "much work":
+        monkeypatch.setattr(compiler, "_STEP_ITEMS", 100)
+    slow = th.Grammar.ebnf('start: start start | "a" | start start start')
+    samplings = [
+        th.Sampling(grammar=slow if fault == "much work" else JSON, logit_bias={END: -50.0}),
+        th.Sampling(grammar=th.Grammar.regex("ok")),
+        th.Sampling(max_new_tokens=5, ignore_eos=True),
+    ]
+    engines, requests = [engine(), engine()], []
+    for by, makes in zip(engines, (True, False), strict=True):
+        requests.append([by.submit(*pair) for pair in zip(PROMPTS, samplings, strict=False)])
+        vocabulary = requests[-1][0].matcher.vocabulary
+        vocabulary.worker.shared = Exchange(sent, makes=makes)
+    released = Event()
+    if fault == "slow mask":
+        monkeypatch.setattr(worker, "MAX_SECONDS", 0.1)
+        monkeypatch.setattr(masks, "_fill", lambda *masks: released.wait())
+    while engines[0].has_unfinished:
+        for by in engines:
+            by.step()
+    released.set()
+    assert sent == []
+    assert not engines[1].has_unfinished
+    first, second = ([request.output for request in own] for own in requests)
+    assert first == second
+    assert [output.finish_reason for output in first[1:]] == (
+        ["error", "length"] if fault == "slow mask" else ["stop", "length"]
+    )
+    assert (first[0].finish_reason == "error") == bool(fault)
+
+
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [

@@ -43,10 +43,18 @@ def make_masks(rows: Sequence[tuple[Matcher | None, Sequence[int]]]) -> Tensor |
             plain.append((matcher.state, at + num_free))
         else:
             drafted.append((matcher.state, at + num_free, list(drafts[num_free:])))
-    if not vocabulary.worker.finishes(partial(_fill, masks, plain, drafted)):
-        for matcher in matchers:
-            matcher.fail("a mask took too long")
-        return torch.full_like(masks, -1)  # the late thread still writes
+    worker, errors = vocabulary.worker, [matcher.error for matcher in matchers]
+    if worker.shared is None or worker.shared.makes:
+        if worker.finishes(partial(_fill, masks, plain, drafted)):
+            errors = [matcher.error for matcher in matchers]
+        else:
+            errors = ["a mask took too long"] * len(matchers)
+            masks = torch.full_like(masks, -1)  # the late thread still writes
+    if worker.shared is not None:
+        errors = worker.shared.send(masks, errors)
+    for failed, error in zip(matchers, errors, strict=True):
+        if error is not None:
+            failed.fail(error)
     for (matcher, _), at, end, num_free in zip(rows, first[:-1], first[1:], frees, strict=True):
         if matcher is not None:
             matcher.finish_rows(masks[at:end], num_free)

@@ -19,14 +19,21 @@ _NUM_BYTES = 64  # of a text whose masks are made
 
 
 class Trial:
-    """Process that compiles grammars for a vocabulary of bytes, started by the first of them."""
+    """Process that compiles grammars for a vocabulary of bytes, started by the first of them.
+
+    Attributes:
+        is_needed: False where grammars come from a process that has tried them.
+    """
 
     def __init__(self) -> None:
+        self.is_needed = True
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def passes(self, source: str) -> bool:
         """Tell whether a grammar, in the form of llguidance, compiles in ``MAX_SECONDS``."""
+        if not self.is_needed:
+            return True
         with self._lock:
             process = self._started()
             assert process.stdin is not None

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
@@ -19,10 +21,28 @@ if TYPE_CHECKING:
 MAX_SECONDS = 2.0
 
 
+class Shared(Protocol):
+    """Exchange of masks among ranks: one makes them, for a limit of time must hold for all."""
+
+    @property
+    def makes(self) -> bool:
+        """True on the rank that makes masks."""
+        ...
+
+    def send(self, masks: Tensor, errors: list[str | None]) -> list[str | None]:
+        """Send the masks [T, W] of a step, or write those that came; return the errors."""
+        ...
+
+
 class Worker:
-    """Thread that runs one task after another; the program may exit while it runs."""
+    """Thread that runs one task after another; the program may exit while it runs.
+
+    Attributes:
+        shared: where ranks share an engine, the exchange of its masks.
+    """
 
     def __init__(self) -> None:
+        self.shared: Shared | None = None
         self._tasks: SimpleQueue[tuple[Task, Event]] | None = None
 
     def finishes(self, task: Task) -> bool:
