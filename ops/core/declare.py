@@ -282,6 +282,7 @@ _SCHEMA_TYPES = {
     int: "int",
     bool: "bool",
     str: "str",
+    int | None: "int?",
     float | None: "float?",
     Sequence[float] | None: "float[]?",
     torch.dtype: "ScalarType",
