@@ -287,6 +287,7 @@ _SCHEMA_TYPES = {
     int: "int",
     bool: "bool",
     str: "str",
+    int | None: "int?",
     float | None: "float?",
     Sequence[float] | None: "float[]?",
     torch.dtype: "ScalarType",

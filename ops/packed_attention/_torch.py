@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def packed_attention_forward(x: PackedAttentionForward) -> tuple[Tensor, Tensor]:
     """Compute outputs and log-sum-exps."""
     out, lse = (each.zero_() for each in empty_results(x))
-    for rows in _sequences(x.cu_seqlens):
-        o, sums = _FORWARD(*(_heads(x, y, rows) for y in (x.q, x.k, x.v)), 0.0, True, scale=x.scale)
+    for rows, keys, seen in _parts(x):
+        q, k, v = _heads(x, x.q, rows), _heads(x, x.k, keys), _heads(x, x.v, keys)
+        o, sums = _FORWARD(q, k, v, 0.0, **seen, scale=x.scale)
         out[rows] = o[0].transpose(0, 1)[..., : x.v.shape[2]]
         lse[rows] = sums[0].T
     return out, lse
@@ -33,21 +35,36 @@ def packed_attention_forward(x: PackedAttentionForward) -> tuple[Tensor, Tensor]
 def packed_attention_backward(x: PackedAttentionBackward) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k and v."""
     grads = tuple(each.zero_() for each in empty_gradients(x))
-    for rows in _sequences(x.cu_seqlens):
-        dout, q, k, v, out = (_heads(x, y, rows) for y in (x.dout, x.q, x.k, x.v, x.out))
+    for rows, keys, seen in _parts(x):
+        dout, q, out = (_heads(x, y, rows) for y in (x.dout, x.q, x.out))
+        k, v = (_heads(x, y, keys) for y in (x.k, x.v))
         lse = x.lse[rows].T.contiguous()[None]
-        made = _BACKWARD(dout, q, k, v, out, lse, 0.0, True, scale=x.scale)
-        for grad, padded in zip(grads, made, strict=True):
+        made = _BACKWARD(dout, q, k, v, out, lse, 0.0, **seen, scale=x.scale)
+        for grad, padded, of in zip(grads, made, (rows, keys, keys), strict=True):
             of_heads = padded[0, ..., : grad.shape[2]].unflatten(0, (grad.shape[1], -1))
-            grad[rows] = of_heads.sum(1).transpose(0, 1)
+            grad[of] += of_heads.sum(1).transpose(0, 1)
     return grads
 
 
-def _sequences(cu_seqlens: Tensor) -> Iterator[slice]:
-    """Yield the rows of each sequence that has some."""
-    for start, end in pairwise(cu_seqlens.tolist()):
-        if start < end:
-            yield slice(start, end)
+def _parts(x: PackedAttentionForward) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+    """Yield rows of queries, the rows of keys that they read, and how the kernel is to mask these.
+
+    A sequence longer than its window is cut into parts of as many queries.
+    """
+    for start, end in pairwise(x.cu_seqlens.tolist()):
+        most = end - start if x.window is None else x.window
+        if most >= end - start:
+            if start < end:
+                yield slice(start, end), slice(start, end), {"is_causal": True}
+            continue
+        for first in range(start, end, most):
+            rows = slice(first, min(first + most, end))
+            keys = slice(max(start, first - most + 1), rows.stop)
+            row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=x.q.device)
+            key = torch.arange(keys.start, keys.stop, dtype=torch.int64, device=x.q.device)
+            before = row[:, None] - key
+            mask = torch.where((before >= 0) & (before < most), 0.0, -torch.inf).to(x.q.dtype)
+            yield rows, keys, {"is_causal": False, "attn_mask": mask}
 
 
 def _heads(x: PackedAttentionForward, y: Tensor, rows: slice) -> Tensor:

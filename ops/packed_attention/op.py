@@ -35,6 +35,7 @@ class PackedAttentionForward(Op):
             v [T, HKV, V] likewise, in that dtype.
         cu_seqlens: [N + 1] int32, from 0 to at most T; equal ones are empty sequences.
         scale: factor on products.
+        window: tokens that one attends to, itself among them; None for all.
         impl: "torch".
 
     Returns:
@@ -47,10 +48,13 @@ class PackedAttentionForward(Op):
     v: Annotated[Tensor, Rows("HKV", "V", last_dim=True)]
     cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
     scale: float = field(kw_only=True)
+    window: int | None = field(default=None, kw_only=True)
 
     def check(self) -> None:
-        """Raise ValueError unless key heads divide the query heads."""
+        """Raise ValueError unless key heads divide the query heads, and a window has a token."""
         check_groups("q must have", self.q.shape[1], self.k.shape[1], "heads of k")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}")
 
     def check_indices(self) -> None:
         """Raise ValueError unless sequences are among the tokens."""
@@ -62,7 +66,7 @@ class PackedAttentionBackward(PackedAttentionForward):
     """Gradients of :func:`packed_attention_forward`.
 
     Args:
-        q, k, v, cu_seqlens, scale: those of the forward; out, lse what it returned.
+        q, k, v, cu_seqlens, scale, window: those of the forward; out, lse what it returned.
         dout: [T, H, V] gradient of the outputs.
         impl: "torch".
 

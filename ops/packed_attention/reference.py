@@ -11,7 +11,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attend from each token to those before it in its sequence, and to itself.
 
@@ -19,6 +26,7 @@ def masked_attention(
         q: [T, H, K]. k [T, HKV, K] and v [T, HKV, V] in its dtype.
         cu_seqlens: [N + 1] int32 offsets of the sequences.
         scale: factor on products.
+        window: tokens that one attends to, itself among them; None for all.
         dropout: probability to drop a weight.
 
     Returns:
@@ -27,6 +35,8 @@ def masked_attention(
     row = torch.arange(len(q), dtype=cu_seqlens.dtype, device=q.device)
     seq = torch.searchsorted(cu_seqlens, row, right=True)
     sees = (seq[:, None] == seq) & (row[:, None] >= row)
+    if window is not None:
+        sees &= row[:, None] - row < window
     out = scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],

@@ -53,15 +53,19 @@ def test_generation_and_its_caches_are_those_of_transformers(family: str):
     assert torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl"])
 def test_models_that_see_train_with_images_and_packed_texts(family: str):
-    theirs = make_vision_model(family, **FEWEST_LAYERS[family]).requires_grad_().train()
+    few = FEWEST_LAYERS[family.removesuffix("_vl")]
+    theirs = make_vision_model(family, **few).requires_grad_().train()
     ours = th.make_trainable(copy.deepcopy(theirs))
     seen = make_seen(family, [5, (4, 8), 7]).asked(family)
     labels = seen["input_ids"]
     mine, other = ours(**seen, labels=labels), theirs(**seen, labels=labels, use_cache=False)
     torch.testing.assert_close(mine.loss, other.loss)
-    assert furthest(grads(ours, mine.loss), grads(theirs, other.loss)) < 2e-4
+    made, expected = grads(ours, mine.loss), grads(theirs, other.loss)
+    for name in [n for n in made if n.endswith("k_proj.bias") and "vision" in n]:
+        del made[name], expected[name]  # 0 but for rounding: a softmax does not see them
+    assert furthest(made, expected) < 2e-4
     rows = make_rows()
     sent = flattened(rows)
     packed = ours(sent["input_ids"], position_ids=sent["position_ids"]).logits[0]

@@ -19,11 +19,12 @@ LENGTHS = {
 }
 
 
+@pytest.mark.parametrize("window", [None, 1, 100, 129, 256])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_blocks_are_those_of_a_mask(lengths: list[int]):
+def test_blocks_are_those_of_a_mask(lengths: list[int], window: int | None):
     cu_seqlens = offsets(lengths)
     num_tokens = sum(lengths)
-    blocks = blocks_of(cu_seqlens, num_tokens)
+    blocks = blocks_of(cu_seqlens, num_tokens, window)
     rule = blocks.mask_mod
     expected = create_block_mask(rule, None, None, num_tokens, num_tokens, "cpu", BLOCK_SIZE=128)
     assert torch.equal(blocks.to_dense(), expected.to_dense())
@@ -32,12 +33,13 @@ def test_blocks_are_those_of_a_mask(lengths: list[int]):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_outputs_are_those_of_a_mask(lengths: list[int]):
+def test_outputs_are_those_of_a_mask(lengths: list[int], window: int | None):
     torch.manual_seed(0)
     num_tokens = sum(lengths)
     q, k, v = (torch.randn(num_tokens, *each) for each in ((4, 48), (2, 48), (2, 32)))
-    expected = masked_attention(q, k, v, offsets(lengths), scale=0.2)
+    expected = masked_attention(q, k, v, offsets(lengths), scale=0.2, window=window)
     with torch.no_grad():
-        out = attend_in_blocks(q, k, v, offsets(lengths), 0.2)
+        out = attend_in_blocks(q, k, v, offsets(lengths), 0.2, window)
     torch.testing.assert_close(out, expected)

@@ -20,6 +20,9 @@ FAMILIES = (
     "olmo_hybrid",
     "kimi_linear",
     "bailing_hybrid",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
 )
 LENGTHS = [70, 1, 3, 33]
 

@@ -74,6 +74,7 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     packing: Packing | None = None,
+    sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend within sequences if there is a packing, else as transformers' SDPA does.
@@ -97,7 +98,9 @@ def attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = packed_attention(q, k, v, packing.cu_seqlens, scale=scale, dropout=dropout)
+    out = packed_attention(
+        q, k, v, packing.cu_seqlens, scale=scale, window=sliding_window, dropout=dropout
+    )
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 

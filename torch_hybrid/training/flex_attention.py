@@ -18,13 +18,16 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 _BLOCK = 128
 
 
-def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+def attend_in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None = None
+) -> Tensor:
     """Attend from each token to those before it in its sequence, and to itself.
 
     Args:
         q: [T, H, K], float32, bfloat16 or float16. k [T, HKV, K] and v [T, HKV, V] in that dtype.
         cu_seqlens: [N + 1] int32 offsets from 0 to T.
         scale: factor on products.
+        window: tokens that one attends to, itself among them; None for all.
 
     Returns:
         [T, H, V].
@@ -33,7 +36,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     attend: Any = flex_attention if is_compiled else _compiled()
     out = attend(
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
-        block_mask=blocks_of(cu_seqlens, q.shape[0]),
+        block_mask=blocks_of(cu_seqlens, q.shape[0], window),
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
@@ -41,22 +44,24 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     return rows
 
 
-def blocks_of(cu_seqlens: Tensor, num_tokens: int) -> BlockMask:
+def blocks_of(cu_seqlens: Tensor, num_tokens: int, window: int | None = None) -> BlockMask:
     """Find the blocks of keys that each block of queries reads: whole ones and partial ones.
 
     Sequences lie one after the other. So a block of keys is read if its last token's sequence is
-    not before that of the queries' first token.
+    not before that of the queries' first token, and, of a window, if those are near enough.
     """
+    window = num_tokens if window is None else window
     token = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     seq = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
     num_blocks = -(-num_tokens // _BLOCK)
     block = torch.arange(num_blocks, dtype=torch.int64, device=cu_seqlens.device)
     first, last = seq[::_BLOCK], seq[((block + 1) * _BLOCK - 1).clamp(max=num_tokens - 1)]
-    is_read = (last >= first[:, None]) & (block <= block[:, None])
-    is_whole = (first == last[:, None]) & (block < block[:, None])
+    before = (block[:, None] - block) * _BLOCK  # tokens from a block's first key to the queries'
+    is_read = (last >= first[:, None]) & (before >= 0) & (before - _BLOCK + 1 < window)
+    is_whole = (first == last[:, None]) & (before > 0) & (before + _BLOCK - 1 < window)
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (seq[query] == seq[key]) & (query >= key)
+        return (seq[query] == seq[key]) & (query >= key) & (query - key < window)
 
     return BlockMask.from_kv_blocks(
         *_listed(is_read & ~is_whole),

@@ -29,24 +29,44 @@ class Projected(NamedTuple):
 
 
 class Twin(nn.Module):
+    """Mixer whose subclasses know what their families compute."""
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, packing: Packing | None = None, **options: Any
+    ) -> Tensor:
+        """Map [B, T, D] to [B, T, D]; ``packing`` is that of all B * T tokens."""
+        if packing is None:
+            own: Tensor = super().forward(hidden_states, *args, **options)
+            return own
+        return self.packed(hidden_states.flatten(0, 1), packing).view(hidden_states.shape)
+
+    def packed(self, x: Tensor, packing: Packing) -> Tensor:
+        """Map tokens [T, D] to [T, D]."""
+        raise NotImplementedError
+
+
+class ShortConv(Twin):
+    """Short convolution between two gates, as in LFM2 and LFM3."""
+
+    conv: nn.Conv1d
+    in_proj: Submodule
+    out_proj: Submodule
+
+    def packed(self, x: Tensor, packing: Packing) -> Tensor:
+        before, after, x = self.in_proj(x).chunk(3, -1)
+        weight, bias = self.conv.weight.squeeze(1).to(x.dtype), self.conv.bias
+        bias = None if bias is None else bias.to(x.dtype)
+        x, _ = causal_conv1d(before * x, weight, bias, packing=packing, output_final_state=False)
+        return self.out_proj(after * x)
+
+
+class DeltaRule(Twin):
     """Mixer of a delta rule; subclasses know how their families project tokens."""
 
     conv1d: nn.Conv1d
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        cache_params: Any = None,
-        attention_mask: Tensor | None = None,
-        packing: Packing | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Map [B, T, D] to [B, T, D]; ``packing`` is that of all B * T tokens."""
-        if packing is None:
-            own: Tensor = super().forward(hidden_states, cache_params, attention_mask, **options)
-            return own
-        mixed = self.mix(self.project(hidden_states.flatten(0, 1)), packing)
-        return mixed.view(hidden_states.shape)
+    def packed(self, x: Tensor, packing: Packing) -> Tensor:
+        return self.mix(self.project(x), packing)
 
     def project(self, x: Tensor) -> Projected:
         """Project tokens [T, D]."""
@@ -66,7 +86,7 @@ class Twin(nn.Module):
         return parts
 
 
-class GatedDeltaNet(Twin):
+class GatedDeltaNet(DeltaRule):
     """Gated delta rule as in Qwen3.5: one decay per head; projections of each input."""
 
     key_dim: int
@@ -142,7 +162,7 @@ class SeparateGatedDeltaNet(GatedDeltaNet):
         return self.o_proj(self.o_norm(o, gate).view(-1, self.value_dim))
 
 
-class KimiDeltaAttention(Twin):
+class KimiDeltaAttention(DeltaRule):
     """Kimi delta attention as in Ling 3: a decay per channel."""
 
     qkv_dim: int
@@ -193,6 +213,9 @@ TWINS: dict[str, type[Twin]] = {
     "KimiLinearDeltaAttention": LowRankGateKimiDeltaAttention,
     "Glm5NextTextLinearAttention": LowRankGateKimiDeltaAttention,
     "BailingHybridDeltaAttention": KimiDeltaAttention,
+    "Lfm2ShortConv": ShortConv,
+    "Lfm2MoeShortConv": ShortConv,
+    "Lfm3ShortConv": ShortConv,
 }
 
 

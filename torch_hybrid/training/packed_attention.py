@@ -12,7 +12,14 @@ from torch_hybrid.training.flex_attention import attend_in_blocks
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attend from each token to those before it in its sequence, and to itself.
 
@@ -20,6 +27,7 @@ def packed_attention(
         q: [T, H, K], float dtype. k [T, HKV, K] and v [T, HKV, V] in that dtype.
         cu_seqlens: [N + 1] int32 offsets from 0 to T; equal ones are empty sequences.
         scale: factor on products.
+        window: tokens that one attends to, itself among them; None for all.
         dropout: probability to drop a weight. Above 0, and on a GPU for float64, a T x T mask is
             made.
 
@@ -28,7 +36,9 @@ def packed_attention(
     """
     check_no_tangents("packed_attention", q, k, v)
     if q.device.type == "cpu" and not dropout:
-        return packed_attention_forward(q, k, v, cu_seqlens, scale=scale, impl="torch")[0]
+        return packed_attention_forward(
+            q, k, v, cu_seqlens, scale=scale, window=window, impl="torch"
+        )[0]
     if q.is_cuda and not dropout and q.dtype != torch.float64:
-        return attend_in_blocks(q, k, v, cu_seqlens, scale)
-    return masked_attention(q, k, v, cu_seqlens, scale=scale, dropout=dropout)
+        return attend_in_blocks(q, k, v, cu_seqlens, scale, window)
+    return masked_attention(q, k, v, cu_seqlens, scale=scale, window=window, dropout=dropout)

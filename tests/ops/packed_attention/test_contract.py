@@ -15,8 +15,10 @@ OFFSETS = torch.tensor([0, 1, 1, 40, 47, 47], dtype=torch.int32)
 SHAPES = {"grouped": (4, 2, 16, 16), "narrow values": (2, 2, 24, 16), "wide values": (2, 2, 8, 24)}
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor = OFFSETS) -> Tensor:
-    return packed_attention_forward(q, k, v, cu_seqlens, scale=0.3, impl="torch")[0]
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor = OFFSETS, window: int | None = None
+) -> Tensor:
+    return packed_attention_forward(q, k, v, cu_seqlens, scale=0.3, window=window, impl="torch")[0]
 
 
 def make_inputs(shape: str = "grouped", dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -29,11 +31,12 @@ def make_inputs(shape: str = "grouped", dtype: torch.dtype = torch.float64) -> l
     ]
 
 
+@pytest.mark.parametrize("window", [None, 1, 5, 7, 39, 100])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_outputs_and_gradients_are_those_of_a_mask(shape: str):
+def test_outputs_and_gradients_are_those_of_a_mask(shape: str, window: int | None):
     q, k, v = make_inputs(shape)
-    out = packed_attention(q, k, v)
-    masked = masked_attention(q, k, v, OFFSETS, scale=0.3)
+    out = packed_attention(q, k, v, window=window)
+    masked = masked_attention(q, k, v, OFFSETS, scale=0.3, window=window)
     torch.testing.assert_close(out, masked)
     weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     for mine, other in zip(
@@ -44,13 +47,14 @@ def test_outputs_and_gradients_are_those_of_a_mask(shape: str):
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype):
+def test_a_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype, window: int | None):
     q, k, v = make_inputs(dtype=dtype)
-    out = packed_attention(q, k, v)
+    out = packed_attention(q, k, v, window=window)
     alone = [x[1:40].detach().requires_grad_() for x in (q, k, v)]
     whole = torch.tensor([0, 39], dtype=torch.int32)
-    out_alone = packed_attention(*alone, whole)
+    out_alone = packed_attention(*alone, whole, window)
     assert torch.equal(out[1:40], out_alone)
     packed = torch.autograd.grad(out[1:40].float().square().sum(), (q, k, v))
     single = torch.autograd.grad(out_alone.float().square().sum(), alone)
@@ -84,6 +88,11 @@ BAD = {
     "heads": (bad(0, lambda q: q[:, :3]), "q must have a multiple of the 2 heads of k, got 3"),
     "offsets that fall": (bad(3, lambda x: x.flip(0)), "cu_seqlens must rise from 0 to at most 47"),
 }
+
+
+def test_a_window_of_no_token_is_refused():
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+        packed_attention(*make_inputs(), window=0)
 
 
 @pytest.mark.parametrize("what", BAD)
