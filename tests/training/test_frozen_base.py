@@ -207,7 +207,7 @@ def test_other_formats_are_refused_under_peft():
     model = make_model("qwen3_next_dense", num_hidden_layers=2)
     model.config.quantization_config = {"quant_method": "gptq"}
     adapter = peft.get_peft_model(model, peft.LoraConfig(target_modules=TARGETS, **LORA))
-    with pytest.raises(th.UnsupportedError, match="fp8 or torchao, got 'gptq': load the weights"):
+    with pytest.raises(th.UnsupportedError, match="bitsandbytes, got 'gptq': load the weights"):
         th.make_trainable(adapter)
 
 
@@ -241,3 +241,39 @@ def test_adapters_over_torchao_have_the_gradients_of_the_dequantized_base(bits: 
         layer(x)
     weights = [each for each in kept if each.numel() >= layer.weight.numel()]
     assert [each.dtype for each in weights] == [torch.int8]
+
+
+def make_bitsandbytes_bases(bits: int) -> tuple[Any, Any]:
+    bnb = pytest.importorskip("bitsandbytes")
+    model = make_model("qwen3_next_dense", num_hidden_layers=2).requires_grad_(False)
+    plain = copy.deepcopy(model)
+    for ours, theirs in zip(list(model.model.modules()), plain.model.modules(), strict=True):
+        for name, linear in list(ours.named_children()):
+            if type(linear) is torch.nn.Linear:
+                sizes, old = (linear.in_features, linear.out_features), linear.weight.detach()
+                if bits == 4:
+                    layer = bnb.nn.Linear4bit(*sizes, bias=False, quant_type="nf4")
+                    layer.weight = bnb.nn.Params4bit(old, requires_grad=False, quant_type="nf4")
+                else:
+                    layer = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False)
+                    layer.weight = bnb.nn.Int8Params(
+                        old, requires_grad=False, has_fp16_weights=False
+                    )
+                setattr(ours, name, layer.to("cpu"))
+                if bits == 4:
+                    new = bnb.functional.dequantize_4bit(layer.weight, layer.weight.quant_state)
+                else:
+                    new = layer.weight.float() * layer.weight.SCB[:, None] / 127
+                getattr(theirs, name).weight.data = new.detach()
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = bits == 4, bits == 8
+    return model, plain
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_adapters_over_bitsandbytes_have_the_gradients_of_the_dequantized_base(bits: int):
+    model, plain = adapted(*make_bitsandbytes_bases(bits))
+    want = grads(plain, loss_of(plain))
+    assert furthest(grads(model, loss_of(model)), want) < 1e-4
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert furthest(grads(model, loss_of(graph)), want) < 1e-4

@@ -12,8 +12,9 @@ from torch import nn
 from torch_hybrid.errors import UnsupportedError
 
 M = TypeVar("M", bound=nn.Module)
-# Formats that adapters train over, as a model's quantization_config names them.
-QUANT_METHODS = ("fp8", "torchao")
+# Formats that adapters train over, as a model's quantization_config names them. Layers of
+# bitsandbytes dequantize in their own backward.
+QUANT_METHODS = ("fp8", "torchao", "bitsandbytes")
 
 
 def make_trainable(model: M) -> M:
@@ -35,7 +36,8 @@ def make_trainable(model: M) -> M:
 
     Raises:
         UnsupportedError: the model has no mixer that is trained here, or its weights are quantized
-            and are no frozen base under PEFT in block-FP8, or in torchao's INT8 or INT4.
+            and no frozen base under PEFT. Such a base is in block-FP8, or in a format of torchao or
+            bitsandbytes.
     """
     from torch_hybrid.training.causal_lm import CausalLM
     from torch_hybrid.training.decoder import (
