@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,12 @@ def test_a_second_call_changes_nothing():
     assert (len(twin.model._forward_pre_hooks), type(twin)) == (hooks, kind)
 
 
-def test_a_copy_trains_as_the_model(tmp_path: Path):
+def test_a_copy_trains_as_the_model():
     twin = make_twin()
-    assert torch.equal(loss_of(copy.deepcopy(twin)), loss_of(twin))
+    loss = loss_of(twin)
+    for made in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+        assert type(made) is type(twin)
+        assert torch.equal(loss_of(made), loss)
 
 
 def test_an_optimizer_made_before_trains_the_twin():

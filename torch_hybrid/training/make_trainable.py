@@ -60,7 +60,8 @@ def make_trainable(model: M) -> M:
             f"{type(model).__name__} has no mixer that is trained; these are {sorted(TWINS)}"
         )
     _check_weights(model)
-    frozen = {module: found for module in modules if (found := frozen_class(module)) is not None}
+    found = ((module, frozen_class(module)) for module in modules)
+    frozen: dict[nn.Module, Any] = {module: ours for module, ours in found if ours is not None}
     register_attention()
     for decoder in decoders:
         if not attends_to_picked_blocks(decoder):
@@ -113,16 +114,28 @@ def _layer_parts(module: nn.Module) -> Iterator[str]:
 def _in_front(ours: Any, theirs: Any) -> Any:
     """Make a class under the name of ``theirs`` whose forward is that of ``ours``.
 
-    Trainers read the arguments of a model from the signature of its forward.
+    Trainers read the arguments of a model from the signature of its forward. Modules are pickled
+    as ``ours`` and ``theirs``, since the class has no name of its own.
     """
 
     @wraps(theirs.forward)
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         return ours.forward(self, *args, **options)
 
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _new_in_front, (ours, theirs), self.__dict__
+
     return type(
-        theirs.__name__, (ours, theirs), {"__module__": theirs.__module__, "forward": forward}
+        theirs.__name__,
+        (ours, theirs),
+        {"__module__": theirs.__module__, "forward": forward, "__reduce__": reduce},
     )
+
+
+def _new_in_front(ours: Any, theirs: Any) -> Any:
+    """Make an empty module to unpickle into."""
+    both = _in_front(ours, theirs)
+    return both.__new__(both)
 
 
 def _check_weights(model: Any) -> None:
