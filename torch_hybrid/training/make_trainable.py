@@ -12,6 +12,9 @@ from torch import nn
 from torch_hybrid.errors import UnsupportedError
 
 M = TypeVar("M", bound=nn.Module)
+# Formats that adapters train over, as a model's quantization_config names them. Layers of
+# bitsandbytes dequantize in their own backward.
+QUANT_METHODS = ("fp8", "torchao", "bitsandbytes")
 
 
 def make_trainable(model: M) -> M:
@@ -33,7 +36,8 @@ def make_trainable(model: M) -> M:
 
     Raises:
         UnsupportedError: the model has no mixer that is trained here, or its weights are quantized
-            and are no frozen base under PEFT.
+            and no frozen base under PEFT. Such a base is in block-FP8, or in a format of torchao or
+            bitsandbytes.
     """
     from torch_hybrid.training.causal_lm import CausalLM
     from torch_hybrid.training.decoder import (
@@ -42,7 +46,7 @@ def make_trainable(model: M) -> M:
         hand_down_packing,
         register_attention,
     )
-    from torch_hybrid.training.frozen_fp8 import FrozenFP8Linear, check_blocks
+    from torch_hybrid.training.frozen_layers import frozen_class
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import TWINS, Twin
 
@@ -56,9 +60,8 @@ def make_trainable(model: M) -> M:
             f"{type(model).__name__} has no mixer that is trained; these are {sorted(TWINS)}"
         )
     _check_weights(model)
-    for module in modules:
-        if type(module).__name__ == "FP8Linear":
-            check_blocks(module)
+    found = ((module, frozen_class(module)) for module in modules)
+    frozen: dict[nn.Module, Any] = {module: ours for module, ours in found if ours is not None}
     register_attention()
     for decoder in decoders:
         if not attends_to_picked_blocks(decoder):
@@ -70,11 +73,12 @@ def make_trainable(model: M) -> M:
         theirs: Any = type(module)
         if (twin := twins.get(theirs.__name__)) is not None:
             module.__class__ = _in_front(twin, theirs)
-        elif theirs.__name__ == "FP8Linear":
-            module.__class__ = _in_front(FrozenFP8Linear, theirs)
-        elif type(children.get("lm_head")) is nn.Linear and children["lm_head"].bias is None:
+        elif module in frozen:
+            module.__class__ = _in_front(frozen[module], theirs)
+        elif type(head := children.get("lm_head")) is nn.Linear and head.bias is None:
             module.__class__ = _in_front(CausalLM, theirs)
-            children["lm_head"].__class__ = LossHead
+            if head not in frozen:
+                head.__class__ = LossHead
     return model
 
 
@@ -84,13 +88,13 @@ def undo_make_trainable(model: nn.Module) -> None:
         return
     from torch_hybrid.training.causal_lm import CausalLM
     from torch_hybrid.training.decoder import hand_down_packing
-    from torch_hybrid.training.frozen_fp8 import FrozenFP8Linear
+    from torch_hybrid.training.frozen_layers import FROZEN
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import Twin
 
     modules: list[Any] = list(model.modules())
     for module in modules:
-        if isinstance(module, Twin | CausalLM | LossHead | FrozenFP8Linear):
+        if isinstance(module, (Twin, CausalLM, LossHead, *FROZEN)):
             module.__class__ = type(module).__bases__[-1]
         for number, hook in list(module._forward_pre_hooks.items()):
             if hook is hand_down_packing:
@@ -110,27 +114,46 @@ def _layer_parts(module: nn.Module) -> Iterator[str]:
 def _in_front(ours: Any, theirs: Any) -> Any:
     """Make a class under the name of ``theirs`` whose forward is that of ``ours``.
 
-    Trainers read the arguments of a model from the signature of its forward.
+    Trainers read the arguments of a model from the signature of its forward. Modules are pickled
+    as ``ours`` and ``theirs``, since the class has no name of its own.
     """
 
     @wraps(theirs.forward)
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         return ours.forward(self, *args, **options)
 
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _new_in_front, (ours, theirs), self.__dict__
+
     return type(
-        theirs.__name__, (ours, theirs), {"__module__": theirs.__module__, "forward": forward}
+        theirs.__name__,
+        (ours, theirs),
+        {"__module__": theirs.__module__, "forward": forward, "__reduce__": reduce},
     )
+
+
+def _new_in_front(ours: Any, theirs: Any) -> Any:
+    """Make an empty module to unpickle into."""
+    both = _in_front(ours, theirs)
+    return both.__new__(both)
 
 
 def _check_weights(model: Any) -> None:
     """Raise UnsupportedError for quantized weights that are no base under PEFT."""
-    peft = sys.modules.get("peft")
-    if peft is not None and isinstance(model, peft.PeftModel):
+    quantized = model.config.to_dict().get("quantization_config")
+    if quantized is None:
         return
-    if "quantization_config" in model.config.to_dict():
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
         raise UnsupportedError(
             "quantized weights train as the frozen base of an adapter alone: "
             "call get_peft_model first, and make_trainable on what it returns"
+        )
+    method = str.__str__(quantized["quant_method"])
+    if method not in QUANT_METHODS:
+        raise UnsupportedError(
+            f"adapters train over weights of quant_method {' or '.join(QUANT_METHODS)}, "
+            f"got {method!r}: load the weights in bfloat16, with a TorchAoConfig for INT8 or INT4"
         )
 
 
