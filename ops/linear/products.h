@@ -48,6 +48,9 @@ struct StoredAs<th::Integers<Q>> {
 // Of weights, what a thread takes at a time: long enough for streams, short enough to balance.
 constexpr int64_t CHUNKS_PER_THREAD = 8;
 constexpr int64_t MAX_CHUNK_BYTES = 2 << 20, MIN_CHUNK_BYTES = 64 << 10;  // for few rows of x
+// One thread has nothing to balance, and streams begin slowly. With K = 1024, sums of 16 rows of x
+// take 256 KB of L2.
+constexpr int64_t LONE_CHUNK_BYTES = 16 << 20;
 constexpr int64_t MAX_CHUNK_ROWS = 384, MIN_CHUNK_ROWS = 96;                // for many
 constexpr int64_t MAX_PACKED_ROWS = 512;  // of x, transposed at a time: bounds the memory for it
 
@@ -118,10 +121,11 @@ template <typename T, typename W>
 void multiply_few(const Call& call, const Group* groups) {
   const T* x = static_cast<const T*>(call.x);
   const int64_t row_bytes = call.K * int64_t(sizeof(T));
-  // One thread has nothing to balance, and streams begin slowly.
-  const int64_t num_chunks = call.num_threads > 1 ? call.num_threads * CHUNKS_PER_THREAD : 1;
-  const int64_t share = rows_of_all(call, groups) * row_bytes / num_chunks;
-  const int64_t bytes = std::min(std::max(share, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES);
+  const int64_t share =
+      rows_of_all(call, groups) * row_bytes / (call.num_threads * CHUNKS_PER_THREAD);
+  const int64_t bytes = call.num_threads > 1
+                            ? std::min(std::max(share, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+                            : LONE_CHUNK_BYTES;
   const int64_t rows = std::max<int64_t>(bytes / (row_bytes + 1) / th::LANES, 1) * th::LANES;
   Chunks<T, W> chunks(call, groups, rows);
 #pragma omp parallel num_threads(num_threads_for(call, groups, call.M))

@@ -4,6 +4,8 @@ A kernel has a C interface and includes no torch header: it compiles in seconds.
 It uses OpenMP, and must share torch's own runtime: two OpenMP runtimes in a process keep two
 thread pools that fight over the same cores. So ``-fopenmp`` is given to the compiler but not to
 the linker, and the ``GOMP_*`` symbols resolve against the library that torch has loaded.
+clang's kernels call libomp instead, and on Linux load only where LD_PRELOAD names that library: it
+then serves torch as well.
 A wheel for one platform brings kernels that are built already (wheel.py), for the kinds of CPU of
 targets.py: they are taken as long as they were built from the sources that lie here.
 """
