@@ -48,7 +48,7 @@ def blocks_of(cu_seqlens: Tensor, num_tokens: int, window: int | None = None) ->
     """Find the blocks of keys that each block of queries reads: whole ones and partial ones.
 
     Sequences lie one after the other. So a block of keys is read if its last token's sequence is
-    not before that of the queries' first token, and, of a window, if those are near enough.
+    not before that of the queries' first token. Both must be near enough for a window.
     """
     window = num_tokens if window is None else window
     token = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
