@@ -49,6 +49,7 @@ TRAITS = {
     "grammar": _OF_STEPS,
     "gpu_memory": Traits(quick=("--kv-tokens", "8192"), needs_cuda=True),
     "http": _OF_STEPS,
+    "http_against": _OF_STEPS,
     "integers": Traits(quick=("--prompts", "4")),
     "latent_prefix": Traits(quick=("--prefixes", "256", "--tokens", "16", "--budget", "128")),
     "llama_cpp": _OF_FAMILIES,
