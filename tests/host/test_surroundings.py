@@ -147,7 +147,7 @@ def test_layer_of_ones_own(surrounding: str) -> None:
     spec = th.DeltaRuleSpec(
         num_k_heads=2, num_v_heads=4, head_k_dim=16, head_v_dim=16, conv_width=4
     )
-    layer = GatedDeltaNet(32, spec)
+    layer = GatedDeltaNet(32, spec, dtype=torch.float32, device=torch.device("cpu"))
     for weight in layer.parameters():
         weight.requires_grad_(False).normal_(std=0.3)
     x = torch.randn(41, 32)

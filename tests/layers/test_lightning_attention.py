@@ -84,6 +84,8 @@ def test_a_decode_step_in_one_op_is_that_of_its_parts(
 
 def test_decays_stay_in_float32_when_the_weights_are_cast():
     slopes = alibi_slopes(6) / 3
+    layer = LightningAttention(DIM, PLAIN, slopes, dtype=torch.bfloat16)
+    assert torch.equal(layer.slopes, slopes)
     layer = LightningAttention(DIM, PLAIN, slopes).bfloat16()
     assert layer.in_proj.weight.dtype is torch.bfloat16
     assert torch.equal(layer.slopes, slopes)

@@ -275,9 +275,14 @@ def on_hopper() -> Iterator[tuple[str, Call]]:
     rounded = delta_op.GATED_IMPLEMENTATIONS["chunk_triton_rounded"].load()
     rule = gdn.make_inputs(DeltaCase(**heads, **LENGTHS), torch.bfloat16)
     yield "gated_delta_rule, rounded", lambda device: rounded(on_device(rule, device))
-    for rule, by_channel in (("gated_delta_rule", False), ("kimi_delta_attention", True)):
-        trained = partial(make_backward, by_channel=by_channel)
-        yield f"{rule}_backward", lambda device, make=trained: gradients(make(device=device))
+    trained = partial(make_backward, qk_l2norm=True)
+    wide = {"heads": (2, 4), "dims": (128, 128), "dtype": torch.bfloat16}
+    for name, make in (
+        ("gated_delta_rule_backward", trained),
+        ("gated_delta_rule_backward, wide heads", partial(trained, **wide)),
+        ("kimi_delta_attention_backward", partial(trained, by_channel=True)),
+    ):
+        yield name, lambda device, make=make: gradients(make(device=device))
 
 
 def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -389,6 +394,7 @@ def forced(*, dry: bool) -> ExitStack:
     from torch_hybrid.ops.block_attention import _triton_hopper as blocks_hopper
     from torch_hybrid.ops.delta_rule import _hopper as rule_hopper
     from torch_hybrid.ops.delta_rule import _triton_gated as rule_chunk
+    from torch_hybrid.ops.delta_rule.training import _hopper as rule_backward
     from torch_hybrid.ops.fused_experts import _hopper
     from torch_hybrid.ops.latent_attention import _triton_hopper, _triton_tiles
     from torch_hybrid.ops.paged_attention import _triton_long
@@ -400,7 +406,8 @@ def forced(*, dry: bool) -> ExitStack:
     if dry:
         stack.enter_context(mock.patch.object(_triton_tiles, "is_hopper", return_value=True))
         stack.enter_context(mock.patch.object(rule_chunk, "is_hopper", return_value=True))
-        for module in (hopper_attention, _triton_hopper, blocks_hopper, _hopper, rule_hopper):
+        rules = rule_hopper, rule_backward
+        for module in (hopper_attention, _triton_hopper, blocks_hopper, _hopper, *rules):
             stack.enter_context(mock.patch.object(module, "runs_gluon", return_value=True))
     stack.enter_context(mock.patch.object(_triton_long, "PROCESSORS", 1))
     stack.enter_context(mock.patch.object(_triton_long, "is_hopper", return_value=True))

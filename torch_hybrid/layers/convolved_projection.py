@@ -11,7 +11,7 @@ from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.head_linear import HeadLinear
-from torch_hybrid.layers.mixer import parameter
+from torch_hybrid.layers.mixer import empty_parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks, own_means
@@ -36,14 +36,23 @@ class ConvolvedProjection(nn.Module):
     Args:
         dim: width of the model.
         spec: the mixer's facts.
+        dtype, device: dtype and device of the parameters.
     """
 
-    def __init__(self, dim: int, spec: ConvolvedProjectionSpec) -> None:
+    def __init__(
+        self,
+        dim: int,
+        spec: ConvolvedProjectionSpec,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
+        parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.spec = spec
         heads, taps, width = spec.num_heads, spec.head_width, spec.head_dim
         self._widths = [heads * width, spec.num_kv_heads * width]
-        self.in_proj = nn.Linear(dim, sum(self._widths), bias=False)
+        self.in_proj = nn.Linear(dim, sum(self._widths), bias=False, dtype=dtype, device=device)
         self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
         self.conv_bias = parameter(spec.conv_channels)
         self.heads = HeadLinear(parameter(heads, taps * width, width), parameter(heads, width))

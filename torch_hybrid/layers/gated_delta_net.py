@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.delta_rules import sizes_of
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.mixer import Mixer, init_convolution, init_decays, parameter
+from torch_hybrid.layers.mixer import Mixer, empty_parameter, init_convolution, init_decays
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.delta_rule.op_step_gated import GatedDeltaStep, gated_delta_step
@@ -25,15 +28,24 @@ class GatedDeltaNet(Mixer):
     Args:
         dim: width of the model.
         spec: the mixer's facts.
+        dtype, device: dtype and device of the parameters.
     """
 
-    def __init__(self, dim: int, spec: DeltaRuleSpec) -> None:
+    def __init__(
+        self,
+        dim: int,
+        spec: DeltaRuleSpec,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
+        parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.spec = spec
         widths = [spec.conv_channels, spec.v_channels, spec.num_v_heads, spec.num_v_heads]
         self._widths = widths
-        self.in_proj = nn.Linear(dim, sum(widths), bias=False)
-        self.out_proj = nn.Linear(spec.v_channels, dim, bias=False)
+        self.in_proj = nn.Linear(dim, sum(widths), bias=False, dtype=dtype, device=device)
+        self.out_proj = nn.Linear(spec.v_channels, dim, bias=False, dtype=dtype, device=device)
 
         self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
         self.A_log = parameter(spec.num_v_heads)

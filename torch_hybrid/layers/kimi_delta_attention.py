@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.delta_rules import sizes_of
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.mixer import Mixer, init_convolution, init_decays, parameter
+from torch_hybrid.layers.mixer import Mixer, empty_parameter, init_convolution, init_decays
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.delta_rule.op_step_kimi import KimiDeltaStep, kimi_delta_step
@@ -27,22 +30,33 @@ class KimiDeltaAttention(Mixer):
         dim: width of the model.
         spec: the mixer's facts.
         gate_rank: rank of f and g; None for full width.
+        dtype, device: dtype and device of the parameters.
     """
 
-    def __init__(self, dim: int, spec: KimiDeltaSpec, *, gate_rank: int | None = None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        spec: KimiDeltaSpec,
+        *,
+        gate_rank: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
+        parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.spec, self._gate_rank = spec, gate_rank
         gates = [spec.k_channels, spec.v_channels]
         ranks = gates if gate_rank is None else [gate_rank, gate_rank]
         self._widths = [spec.conv_channels, *ranks, spec.num_heads]
-        self.in_proj = nn.Linear(dim, sum(self._widths), bias=False)
+        self.in_proj = nn.Linear(dim, sum(self._widths), bias=False, dtype=dtype, device=device)
         self.f_b_proj: nn.Module = nn.Identity()
         self.g_b_proj: nn.Module = nn.Identity()
         if gate_rank is not None:
             self.f_b_proj, self.g_b_proj = (
-                nn.Linear(gate_rank, width, bias=False) for width in gates
+                nn.Linear(gate_rank, width, bias=False, dtype=dtype, device=device)
+                for width in gates
             )
-        self.out_proj = nn.Linear(spec.v_channels, dim, bias=False)
+        self.out_proj = nn.Linear(spec.v_channels, dim, bias=False, dtype=dtype, device=device)
         self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
         self.A_log = parameter(spec.num_heads)
         self.dt_bias = parameter(spec.num_heads, spec.head_k_dim)

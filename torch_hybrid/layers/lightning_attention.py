@@ -49,13 +49,22 @@ class LightningAttention(Mixer):
         dim: width of the model.
         spec: the mixer's facts.
         slopes: [H] float32, minus the log decay of a token in each head.
+        dtype, device: dtype and device of the parameters.
     """
 
     slopes: Tensor
     q_norm_weight: nn.Parameter | None
     k_norm_weight: nn.Parameter | None
 
-    def __init__(self, dim: int, spec: LightningSpec, slopes: Tensor) -> None:
+    def __init__(
+        self,
+        dim: int,
+        spec: LightningSpec,
+        slopes: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         if list(slopes.shape) != [spec.num_heads]:
             raise ValueError(f"slopes must have shape [{spec.num_heads}], got {[*slopes.shape]}")
@@ -63,11 +72,11 @@ class LightningAttention(Mixer):
         self._group_means: Callable[[Tensor], Tensor] = own_means
         self._shares_groups = False  # True if several ranks share a group of the norm
         channels = spec.channels
-        self.in_proj = nn.Linear(dim, 4 * channels, bias=False)
-        self.out_proj = nn.Linear(channels, dim, bias=False)
+        self.in_proj = nn.Linear(dim, 4 * channels, bias=False, dtype=dtype, device=device)
+        self.out_proj = nn.Linear(channels, dim, bias=False, dtype=dtype, device=device)
 
         def norm_weight(width: int) -> nn.Parameter:
-            return nn.Parameter(torch.ones(width))
+            return nn.Parameter(torch.ones(width, dtype=dtype, device=device))
 
         self.q_norm_weight = norm_weight(spec.head_dim) if spec.qk_norm else None
         self.k_norm_weight = norm_weight(spec.head_dim) if spec.qk_norm else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,7 @@ from torch_hybrid.backends.selective_scan import apply_selective_scan
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.head_linear import HeadLinear
-from torch_hybrid.layers.mixer import Mixer, init_convolution, parameter
+from torch_hybrid.layers.mixer import Mixer, empty_parameter, init_convolution
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks
@@ -30,6 +32,7 @@ class Mamba(Mixer):
         spec: the mixer's facts.
         bias: whether the input and output projections have a bias.
         conv_bias: whether the convolution has one.
+        dtype, device: dtype and device of the parameters.
     """
 
     conv_bias: nn.Parameter | None
@@ -37,26 +40,38 @@ class Mamba(Mixer):
     dt_proj: nn.Linear | HeadLinear
 
     def __init__(
-        self, dim: int, spec: MambaSpec, *, bias: bool = False, conv_bias: bool = True
+        self,
+        dim: int,
+        spec: MambaSpec,
+        *,
+        bias: bool = False,
+        conv_bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.spec = spec
 
         def norm(width: int) -> nn.Module:
             if spec.norm_eps is None:
                 return nn.Identity()
-            return nn.RMSNorm(width, eps=spec.norm_eps)
+            return nn.RMSNorm(width, eps=spec.norm_eps, dtype=dtype, device=device)
 
         self._widths = [spec.dt_rank, spec.state_dim, spec.state_dim]
-        self.in_proj = nn.Linear(dim, 2 * spec.channels, bias=bias)
+        self.in_proj = nn.Linear(dim, 2 * spec.channels, bias=bias, dtype=dtype, device=device)
         if spec.num_heads == 1:
-            self.x_proj = nn.Linear(spec.channels, sum(self._widths), bias=False)
-            self.dt_proj = nn.Linear(spec.dt_rank, spec.channels, bias=False)
+            self.x_proj = nn.Linear(
+                spec.channels, sum(self._widths), bias=False, dtype=dtype, device=device
+            )
+            self.dt_proj = nn.Linear(
+                spec.dt_rank, spec.channels, bias=False, dtype=dtype, device=device
+            )
         else:
             heads, width = spec.num_heads, spec.channels // spec.num_heads
             self.x_proj = HeadLinear(parameter(heads, width, sum(self._widths)), None)
             self.dt_proj = HeadLinear(parameter(heads, spec.dt_rank, width), None)
-        self.out_proj = nn.Linear(spec.channels, dim, bias=bias)
+        self.out_proj = nn.Linear(spec.channels, dim, bias=bias, dtype=dtype, device=device)
         self.dt_norm, self.B_norm, self.C_norm = map(norm, self._widths)
         self.conv_weight = parameter(spec.channels, spec.conv_width)
         self.conv_bias = parameter(spec.channels) if conv_bias else None

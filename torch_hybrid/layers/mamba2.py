@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.backends.ssd import sizes_of
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.mixer import Mixer, init_convolution, init_decays, parameter
+from torch_hybrid.layers.mixer import Mixer, empty_parameter, init_convolution, init_decays
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.ssd.gated_norm import gate_with_norm
@@ -30,21 +31,30 @@ class Mamba2(Mixer):
         spec: the mixer's facts.
         bias: whether the projections have a bias.
         conv_bias: whether the convolution has one.
+        dtype, device: dtype and device of the parameters.
     """
 
     norm_weight: nn.Parameter | None
     conv_bias: nn.Parameter | None
 
     def __init__(
-        self, dim: int, spec: Mamba2Spec, *, bias: bool = False, conv_bias: bool = True
+        self,
+        dim: int,
+        spec: Mamba2Spec,
+        *,
+        bias: bool = False,
+        conv_bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.spec = spec
         self._group_means: Callable[[Tensor], Tensor] = own_means
         self._shares_groups = False  # True if several ranks share a group of the norm
         self._widths = [spec.inner_dim, spec.conv_channels, spec.num_heads]
-        self.in_proj = nn.Linear(dim, sum(self._widths), bias=bias)
-        self.out_proj = nn.Linear(spec.inner_dim, dim, bias=bias)
+        self.in_proj = nn.Linear(dim, sum(self._widths), bias=bias, dtype=dtype, device=device)
+        self.out_proj = nn.Linear(spec.inner_dim, dim, bias=bias, dtype=dtype, device=device)
 
         self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
         self.conv_bias = parameter(spec.conv_channels) if conv_bias else None

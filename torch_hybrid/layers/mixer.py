@@ -37,9 +37,11 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
 
-def parameter(*shape: int) -> nn.Parameter:
+def empty_parameter(
+    *shape: int, dtype: torch.dtype | None, device: torch.device | None
+) -> nn.Parameter:
     """Make a parameter that is initialised later."""
-    return nn.Parameter(torch.empty(shape))
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
 
 def init_convolution(weight: Tensor, bias: Tensor | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch_hybrid.backends.replay import walk
 from torch_hybrid.backends.ssd import apply_ssd
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.mixer import Mixer, parameter
+from torch_hybrid.layers.mixer import Mixer, empty_parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks
@@ -37,17 +38,26 @@ class Mlstm(Mixer):
     Args:
         dim: width of the model.
         spec: the mixer's facts.
+        dtype, device: dtype and device of the parameters.
     """
 
-    def __init__(self, dim: int, spec: MlstmSpec) -> None:
+    def __init__(
+        self,
+        dim: int,
+        spec: MlstmSpec,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
+        parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.spec = spec
         k, v, heads = spec.k_channels, spec.v_channels, spec.num_heads
         self._widths = [k, k, v, v, 2 * heads]
-        self.in_proj = nn.Linear(dim, sum(self._widths), bias=False)
-        self.out_proj = nn.Linear(v, dim, bias=False)
+        self.in_proj = nn.Linear(dim, sum(self._widths), bias=False, dtype=dtype, device=device)
+        self.out_proj = nn.Linear(v, dim, bias=False, dtype=dtype, device=device)
         self.gate_bias = parameter(2 * heads)
-        self.norm_weight = nn.Parameter(torch.ones(v))
+        self.norm_weight = nn.Parameter(torch.ones(v, dtype=dtype, device=device))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, run_rule
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.head_linear import HeadLinear
-from torch_hybrid.layers.mixer import Mixer, init_convolution, parameter
+from torch_hybrid.layers.mixer import Mixer, empty_parameter, init_convolution
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.rg_lru import rg_lru
@@ -29,14 +31,23 @@ class RgLru(Mixer):
     Args:
         dim: width of the model.
         spec: the mixer's facts.
+        dtype, device: dtype and device of the parameters.
     """
 
-    def __init__(self, dim: int, spec: RgLruSpec) -> None:
+    def __init__(
+        self,
+        dim: int,
+        spec: RgLruSpec,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
+        parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.spec = spec
         heads, width, channels = spec.num_heads, spec.head_dim, spec.channels
-        self.in_proj = nn.Linear(dim, 2 * channels)
-        self.out_proj = nn.Linear(channels, dim)
+        self.in_proj = nn.Linear(dim, 2 * channels, dtype=dtype, device=device)
+        self.out_proj = nn.Linear(channels, dim, dtype=dtype, device=device)
 
         self.conv_weight = parameter(channels, spec.conv_width)
         self.conv_bias = parameter(channels)

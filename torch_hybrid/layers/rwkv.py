@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, run_rule
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.mixer import Mixer, parameter
+from torch_hybrid.layers.mixer import Mixer, empty_parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.ops.wkv import wkv
 from torch_hybrid.ranks import Ranks
@@ -23,13 +25,21 @@ class TokenShift(nn.Module):
     Args:
         dim: number of channels.
         num_mixes: number of mixes.
+        dtype, device: dtype and device of the parameters.
     """
 
     taps: Tensor
 
-    def __init__(self, dim: int, num_mixes: int) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_mixes: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
-        mixes = torch.empty(num_mixes, dim)
+        mixes = torch.empty(num_mixes, dim, dtype=dtype, device=device)
         self.mixes = nn.Parameter(mixes)
         self.register_buffer("taps", _taps_before(self.mixes), persistent=False)
         nn.init.uniform_(self.mixes)
@@ -63,18 +73,26 @@ class TimeMix(Mixer):
 
     Args:
         spec: the mixer's facts.
+        dtype, device: dtype and device of the parameters.
     """
 
-    def __init__(self, spec: TimeMixSpec) -> None:
+    def __init__(
+        self,
+        spec: TimeMixSpec,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
+        parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.spec = spec
         dim, channels = spec.dim, spec.channels
 
-        self.shift = TokenShift(dim, 3)
-        self.key = nn.Linear(dim, channels, bias=False)
-        self.value = nn.Linear(dim, channels, bias=False)
-        self.receptance = nn.Linear(dim, channels, bias=False)
-        self.out_proj = nn.Linear(channels, dim, bias=False)
+        self.shift = TokenShift(dim, 3, dtype=dtype, device=device)
+        self.key = nn.Linear(dim, channels, bias=False, dtype=dtype, device=device)
+        self.value = nn.Linear(dim, channels, bias=False, dtype=dtype, device=device)
+        self.receptance = nn.Linear(dim, channels, bias=False, dtype=dtype, device=device)
+        self.out_proj = nn.Linear(channels, dim, bias=False, dtype=dtype, device=device)
         self.time_decay = parameter(channels)
         self.time_first = parameter(channels)
         self.reset_parameters()
@@ -117,15 +135,22 @@ class ChannelMix(Mixer):
 
     Args:
         spec: the mixer's facts.
+        dtype, device: dtype and device of the parameters.
     """
 
-    def __init__(self, spec: ChannelMixSpec) -> None:
+    def __init__(
+        self,
+        spec: ChannelMixSpec,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.spec = spec
-        self.shift = TokenShift(spec.dim, 2)
-        self.key = nn.Linear(spec.dim, spec.width, bias=False)
-        self.receptance = nn.Linear(spec.dim, spec.dim, bias=False)
-        self.value = nn.Linear(spec.width, spec.dim, bias=False)
+        self.shift = TokenShift(spec.dim, 2, dtype=dtype, device=device)
+        self.key = nn.Linear(spec.dim, spec.width, bias=False, dtype=dtype, device=device)
+        self.receptance = nn.Linear(spec.dim, spec.dim, bias=False, dtype=dtype, device=device)
+        self.value = nn.Linear(spec.width, spec.dim, bias=False, dtype=dtype, device=device)
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:

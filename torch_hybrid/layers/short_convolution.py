@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.mixer import Mixer, init_convolution, parameter
+from torch_hybrid.layers.mixer import Mixer, empty_parameter, init_convolution
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks
@@ -23,16 +26,26 @@ class ShortConvolution(Mixer):
         dim: width of the model.
         spec: the mixer's facts.
         bias: whether the projections and the convolution have a bias.
+        dtype, device: dtype and device of the parameters.
     """
 
     conv_bias: nn.Parameter | None
 
-    def __init__(self, dim: int, spec: ShortConvolutionSpec, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        dim: int,
+        spec: ShortConvolutionSpec,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
+        parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.spec = spec
         channels = spec.channels
-        self.in_proj = nn.Linear(dim, 3 * channels, bias=bias)
-        self.out_proj = nn.Linear(channels, dim, bias=bias)
+        self.in_proj = nn.Linear(dim, 3 * channels, bias=bias, dtype=dtype, device=device)
+        self.out_proj = nn.Linear(channels, dim, bias=bias, dtype=dtype, device=device)
 
         self.conv_weight = parameter(channels, spec.conv_width)
         self.conv_bias = parameter(channels) if bias else None

@@ -52,7 +52,7 @@ class FrozenFP8Experts(nn.Module):
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Mix the outputs [T, D] of each token's experts [T, top_k]; experts past all give 0."""
         experts, order = top_k_index.flatten().sort(stable=True)
-        known = torch.arange(self.num_experts, device=experts.device)
+        known = torch.arange(self.num_experts, dtype=experts.dtype, device=experts.device)
         ends = torch.searchsorted(experts, known, right=True, out_int32=True)
         rows = _cast(hidden)[order // top_k_index.shape[-1]]
         gate_up = frozen_experts_product(

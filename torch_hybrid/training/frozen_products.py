@@ -54,7 +54,7 @@ def frozen_experts_product(
     if x.device.type != "cpu":
         worth = dequantized(weight, scales, None, x.dtype)
         out = torch.nn.functional.grouped_mm(x, worth if of_output else worth.mT, offs=ends)
-        rows = torch.arange(len(x), device=x.device)
+        rows = torch.arange(len(x), dtype=ends.dtype, device=x.device)
         return out.masked_fill((rows >= ends[-1])[:, None], 0)
     out = x.new_zeros(len(x), weight.shape[2 if of_output else 1])
     start = 0

@@ -28,14 +28,14 @@ def through_unit_rows(
     """Call ``launch`` on q and k of unit length, if the forward made them so."""
     if not x.qk_l2norm:
         return launch(x.q, x.k)
-    (q, of_q), (k, of_k) = _normalise(x.q), _normalise(x.k)
+    (q, of_q), (k, of_k) = normalise(x.q), normalise(x.k)
     dq, dk, *others = launch(q, k)
-    _unnormalise(dq, q, of_q)
-    _unnormalise(dk, k, of_k)
+    unnormalise(dq, q, of_q)
+    unnormalise(dk, k, of_k)
     return dq, dk, *others
 
 
-def _normalise(rows: Tensor) -> tuple[Tensor, Tensor]:
+def normalise(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Scale rows [T, H, K] to unit length; return the factors [T, H] too."""
     unit = torch.empty_like(rows, memory_format=torch.contiguous_format)
     factors = rows.new_empty(rows.shape[:2], dtype=torch.float32)
@@ -44,7 +44,7 @@ def _normalise(rows: Tensor) -> tuple[Tensor, Tensor]:
     return unit, factors
 
 
-def _unnormalise(grad: Tensor, unit: Tensor, factors: Tensor) -> None:
+def unnormalise(grad: Tensor, unit: Tensor, factors: Tensor) -> None:
     """Take gradients of rows of unit length to those of the rows before, in place."""
     grid, sizes = _blocks(unit)
     _unnormalise_kernel[grid](grad, unit, factors, factors.numel(), **sizes)

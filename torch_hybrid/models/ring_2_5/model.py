@@ -18,7 +18,6 @@ from torch_hybrid.backends.latent_attention import LatentPlan
 from torch_hybrid.backends.step import LayerStep, Step
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.integers import dtype_of
 from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.layers.lightning_attention import LightningAttention, alibi_slopes
@@ -171,8 +170,8 @@ class Ring25Layer(nn.Module):
             self.mixer = MultiHeadLatentAttention(config, dtype)
         else:
             slopes = alibi_slopes(config.num_attention_heads) * layer_factor(config, layer_id)
-            with on_meta():
-                self.mixer = LightningAttention(dim, config.lightning, slopes).to(dtype)
+            meta = torch.device("meta")
+            self.mixer = LightningAttention(dim, config.lightning, slopes, dtype=dtype, device=meta)
         self.mlp_norm = nn.RMSNorm(dim, eps, dtype=dtype, device="meta")
         self.mlp: nn.Module = (
             MLP(dim, config.intermediate_size, dtype)
