@@ -25,6 +25,8 @@ from torch_hybrid.ops.delta_rule._hopper import CHUNK, HEAD_DIM_K
 from torch_hybrid.ops.triton.hopper import (
     COPIED,
     ROWS,
+    add,
+    exp2,
     new_barriers,
     products_layout,
     sequence_of_block,
@@ -128,14 +130,14 @@ def hopper_prepare_kernel(
             gates = _GATES * head
             total = b_gates.index(gates).load(OF_ROWS)
             until_end = b_gates.index(gates + 2).load(OF_ROWS)
-            since_start = _exp2(total)
+            since_start = exp2(total)
             p_f = factors + place * (4 * _C) + row
             gl.store(p_f, since_start * factor_k)
             gl.store(p_f + _C, since_start * norm_q)
-            gl.store(p_f + 2 * _C, _exp2(until_end) * factor_k)
-            gl.store(p_f + 3 * _C, _exp2(total + until_end))
+            gl.store(p_f + 2 * _C, exp2(until_end) * factor_k)
+            gl.store(p_f + 3 * _C, exp2(total + until_end))
             earlier = b_gates.index(gates).load(OF_COLUMNS)
-            decay = _exp2(gl.minimum(total[:, None] - earlier[None, :], 0.0))
+            decay = exp2(gl.minimum(total[:, None] - earlier[None, :], 0.0))
             b_attend.store((half_qk.to(gl.float32) * decay).to(gl.bfloat16))
             _store(attend, place, b_attend)
             b_beta = b_gates.index(gates + 1).load(OF_ROWS)
@@ -144,19 +146,6 @@ def hopper_prepare_kernel(
             b_beta = b_gates.index(gates + 1).load(OF_COLUMNS)
             b_solved.store((solved * b_beta[None, :]).to(gl.float16))
             _store(solve, place, b_solved)
-
-
-@gluon.jit
-def _exp2(x: gl.tensor) -> gl.tensor:
-    """Raise 2 to x in one instruction; 0 where that is no normal number."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _add(x: gl.tensor, y: gl.tensor) -> gl.tensor:
-    return x + y
 
 
 @gluon.jit
@@ -177,7 +166,7 @@ def _sum_decays(
     p_g, p_beta = g + token * stride_g + head, beta + token * stride_beta + head
     b_g = gl.load(p_g + row * stride_g, mask=row < left, other=0.0)
     b_beta = gl.load(p_beta + row * stride_beta, mask=row < left, other=0.0)
-    total = gl.associative_scan(gl.maximum(b_g, _NOTHING) * _LOG2_E, 0, _add)
+    total = gl.associative_scan(gl.maximum(b_g, _NOTHING) * _LOG2_E, 0, add)
     last = gl.sum(gl.where(row == _C - 1, total, 0.0), 0)
     b_gates.index(_GATES * OWN).store(total)
     b_gates.index(_GATES * OWN + 1).store(b_beta)

@@ -45,6 +45,20 @@ def new_barriers(NUM: gl.constexpr, COUNT: gl.constexpr) -> gl.shared_memory_des
 
 
 @gluon.jit
+def exp2(x: gl.tensor) -> gl.tensor:
+    """Raise 2 to x in one instruction; 0 where that is no normal number."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def add(x: gl.tensor, y: gl.tensor) -> gl.tensor:
+    """Add, for scans."""
+    return x + y
+
+
+@gluon.jit
 def sequence_of_block(
     cu_seqlens: gl.tensor, num_seqs: gl.tensor, block: gl.tensor, BLOCK: gl.constexpr
 ) -> gl.tensor:

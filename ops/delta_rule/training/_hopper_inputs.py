@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_hybrid.ops.delta_rule._hopper import CHUNK, HEAD_DIM_K
-from torch_hybrid.ops.triton.hopper import ROWS, new_barriers
+from torch_hybrid.ops.triton.hopper import ROWS, add, exp2, new_barriers
 
 _C: gl.constexpr = gl.constexpr(CHUNK)
 _D: gl.constexpr = gl.constexpr(HEAD_DIM_K)  # dims of keys, and of values
@@ -227,7 +227,7 @@ def _multiply(
                 last_row = gl.minimum(column, left - 1)
                 totals -= _factor(gates, 2, token, left, head, last_row, HV)[None, :]
                 is_past = row[:, None] >= column[None, :]
-                decay = _exp2(gl.where(is_past, totals, -float("inf")))
+                decay = exp2(gl.where(is_past, totals, -float("inf")))
                 decay *= _beta(gates, token, left, head, column)[None, :]
                 b_attend.store((attend * decay * scale).to(gl.bfloat16))
                 system = gl.where(row[:, None] > column[None, :], system * decay, 0.0)
@@ -258,7 +258,7 @@ def _multiply(
                 # rows from its own on.
                 d_total = sums - summed + gl.where(index == _C - 1, at_end, 0.0)
                 summed = sums
-                d_g = gl.associative_scan(d_total, 0, _add, reverse=True)
+                d_g = gl.associative_scan(d_total, 0, add, reverse=True)
                 gl.store(dg + (token + index).to(gl.int64) * HV + head, d_g, mask=index < left)
                 num_heads += 1
             b_q.store(by_q.to(gl.bfloat16))
@@ -303,19 +303,6 @@ def _inner(x: gl.shared_memory_descriptor, y: gl.shared_memory_descriptor) -> gl
         product = x.slice(part * _PART, _PART).load(_COPIED).to(gl.float32)
         total += product * y.slice(part * _PART, _PART).load(_COPIED).to(gl.float32)
     return gl.sum(total.reshape([_PART * _D]), 0)
-
-
-@gluon.jit
-def _exp2(x: gl.tensor) -> gl.tensor:
-    """Raise 2 to x in one instruction; 0 where that is no normal number."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _add(x: gl.tensor, y: gl.tensor) -> gl.tensor:
-    return x + y
 
 
 @gluon.jit
