@@ -19,16 +19,20 @@ All sums have one order, so that two runs have the same bits; none is atomic.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.delta_rule._triton_system import inverse, rounded_inverse
-from torch_hybrid.ops.delta_rule.training._hopper import hopper_inputs, serves
-from torch_hybrid.ops.delta_rule.training._triton_unit_rows import through_unit_rows
+from torch_hybrid.ops.delta_rule.training._hopper import (
+    hopper_inputs,
+    hopper_walks,
+    serves,
+)
+from torch_hybrid.ops.delta_rule.training._triton_unit_rows import unit_rows
 from torch_hybrid.ops.delta_rule.training._triton_walks import (
     Rows,
     empty_walked,
@@ -52,13 +56,11 @@ _PIECES: tl.constexpr = tl.constexpr(NUM_PIECES)
 _LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 
+@without_autocast
 def gated_delta_rule_backward(x: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, g, beta and the initial state."""
-    return through_unit_rows(x, partial(_launch, x))
-
-
-def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    v, g, beta, dout = x.v, x.g, x.beta, x.dout
+    unit = unit_rows(x)
+    q, k, v, g, beta, dout = unit.q, unit.k, x.v, x.g, x.beta, x.dout
     num_tokens, num_k_heads, k_dim = k.shape
     _, num_v_heads, v_dim = v.shape
     grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v)]
@@ -103,12 +105,13 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
     )
     rows = Rows(queries=q, reads=k, writes=None, decays=factors, solve=solve, attend=attend)
     walked = empty_walked(x, chunk, x.dfinal_state)
-    walk_states(x, rows, walked, sizes)
-    walk_gradients(x, dout, x.dfinal_state, rows, walked, (*grads, dinitial), sizes)
     dq, dk, _, dg, dbeta = grads
     if places is not None:
-        hopper_inputs(x, rows, walked, places, (dq, dk, dg, dbeta))
+        hopper_walks(x, rows, walked, (*grads, dinitial))
+        hopper_inputs(x, unit, rows, walked, places, (dq, dk, dg, dbeta))
         return *grads, dinitial
+    walk_states(x, rows, walked, sizes)
+    walk_gradients(x, dout, x.dfinal_state, rows, walked, (*grads, dinitial), sizes)
     _inputs_kernel[(programs * num_k_heads,)](
         q,
         k,
@@ -139,6 +142,7 @@ def _launch(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ..
         num_stages=2 if exact else 3,
         enable_fp_fusion=True,
     )
+    unit.unnormalise(dq, dk)
     return *grads, dinitial
 
 

@@ -16,15 +16,14 @@ Blocks of 16 rows and more meet as tiles; in a block all later halves of one siz
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.delta_rule._triton_system import inverse, rounded_inverse
-from torch_hybrid.ops.delta_rule.training._triton_unit_rows import through_unit_rows
+from torch_hybrid.ops.delta_rule.training._triton_unit_rows import unit_rows
 from torch_hybrid.ops.delta_rule.training._triton_walks import (
     Rows,
     empty_walked,
@@ -44,13 +43,11 @@ _PIECES: tl.constexpr = tl.constexpr(NUM_PIECES)
 _NOTHING_LEFT: tl.constexpr = tl.constexpr(-128.0)
 
 
+@without_autocast
 def kimi_delta_attention_backward(x: KimiDeltaAttentionBackward) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, g, beta and the initial state."""
-    return through_unit_rows(x, partial(_launch, x))
-
-
-def _launch(x: KimiDeltaAttentionBackward, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    v, g, beta, dout = x.v, x.g, x.beta, x.dout
+    unit = unit_rows(x)
+    q, k, v, g, beta, dout = unit.q, unit.k, x.v, x.g, x.beta, x.dout
     num_tokens, num_heads, k_dim = k.shape
     v_dim = v.shape[2]
     dq, dk, _, dg, dbeta = grads = tuple(each.new_empty(each.shape) for each in (q, k, v, g, beta))
@@ -163,6 +160,7 @@ def _launch(x: KimiDeltaAttentionBackward, q: Tensor, k: Tensor) -> tuple[Tensor
         num_warps=4,
         num_stages=2,
     )
+    unit.unnormalise(dq, dk)
     return *grads, dinitial
 
 

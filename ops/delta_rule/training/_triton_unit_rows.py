@@ -7,32 +7,41 @@ of a backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.delta_rule.training.op import TrainedDeltaRule
 from torch_hybrid.ops.triton.products import inverse_root
 
 _NUMBERS = 4096  # of a program
 
 
-@without_autocast
-def through_unit_rows(
-    x: TrainedDeltaRule, launch: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-) -> tuple[Tensor, ...]:
-    """Call ``launch`` on q and k of unit length, if the forward made them so."""
+@dataclass(frozen=True, slots=True)
+class UnitRows:
+    """Queries and keys as a rule had them, and factors [T, H] if those made them of unit length."""
+
+    q: Tensor
+    k: Tensor
+    factors_q: Tensor | None = None
+    factors_k: Tensor | None = None
+
+    def unnormalise(self, dq: Tensor, dk: Tensor) -> None:
+        """Take gradients to those of the rows before, in place."""
+        if self.factors_q is not None and self.factors_k is not None:
+            unnormalise(dq, self.q, self.factors_q)
+            unnormalise(dk, self.k, self.factors_k)
+
+
+def unit_rows(x: TrainedDeltaRule) -> UnitRows:
+    """Scale q and k to unit length, if the forward made them so."""
     if not x.qk_l2norm:
-        return launch(x.q, x.k)
-    (q, of_q), (k, of_k) = normalise(x.q), normalise(x.k)
-    dq, dk, *others = launch(q, k)
-    unnormalise(dq, q, of_q)
-    unnormalise(dk, k, of_k)
-    return dq, dk, *others
+        return UnitRows(x.q, x.k)
+    (q, factors_q), (k, factors_k) = normalise(x.q), normalise(x.k)
+    return UnitRows(q, k, factors_q, factors_k)
 
 
 def normalise(rows: Tensor) -> tuple[Tensor, Tensor]:
