@@ -20,11 +20,12 @@ from torch_hybrid.ops.core.declare import Dense, Index, Rows, define, pair_made,
 from torch_hybrid.ops.core.packed import PackedOp, empty_results, gradients
 from torch_hybrid.ops.core.recurrence import CHUNK
 from torch_hybrid.ops.core.registration import check_groups
-from torch_hybrid.ops.implementations import in_torch
+from torch_hybrid.ops.implementations import in_cpp, in_torch
 from torch_hybrid.ops.ssd.op import IMPLEMENTATIONS
 
 _FOLDER = "torch_hybrid.ops.ssd.training"
 BACKWARD: dict[str, Implementation] = {
+    "cpp": in_cpp(f"{_FOLDER}._cpu:ssd_backward"),
     "torch": in_torch(f"{_FOLDER}._torch:ssd_backward", dtypes=FLOATS_AND_FLOAT64),
 }
 
@@ -32,6 +33,8 @@ BACKWARD: dict[str, Implementation] = {
 def _by_pool(name: str) -> Implementation:
     """Make an implementation of the forward of one of the chunk form."""
     chunk_form = IMPLEMENTATIONS[f"{CHUNK}_{name}"]
+    if name == "cpp":
+        chunk_form = in_cpp("torch_hybrid.ops.ssd._cpu_scan:trained_chunk_ssd")
     return Implementation(
         capability=(BACKWARD["torch"] if name == "torch" else chunk_form).capability,
         launcher=f"{_FOLDER}._pool:ssd_forward",
