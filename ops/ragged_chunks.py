@@ -1,4 +1,4 @@
-"""Indices by which the vectorised torch forms of recurrent ops walk ragged batches.
+"""Indices and sums by which the vectorised torch forms of recurrent ops walk ragged batches.
 
 Sequences with work to do are ordered by length, the longest first. So those that have a further
 token, or a further chunk, are always a leading slice.
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torch_hybrid.ops.core.declare import StatefulOp
 from torch_hybrid.ops.core.state_bounds import check_state_indices
@@ -106,3 +107,28 @@ def chunk_table(seqs: Sequences, chunk_size: int) -> Chunks:
     length = seqs.lengths[seq, None]
     token = seqs.starts[seq, None] + torch.minimum(row, length - 1)
     return Chunks(first=first, token=token, is_real=row < length)
+
+
+def chunk_steps(seqs: Sequences, chunks: Chunks) -> list[Tensor]:
+    """List the chunks [num_left] that each step of a scan takes: those of the longest sequences."""
+    size = chunks.token.shape[1]
+    steps = range(-(-seqs.max_length // size))
+    return [chunks.first[: int((seqs.lengths > step * size).sum())] + step for step in steps]
+
+
+def scatter_rows(grad: Tensor, like: Tensor, chunks: Chunks) -> Tensor:
+    """Bring rows of chunks [X, H, C, .] back to their tokens; padding tokens have gradient 0."""
+    out = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    rows = grad.transpose(1, 2)[chunks.is_real].to(like.dtype)
+    out[chunks.token[chunks.is_real]] = rows.view(-1, *like.shape[1:])
+    return out
+
+
+def from_row_on(x: Tensor) -> Tensor:
+    """Sum the rows of ``x [..., C, K]`` from each row on."""
+    return x.flip(-2).cumsum(-2).flip(-2)
+
+
+def before_row(x: Tensor) -> Tensor:
+    """Sum the rows of ``x [..., C, K]`` before each row."""
+    return pad(x[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)

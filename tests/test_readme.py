@@ -46,6 +46,8 @@ OPS: dict[str, tuple[str, ...]] = {
         "gated_delta_rule_backward",
         "kimi_delta_attention_forward",
         "kimi_delta_attention_backward",
+        "ssd_forward",
+        "ssd_backward",
         "causal_conv1d_forward",
         "causal_conv1d_backward",
         "packed_attention_forward",

@@ -12,6 +12,7 @@ are recomputed. A derivative of a derivative, forward-mode derivatives and trans
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
 import torch
@@ -19,14 +20,20 @@ from torch import Tensor
 
 from torch_hybrid.ops.causal_conv1d.training import causal_conv1d_forward
 from torch_hybrid.ops.core.autograd import check_no_tangents
-from torch_hybrid.ops.core.registration import first_impl
+from torch_hybrid.ops.core.registration import (
+    check_dtypes,
+    check_groups,
+    check_shapes,
+    first_impl,
+)
 from torch_hybrid.ops.delta_rule.training import (
     gated_delta_rule_forward,
     kimi_delta_attention_forward,
 )
+from torch_hybrid.ops.ssd.training import ssd_forward
 from torch_hybrid.packing import Packing
 
-__all__ = ["causal_conv1d", "gated_delta_rule", "kimi_delta_attention"]
+__all__ = ["causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "ssd"]
 
 
 def gated_delta_rule(
@@ -124,6 +131,75 @@ def kimi_delta_attention(
     return o, final_state if output_final_state else None
 
 
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    packing: Packing | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    dt_limit: tuple[float, float] = (0.0, inf),
+    output_final_state: bool = True,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run the state space duality of Mamba2, differentiable in all its floating point tensors.
+
+    Per head: ``d = softplus(dt + dt_bias); S = e^(d A) S + d x B^T; y = S C + D x``, by chunks.
+    Head ``h`` reads group ``h // (H // G)`` of B and C. Sums, and steps d, are float32, of float64
+    float64.
+
+    Args:
+        x: [T, H, P] inputs: float32, bfloat16, or float64 (by "torch"). Rows of a token are
+            contiguous, tokens may lie any distance apart; so for B and C.
+        dt: [T, H] step sizes before bias and softplus, in any float dtype.
+        A: [H] rates of decay, at most 0, in any float dtype.
+        B: [T, G, N] what inputs write, in x's dtype; H is a multiple of G.
+        C: [T, G, N] what outputs read, in x's dtype.
+        D: [H] weight of each input in its own output, in any float dtype; None for 0.
+        dt_bias: [H] bias of the step sizes, in any float dtype; None for 0.
+        packing: of T tokens in several sequences; None for one sequence.
+        initial_state: [capacity, H, P, N] float32, or float64 beside float64; None for zeros.
+        dt_limit: least and largest step.
+        output_final_state: as in :func:`gated_delta_rule`.
+        impl: "cpp", "triton" or "torch", as in :func:`gated_delta_rule`.
+
+    Returns:
+        [T, H, P] outputs in x's dtype, and the final states like initial ones, or None.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device is not as above, or ``impl`` is unknown.
+        NotImplementedError: an argument carries a forward-mode tangent.
+
+    From "Transformers are SSMs" (arXiv 2405.21060).
+    """
+    check_no_tangents("ssd", x, dt, A, B, C, D, dt_bias, initial_state)
+    if x.ndim != 3 or B.ndim != 3:
+        raise ValueError(
+            f"x must be [T, H, P] and B [T, G, N], got {list(x.shape)} and {list(B.shape)}"
+        )
+    num_tokens, num_heads, _ = x.shape
+    heads = {"A": (A, [num_heads]), "D": (D, [num_heads]), "dt_bias": (dt_bias, [num_heads])}
+    rows = {"B": (B, [num_tokens, *B.shape[1:]]), "C": (C, [num_tokens, *B.shape[1:]])}
+    check_shapes({"dt": (dt, [num_tokens, num_heads]), **heads, **rows})
+    check_dtypes({"B": (B, x.dtype), "C": (C, x.dtype)})
+    check_groups("x must have", num_heads, B.shape[1], "groups of B")
+    work = torch.promote_types(x.dtype, torch.float32)
+    step = dt.to(work) if dt_bias is None else dt.to(work) + dt_bias.to(work)
+    step = _softplus(step).clamp(*dt_limit)
+    y, final_state = ssd_forward(
+        *(C, B, x, step * A.to(work), step, None if D is None else D.to(work)),
+        *(_offsets(packing, x), initial_state),
+        scale=1.0,
+        output_final_state=output_final_state,
+        impl=_first("ssd_forward", B, x) if impl is None else impl,
+    )
+    return y, final_state if output_final_state else None
+
+
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -182,6 +258,15 @@ def _offsets(packing: Packing | None, rows: Tensor) -> Tensor:
             f"packing must be on {rows.device}, got {packing.cu_seqlens.device}; `to` moves it"
         )
     return packing.cu_seqlens
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """Map x to log(1 + e^x); bits, those of the derivative too, depend on x alone.
+
+    Torch's own computes the last numbers of a tensor otherwise than the others.
+    """
+    e = x.clamp(max=20.0).exp()
+    return torch.where(x > 20.0, x, e.log1p())
 
 
 def _first(op: str, k: Tensor, v: Tensor) -> str:

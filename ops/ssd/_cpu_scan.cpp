@@ -1,13 +1,12 @@
 // The scalar-decay recurrence on a CPU: which thread does what. The work itself is in recurrent.h
-// and chunk.h.
+// and native/ssd_chunk.h.
 #include <omp.h>
 
 #include <algorithm>
 
 #include "aligned_floats.h"
-#include "chunk.h"
 #include "recurrent.h"
-#include "sequence.h"
+#include "ssd_chunk.h"
 
 namespace th::ssd {
 

@@ -76,23 +76,24 @@ class _ChunkParts:
 def _inside_chunks(x: Ssd, chunks: Chunks) -> _ChunkParts:
     """Compute them. Rows past the end of a sequence have v 0 and g 0: they change nothing."""
     k, v, dt, D = x.k, x.v, x.dt, x.D
+    work = torch.promote_types(v.dtype, torch.float32)
     token, is_real = chunks.token, chunks.is_real[..., None]
     by_group = (k.shape[1], v.shape[1] // k.shape[1])
-    q_c, k_c = (y[token].float().transpose(1, 2).unsqueeze(2) for y in (x.q, k))
+    q_c, k_c = (y[token].to(work).transpose(1, 2).unsqueeze(2) for y in (x.q, k))
     q_c = x.scale * q_c
-    v_c = (v[token].float() * is_real[..., None]).transpose(1, 2)
+    v_c = (v[token].to(work) * is_real[..., None]).transpose(1, 2)
     u = v_c if dt is None else dt[token].transpose(1, 2)[..., None] * v_c
     # In float64: a difference of two large sums must not lose a small decay between them.
     G = (x.g[token].clamp(min=FULL_DECAY) * is_real).transpose(1, 2).double().cumsum(-1)
-    pair_decay = (G[..., :, None] - G[..., None, :]).float().tril().exp().tril()
+    pair_decay = (G[..., :, None] - G[..., None, :]).to(work).tril().exp().tril()
     attention = (q_c @ k_c.mT) * pair_decay.unflatten(1, by_group)
     o = attention.flatten(1, 2) @ u
-    left = (G[..., -1:] - G).float().exp()[..., None]
+    left = (G[..., -1:] - G).to(work).exp()[..., None]
     return _ChunkParts(
         by_group=by_group,
         q=q_c,
-        q_decay=G.float().exp()[..., None],
+        q_decay=G.to(work).exp()[..., None],
         o=o if D is None else o.addcmul_(D[:, None, None], v_c),
         state=((left * u).unflatten(1, by_group).mT @ k_c).flatten(1, 2),
-        decay=G[..., -1:, None].float().exp(),
+        decay=G[..., -1:, None].to(work).exp(),
     )

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "scalar_decay.h"
-#include "sequence.h"
+#include "ssd_call.h"
 
 namespace th::ssd {
 

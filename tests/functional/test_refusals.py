@@ -13,7 +13,8 @@ from torch.autograd import forward_ad
 
 import torch_hybrid as th
 from tests.functional.rules import RULES, Rule, packing
-from torch_hybrid.functional import causal_conv1d, gated_delta_rule, kimi_delta_attention
+from tests.functional.test_ssd import inputs as ssd_inputs
+from torch_hybrid.functional import causal_conv1d, gated_delta_rule, kimi_delta_attention, ssd
 
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
@@ -55,12 +56,35 @@ def test_transforms(rule: Rule) -> None:
         torch.func.grad(lambda q: rule.function(q, *rest)[0].sum())(q)
 
 
+def ssd_leaves() -> list[Tensor]:
+    return [x.requires_grad_() for x in ssd_inputs((5,))]
+
+
+def test_second_derivatives_of_ssd() -> None:
+    for at in (0, 1):  # of steps by their softplus too
+        xs = ssd_leaves()
+        (dx,) = torch.autograd.grad(ssd(*xs[:7])[0].square().sum(), xs[at], create_graph=True)
+        with pytest.raises(NotImplementedError, match="ssd can be differentiated once"):
+            dx.sum().backward()
+
+
+def test_forward_mode_and_transforms_of_ssd() -> None:
+    x, *rest = (each.detach() for each in ssd_leaves()[:7])
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="ssd has no forward-mode derivative"),
+    ):
+        ssd(forward_ad.make_dual(x, torch.ones_like(x)), *rest)
+    with pytest.raises(NotImplementedError, match="ssd_forward differentiates by backward"):
+        torch.func.grad(lambda x: ssd(x, *rest)[0].sum())(x)
+
+
 def test_nothing_is_mutated() -> None:
-    xs = leaves(RULES["gated"])
-    before = [x.detach().clone() for x in xs]
-    o, final = gated_delta_rule(*xs[:5], None, xs[5])
-    (o.sum() + final.sum()).backward()
-    assert all(torch.equal(a, b) for a, b in zip(xs, before, strict=True))
+    for run, xs in ((gated_delta_rule, leaves(RULES["gated"])), (ssd, ssd_leaves())):
+        before = [x.detach().clone() for x in xs]
+        o, final = run(*xs[:-1], None, xs[-1])
+        (o.sum() + final.sum()).backward()
+        assert all(torch.equal(a, b) for a, b in zip(xs, before, strict=True))
 
 
 def replaced(at: int, by: Callable[[Tensor], Tensor], rule: str = "gated") -> list[Tensor]:
@@ -74,6 +98,12 @@ def delta(
 ) -> Callable[[], object]:
     xs = replaced(at, by, rule)
     return lambda: RULES[rule].function(*xs[:5], initial_state=xs[5], **options)
+
+
+def scalar(at: int, by: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+    xs = ssd_inputs((5,))
+    xs[at] = by(xs[at])
+    return lambda: ssd(*xs[:7], None, xs[7])
 
 
 BAD: Mapping[str, tuple[Callable[[], object], str]] = {
@@ -117,6 +147,18 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
     "device": (
         lambda: gated_delta_rule(*RULES["gated"].inputs((5,))[:5], packing((5,)).to("meta")),
         "packing must be on cpu, got meta; `to` moves it",
+    ),
+    "x of ssd": (
+        scalar(0, lambda x: x[0]),
+        "x must be [T, H, P] and B [T, G, N], got [6, 24] and [5, 2, 16]",
+    ),
+    "dt of ssd": (scalar(1, lambda dt: dt[:, :5]), "dt must have shape [5, 6], got [5, 5]"),
+    "A of ssd": (scalar(2, lambda A: A[None]), "A must have shape [6], got [1, 6]"),
+    "C of ssd": (scalar(4, lambda C: C[:, :1]), "C must have shape [5, 2, 16], got [5, 1, 16]"),
+    "C's dtype": (scalar(4, Tensor.double), "C must have dtype torch.float32, got torch.float64"),
+    "states of ssd": (
+        scalar(7, lambda s: s[:0]),
+        "initial_state must have shape [1, 6, 24, 16], got [0, 6, 24, 16]",
     ),
     "activation": (
         lambda: causal_conv1d(torch.ones(3, 2), torch.ones(2, 4), activation="gelu"),

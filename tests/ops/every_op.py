@@ -208,6 +208,16 @@ def _trained(inputs: Any, *, by: str) -> _Made:
     return (*rows, inputs.cu_seqlens, initial, *grads), options, {}
 
 
+def _trained_ssd(by: str) -> _Made:
+    inputs = ssd.make_inputs(ssd.Case(**_LENGTHS))
+    rows, initial = inputs.args()[:6], torch.randn_like(inputs.state[:-3])
+    if by == "forward":
+        options = {"scale": 1.0, "output_final_state": True}
+        return (*rows, inputs.cu_seqlens, initial), options, {}
+    grads = torch.randn_like(inputs.v), torch.randn_like(initial)
+    return (*rows, inputs.cu_seqlens, initial, *grads), {"scale": 1.0}, {}
+
+
 def _trained_gated(by: str) -> _Made:
     return _trained(gated_delta.make_inputs(DeltaCase(**_LENGTHS)), by=by)
 
@@ -395,6 +405,8 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "select_blocks": _select_blocks,
     "selective_scan": _scan,
     "ssd": _ssd,
+    "ssd_backward": lambda: _trained_ssd("backward"),
+    "ssd_forward": lambda: _trained_ssd("forward"),
     "ssd_step": lambda: _recurrent(ssd_step.make_inputs(ssd_step.Case(**_ONE_EACH))),
     "ssd_step, drafts": _ssd_verify,
     "state_copy": _state_copy,

@@ -32,9 +32,10 @@ def plan_compiled(said: dict[str, Any]) -> list[torch.Tensor]:
     return torch.compile(plan, fullgraph=True, backend="aot_eager")(said)
 
 
-@pytest.fixture(scope="module")
-def twin() -> Any:
-    return make_twin()
+# The forward of Mamba2 hands its decoder a mask alone.
+@pytest.fixture(scope="module", params=["qwen3_next_dense", "mamba2"])
+def twin(request: pytest.FixtureRequest) -> Any:
+    return make_twin(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from transformers.utils import can_return_tuple
 
 from torch_hybrid.ops.linear_cross_entropy import IGNORED
 from torch_hybrid.training.boundaries import named, packing_of
+from torch_hybrid.training.decoder import keeps_a_cache
 from torch_hybrid.training.linear_cross_entropy import LossHead
 
 
@@ -22,9 +23,9 @@ class CausalLM(nn.Module):
     leaves them out in evaluation too. The first token of a sequence is no label.
     """
 
+    base_model: nn.Module
     config: Any
     lm_head: nn.Module
-    model: nn.Module
 
     def forward(
         self,
@@ -42,7 +43,9 @@ class CausalLM(nn.Module):
         labels = labels.masked_fill((inputs["packing"].positions == 0).view(labels.shape), IGNORED)
         skip = self.training if skip_logits is None else skip_logits
         keeps = inputs.get("logits_to_keep", 0)
-        if not skip or isinstance(keeps, Tensor) or keeps or type(self.lm_head) is not LossHead:
+        squares = vars(self).get("z_loss_coefficient", 0.0)  # of sums over logits, in Bamba
+        whole = not skip or isinstance(keeps, Tensor) or keeps or squares > 0
+        if whole or type(self.lm_head) is not LossHead:
             return super().forward(labels=labels, **inputs)
         return self.without_logits(labels, **inputs)
 
@@ -62,16 +65,19 @@ class CausalLM(nn.Module):
         config: Any = self.config.get_text_config()
         if output_router_logits is None:  # a field that dense models have not
             output_router_logits = getattr(config, "output_router_logits", False)
-        outputs = self.model(
+        outputs = self.base_model(
             attention_mask=attention_mask, output_router_logits=output_router_logits, **inputs
         )
         targets = pad(labels, (0, 1), value=IGNORED)[..., 1:]
         targets = targets if shift_labels is None else shift_labels
-        total = self.lm_head(outputs[0], targets)
+        # Factors on logits, of Falcon-H1 and of Granite.
+        factor = vars(self.base_model).get("lm_head_multiplier", 1.0)
+        factor = factor / vars(self).get("logits_scaling", 1.0)
+        total = self.lm_head(outputs[0] if factor == 1 else outputs[0] * factor, targets)
         if num_items_in_batch is None:
             num_items_in_batch = (targets != IGNORED).sum()
         loss = total / num_items_in_batch
-        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.get("attentions")}
         balance = vars(sys.modules[type(self).__module__]).get("load_balancing_loss_func")
         if not output_router_logits or balance is None:
             return CausalLMOutputWithPast(loss=loss, **states)
@@ -85,3 +91,23 @@ class CausalLM(nn.Module):
             router_logits=outputs.router_logits,
             **states,
         )
+
+
+class MaskedCausalLM(CausalLM):
+    """Class in front of a model whose own forward hands no boundaries down, but a mask.
+
+    So the packing goes in place of that mask.
+    """
+
+    def forward(
+        self,
+        *args: Any,
+        labels: Tensor | None = None,
+        skip_logits: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """Run the forward of a causal language model."""
+        inputs = named(args, options, last="labels")
+        if not keeps_a_cache(self.base_model, inputs):
+            inputs["packing"] = inputs["attention_mask"] = packing_of(inputs)
+        return super().forward(**{"labels": labels, "skip_logits": skip_logits, **inputs})

@@ -29,14 +29,16 @@ def hand_down_packing(
         ValueError: boundaries contradict each other, or the attention was changed since.
     """
     inputs = named(args, options, last="use_cache")
-    if _keeps_a_cache(decoder, inputs):
+    if isinstance(mask := inputs.get("attention_mask"), Packing):
+        inputs["packing"] = mask
+    if keeps_a_cache(decoder, inputs):
         return (), inputs
     inputs["use_cache"] = False
     if attends_to_picked_blocks(decoder):  # in blocks that begin where a row does
         inputs["packing"] = packing_of(inputs)
         check_rows_alone(inputs, inputs["packing"])
         return (), inputs
-    if decoder.config._attn_implementation != ATTENTION:
+    if has_attention(decoder) and decoder.config._attn_implementation != ATTENTION:
         raise ValueError(
             f"attention that keeps sequences apart is {ATTENTION!r}, "
             f"got attn_implementation {decoder.config._attn_implementation!r}"
@@ -46,8 +48,10 @@ def hand_down_packing(
         x = inputs.get("input_ids")
         x = inputs["inputs_embeds"] if x is None else x
         inputs["position_ids"] = packing.positions.view(x.shape[:2])
-    kinds = decoder.config.layer_types
-    inputs["attention_mask"] = dict.fromkeys(kinds)  # None for each kind of layer
+    inputs["attention_mask"] = None
+    if has_attention(decoder):  # then masks may be those of each kind of layer
+        kinds = {*decoder.config.layer_types, "linear_attention", "full_attention"}
+        inputs["attention_mask"] = dict.fromkeys(kinds)
     return (), {**{k: v for k, v in inputs.items() if k not in STATED}, "packing": packing}
 
 
@@ -56,8 +60,16 @@ def attends_to_picked_blocks(decoder: Any) -> bool:
     return "indexed_attention" in decoder.config.layer_types
 
 
-def _keeps_a_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
-    if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
+def has_attention(decoder: Any) -> bool:
+    """Tell whether any layer of a decoder attends; those of Mamba2 do not."""
+    attends: bool = decoder._supports_sdpa
+    return attends
+
+
+def keeps_a_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
+    """Tell whether a call of a decoder makes or has a cache."""
+    caches = (inputs.get(name) for name in ("past_key_values", "cache_params"))
+    if any(cache is not None for cache in caches) or inputs.get("use_cache"):
         return True
     if decoder.training or inputs.get("use_cache") is not None:
         return False

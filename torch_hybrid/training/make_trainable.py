@@ -39,11 +39,12 @@ def make_trainable(model: M) -> M:
             and no frozen base under PEFT. Such a base is in block-FP8, or in a format of torchao or
             bitsandbytes.
     """
-    from torch_hybrid.training.causal_lm import CausalLM
+    from torch_hybrid.training.causal_lm import CausalLM, MaskedCausalLM
     from torch_hybrid.training.decoder import (
         ATTENTION,
         attends_to_picked_blocks,
         hand_down_packing,
+        has_attention,
         register_attention,
     )
     from torch_hybrid.training.frozen_layers import frozen_class
@@ -64,7 +65,7 @@ def make_trainable(model: M) -> M:
     frozen: dict[nn.Module, Any] = {module: ours for module, ours in found if ours is not None}
     register_attention()
     for decoder in decoders:
-        if not attends_to_picked_blocks(decoder):
+        if has_attention(decoder) and not attends_to_picked_blocks(decoder):
             decoder.set_attn_implementation(ATTENTION)
         decoder.register_forward_pre_hook(hand_down_packing, with_kwargs=True)
         _install_capturing_hooks(decoder)
@@ -76,7 +77,8 @@ def make_trainable(model: M) -> M:
         elif module in frozen:
             module.__class__ = _in_front(frozen[module], theirs)
         elif type(head := children.get("lm_head")) is nn.Linear and head.bias is None:
-            module.__class__ = _in_front(CausalLM, theirs)
+            ours = MaskedCausalLM if "backbone" in children else CausalLM
+            module.__class__ = _in_front(ours, theirs)
             if head not in frozen:
                 head.__class__ = LossHead
     return model
@@ -87,7 +89,7 @@ def undo_make_trainable(model: nn.Module) -> None:
     if "torch_hybrid.training.mixers" not in sys.modules:  # then no model was made trainable
         return
     from torch_hybrid.training.causal_lm import CausalLM
-    from torch_hybrid.training.decoder import hand_down_packing
+    from torch_hybrid.training.decoder import hand_down_packing, has_attention
     from torch_hybrid.training.frozen_layers import FROZEN
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import Twin
@@ -100,14 +102,15 @@ def undo_make_trainable(model: nn.Module) -> None:
             if hook is hand_down_packing:
                 del module._forward_pre_hooks[number]
                 del module._forward_pre_hooks_with_kwargs[number]
-                module.set_attn_implementation("sdpa")
+                if has_attention(module):
+                    module.set_attn_implementation("sdpa")
 
 
 def _layer_parts(module: nn.Module) -> Iterator[str]:
     """Name the classes of the parts of a decoder's layers; of other modules, none."""
     layers = dict(module.named_children()).get("layers")
     for layer in layers.children() if layers is not None else ():
-        yield from (type(part).__name__ for part in layer.children())
+        yield from (type(part).__name__ for part in layer.modules())
 
 
 @cache

@@ -19,15 +19,22 @@ from torch_hybrid.ops.delta_rule._torch import sum_after
 from torch_hybrid.ops.delta_rule.training._torch_pairs import (
     PairsByChannel,
     PairsByHead,
-    before_row,
-    from_row_on,
 )
 from torch_hybrid.ops.delta_rule.training.op import (
     GatedDeltaRuleBackward,
     KimiDeltaAttentionBackward,
 )
 from torch_hybrid.ops.delta_rule.unit_rows import gradient_before, inverse_length, l2_normalize
-from torch_hybrid.ops.ragged_chunks import Chunks, Sequences, chunk_table, live_sequences
+from torch_hybrid.ops.ragged_chunks import (
+    Chunks,
+    Sequences,
+    before_row,
+    chunk_steps,
+    chunk_table,
+    from_row_on,
+    live_sequences,
+    scatter_rows,
+)
 
 DeltaRuleBackward = GatedDeltaRuleBackward | KimiDeltaAttentionBackward
 
@@ -69,7 +76,7 @@ def delta_rule_backward(x: DeltaRuleBackward) -> tuple[Tensor, ...]:
     dq = _of_rows(dq, given.q_rows, x.scale, normalized=x.qk_l2norm)
     dk = _of_rows(dk, given.k_rows, 1.0, normalized=x.qk_l2norm)
     grads = zip((dq, dk, dv, dg, dbeta), (x.q, x.k, x.v, x.g, x.beta), strict=True)
-    return *(_scatter(grad, like, chunks) for grad, like in grads), dinitial
+    return *(scatter_rows(grad, like, chunks) for grad, like in grads), dinitial
 
 
 def _gather(x: DeltaRuleBackward, chunks: Chunks) -> _Given:
@@ -113,13 +120,6 @@ def _gather(x: DeltaRuleBackward, chunks: Chunks) -> _Given:
     )
 
 
-def _steps(seqs: Sequences, chunks: Chunks) -> list[Tensor]:
-    """List the chunks [num_left] that each step of a scan takes: those of the longest sequences."""
-    size = chunks.token.shape[1]
-    steps = range(-(-seqs.max_length // size))
-    return [chunks.first[: int((seqs.lengths > step * size).sum())] + step for step in steps]
-
-
 def _scan_states(
     x: DeltaRuleBackward, seqs: Sequences, chunks: Chunks, given: _Given
 ) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def _scan_states(
     v_new, writes = torch.empty_like(given.u), given.k * given.to_end
     initial = x.initial_state
     S = x.states(len(seqs.slots)).zero_() if initial is None else initial[seqs.slots]
-    for c in _steps(seqs, chunks):
+    for c in chunk_steps(seqs, chunks):
         states[c] = S_0 = S[: len(c)]
         v_new[c] = added = given.u[c] - given.w[c] @ S_0.mT
         S = S_0 * given.whole[c] + added.mT @ writes[c]
@@ -144,7 +144,7 @@ def _scan_gradients(
     dstates, writes = torch.empty_like(reads), given.k * given.to_end
     dfinal = x.dfinal_state
     dS = x.states(len(seqs.slots)).zero_() if dfinal is None else dfinal[seqs.slots]
-    for c in reversed(_steps(seqs, chunks)):
+    for c in reversed(chunk_steps(seqs, chunks)):
         n = len(c)
         dstates[c] = dS_end = dS[:n]
         dv_new[c] = dadded = dv_new[c] + writes[c] @ dS_end.mT
@@ -189,11 +189,3 @@ def _of_rows(grad: Tensor, rows: Tensor, scale: float, *, normalized: bool) -> T
         return grad
     inverse = inverse_length(rows)
     return gradient_before(grad, rows * inverse, inverse)
-
-
-def _scatter(grad: Tensor, like: Tensor, chunks: Chunks) -> Tensor:
-    """Bring rows of chunks [X, H, C, .] back to their tokens; padding tokens have gradient 0."""
-    out = torch.zeros_like(like, memory_format=torch.contiguous_format)
-    rows = grad.transpose(1, 2)[chunks.is_real].to(like.dtype)
-    out[chunks.token[chunks.is_real]] = rows.view(-1, *like.shape[1:])
-    return out

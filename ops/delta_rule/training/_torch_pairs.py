@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from torch_hybrid.ops.delta_rule._torch import sum_after
-from torch_hybrid.ops.ragged_chunks import FULL_DECAY
+from torch_hybrid.ops.ragged_chunks import FULL_DECAY, before_row, from_row_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +24,6 @@ class PairGradients:
     q: Tensor
     k: Tensor
     g: Tensor
-
-
-def from_row_on(x: Tensor) -> Tensor:
-    """Sum the rows of ``x [..., C, K]`` from each row on."""
-    return x.flip(-2).cumsum(-2).flip(-2)
-
-
-def before_row(x: Tensor) -> Tensor:
-    """Sum the rows of ``x [..., C, K]`` before each row."""
-    return pad(x[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)
 
 
 class PairsByHead:

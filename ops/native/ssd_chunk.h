@@ -9,8 +9,7 @@
 
 #include "denormals.h"
 #include "gemm.h"
-#include "recurrent.h"
-#include "sequence.h"
+#include "ssd_call.h"
 #include "state_panels.h"
 
 namespace th::ssd {
@@ -90,6 +89,23 @@ TH_INLINE void advance_decays(int64_t i, float decay, float* row) {
   }
 }
 
+// The decays from the start of a chunk to each token, and from there to the last one, by sums of
+// their logarithms. A decay near 1 is rounded as one of many otherwise, which a gradient shows.
+template <typename T>
+void sum_decays(const Sequence<T>& seq, int64_t h, const Chunk& chunk, float* since_start,
+                float* to_end) {
+  double sum = 0.0, left = 0.0;
+  const auto g = [&](int64_t i) { return std::max(double(seq.g(chunk.first + i, h)), -1e4); };
+  for (int64_t i = 0; i < chunk.rows; ++i) {
+    if (i < chunk.size) sum += g(i);
+    since_start[i] = std::exp(float(sum));
+  }
+  for (int64_t i = chunk.rows - 1; i >= 0; --i) {
+    to_end[i] = std::exp(float(left));
+    if (i < chunk.size) left += g(i);
+  }
+}
+
 // The decays of head h over a chunk, applied to the products. They are made as in the recurrence,
 // by multiplying, which costs one exponential per token and is right for a decay of -inf too.
 template <typename T>
@@ -110,6 +126,7 @@ void prepare_decays(const Sequence<T>& seq, int64_t h, const Chunk& chunk, const
     }
     s.attend[i * C + i] += seq.D(h);
   }
+  if (seq.call.sums_decays) sum_decays(seq, h, chunk, s.decay, s.left);
   for (int64_t i = 0; i < chunk.rows; i += LANES)
     th::store(s.left + i, th::load(s.left + i) * th::load(s.dt + i));
 }

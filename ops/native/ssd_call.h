@@ -21,7 +21,7 @@ TH_CALL(Call,
   void* out;  // [T, H, V], contiguous
   int64_t num_tokens, num_seqs, num_slots, num_k_heads, num_v_heads, k_dim, v_dim;  // G, H, K, V
   int64_t q_stride, k_stride, v_stride, g_stride, dt_stride;  // from token to token
-  int64_t chunk_size, is_bf16, num_threads;
+  int64_t chunk_size, sums_decays, is_bf16, num_threads;
   double scale;
 );
 

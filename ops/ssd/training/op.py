@@ -1,0 +1,149 @@
+"""Linear attention with a scalar decay without pools: states go in and come out.
+
+The forward runs the kernels of the chunk form of ``ssd`` on a pool of its own. The backward is an
+op of its own, which is given what the forward was given: states at the starts of chunks are
+recomputed. Mamba2, lightning attention and mLSTM differ in their arguments alone, as in ``ssd``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
+from torch_hybrid.ops.core.declare import Dense, Index, Rows, define, pair_made, several_made
+from torch_hybrid.ops.core.packed import PackedOp, empty_results, gradients
+from torch_hybrid.ops.core.recurrence import CHUNK
+from torch_hybrid.ops.core.registration import check_groups
+from torch_hybrid.ops.implementations import in_cpp, in_torch
+from torch_hybrid.ops.ssd.op import IMPLEMENTATIONS
+
+_FOLDER = "torch_hybrid.ops.ssd.training"
+BACKWARD: dict[str, Implementation] = {
+    "cpp": in_cpp(f"{_FOLDER}._cpu:ssd_backward"),
+    "torch": in_torch(f"{_FOLDER}._torch:ssd_backward", dtypes=FLOATS_AND_FLOAT64),
+}
+
+
+def _by_pool(name: str) -> Implementation:
+    """Make an implementation of the forward of one of the chunk form."""
+    chunk_form = IMPLEMENTATIONS[f"{CHUNK}_{name}"]
+    if name == "cpp":
+        chunk_form = in_cpp("torch_hybrid.ops.ssd._cpu_scan:trained_chunk_ssd")
+    return Implementation(
+        capability=(BACKWARD["torch"] if name == "torch" else chunk_form).capability,
+        launcher=f"{_FOLDER}._pool:ssd_forward",
+        options={"by": chunk_form},
+    )
+
+
+FORWARD = {name: _by_pool(name) for name in ("cpp", "triton", "torch")}
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class TrainedSsd(PackedOp):
+    """Arguments that the forward and its backward have."""
+
+    q: Annotated[Tensor, Rows("G", "K")]
+    k: Annotated[Tensor, Rows("G", "K", counts=False)]
+    v: Annotated[Tensor, Rows("H", "V")]
+    g: Annotated[Tensor, Rows("H", dtype="work")]
+    dt: Annotated[Tensor | None, Rows("H", dtype="work")]
+    D: Annotated[Tensor | None, Dense("H", dtype="work")]
+    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
+    initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "H", "V", "K", dtype="work")]
+    scale: float = field(kw_only=True)
+
+    @property
+    def rows(self) -> Tensor:
+        """Tensor that the outputs have shape and dtype of."""
+        return self.v
+
+    @property
+    def work(self) -> torch.dtype:
+        """Dtype of states and sums: float32, or float64."""
+        return torch.promote_types(self.v.dtype, torch.float32)
+
+    def states(self, num_states: int) -> Tensor:
+        """Allocate so many states [H, V, K]."""
+        _, num_heads, v_dim = self.v.shape
+        return self.v.new_empty(num_states, num_heads, v_dim, self.k.shape[2], dtype=self.work)
+
+    def check(self) -> None:
+        """Raise ValueError unless groups divide the heads."""
+        check_groups("v must have", self.v.shape[1], self.k.shape[1], "heads of k")
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class SsdForward(TrainedSsd):
+    """Linear attention with a scalar decay by chunks, without a pool.
+
+    Args:
+        q, k: [T, G, K], float dtype. v: [T, H, V] in that dtype.
+        g: [T, H] natural-log decay, float32, or float64 beside float64.
+        dt: [T, H] weight of each token in the state, like g, or None for 1.
+        D: [H] weight of each token in its own output, like g, or None for 0.
+        cu_seqlens: [N + 1] int32, from 0 to at most T.
+        initial_state: [N, H, V, K] like g, or None for zeros.
+        scale: factor on q.
+        output_final_state: whether final states are made.
+        impl: a name in FORWARD.
+
+    Returns:
+        [T, H, V] outputs in v's dtype, and final states like initial ones, or [0, H, V, K].
+    """
+
+    output_final_state: bool = field(kw_only=True)
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class SsdBackward(TrainedSsd):
+    """Gradients of :func:`ssd_forward`, in fixed orders of sums.
+
+    Args:
+        q, k, v, g, dt, D, cu_seqlens, initial_state, scale: those of the forward.
+        dout: [T, H, V] gradient of the outputs, in v's dtype.
+        dfinal_state: [N, H, V, K] gradient of the final states, or None for zeros.
+        impl: a name in BACKWARD.
+
+    Returns:
+        Gradients of q, k, v, g, dt, D and the initial state; empty where these are None.
+    """
+
+    dout: Annotated[Tensor, Rows("H", "V")]
+    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "H", "V", "K", dtype="work")]
+
+
+def empty_gradients(x: TrainedSsd) -> tuple[Tensor, ...]:
+    """Make the tensors that the backward returns."""
+    num_tokens, num_heads = x.g.shape
+    dt = x.g.new_empty(0 if x.dt is None else num_tokens, num_heads)
+    D = x.g.new_empty(0 if x.D is None else num_heads)
+    states = x.states(0 if x.initial_state is None else x.num_seqs)
+    return *(each.new_empty(each.shape) for each in (x.q, x.k, x.v, x.g)), dt, D, states
+
+
+def _head_dims(saved: Sequence[Tensor]) -> dict[str, int]:
+    return {"head_k_dim": saved[1].shape[2]}
+
+
+ssd_backward = define(
+    SsdBackward,
+    BACKWARD,
+    returns=several_made(7, empty_gradients),
+    limited={"head_k_dim": "K"},
+    flops="12 * T * H * V * K",
+)
+ssd_forward = define(
+    SsdForward,
+    FORWARD,
+    returns=pair_made(empty_results),
+    limited={"head_k_dim": "K"},
+    backward=partial(gradients, ssd_backward, 2, _head_dims),
+    flops="4 * T * H * V * K",
+)
