@@ -46,7 +46,11 @@ def make_trainable(model: M) -> M:
         hand_down_packing,
         register_attention,
     )
-    from torch_hybrid.training.frozen_layers import frozen_class
+    from torch_hybrid.training.frozen_layers import (
+        FrozenFP8Linear,
+        frozen_class,
+        refuse_to_merge,
+    )
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import TWINS, Twin
 
@@ -75,6 +79,8 @@ def make_trainable(model: M) -> M:
             module.__class__ = _in_front(twin, theirs)
         elif module in frozen:
             module.__class__ = _in_front(frozen[module], theirs)
+        elif frozen.get(children.get("base_layer")) is FrozenFP8Linear:
+            module.merge = refuse_to_merge
         elif type(head := children.get("lm_head")) is nn.Linear and head.bias is None:
             module.__class__ = _in_front(CausalLM, theirs)
             if head not in frozen:
