@@ -35,6 +35,7 @@ def make_trainable(model: M) -> M:
         ``model``.
 
     Raises:
+        ValueError: ``model`` is no module.
         UnsupportedError: the model has no mixer that is trained here, or its weights are quantized
             and no frozen base under PEFT. Such a base is in block-FP8, or in a format of torchao or
             bitsandbytes.
@@ -54,6 +55,9 @@ def make_trainable(model: M) -> M:
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import TWINS, Twin
 
+    if not isinstance(model, nn.Module):
+        came = type(model).__name__
+        raise ValueError(f"model must be one of transformers or PEFT in memory, got {came}")
     modules: list[Any] = list(model.modules())
     twins: dict[str, Any] = dict(TWINS)
     if any(isinstance(module, Twin) for module in modules):
