@@ -205,6 +205,8 @@ pytree.register_pytree_node(
 
 def check_form(name: str, given: Tensor, ndims: tuple[int, ...]) -> None:
     """Raise ValueError unless a tensor has one of these numbers of dimensions, and integers."""
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
     if given.ndim not in ndims:
         allowed = " or ".join(map(str, ndims))
         raise ValueError(f"{name} must have {allowed} dimensions, got shape {list(given.shape)}")

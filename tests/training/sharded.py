@@ -1,4 +1,4 @@
-"""Steps of a twin on one rank, or under FSDP2 on several: sent to the processes of a group."""
+"""Steps of a twin on one rank, or on several under FSDP2 or DDP: sent to processes of a group."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.training.twins import flattened, make_rows, make_twin
 
 BATCHES = 2  # of a step
 
 
-def train(start: int, stop: int, resume_from: str = "", save_to: str = "") -> list[float]:
+def train(
+    start: int, stop: int, resume_from: str = "", save_to: str = "", *, by: str = "FSDP2"
+) -> list[float]:
     """Take steps on two packings each, every rank on its share; return the mean losses.
 
     Args:
@@ -24,13 +27,12 @@ def train(start: int, stop: int, resume_from: str = "", save_to: str = "") -> li
         stop: step not to take any more.
         resume_from: folder of a checkpoint of model and optimizer; else both are new.
         save_to: folder for a checkpoint after the last step.
+        by: "FSDP2", "FSDP2 of compiled layers" or "DDP".
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     twin = make_twin(seed=1 if resume_from else 0)
     if num_ranks > 1:
-        mesh = init_device_mesh("cpu", (num_ranks,))
-        for module in (*twin.model.layers, twin.lm_head, twin):
-            fully_shard(module, mesh=mesh)
+        twin = spread(twin, by)
     optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
     if resume_from:
         load(twin, optimizer, resume_from)
@@ -49,6 +51,18 @@ def train(start: int, stop: int, resume_from: str = "", save_to: str = "") -> li
     if save_to:
         dcp.save(states(twin, optimizer), checkpoint_id=save_to)
     return seen
+
+
+def spread(twin: Any, by: str) -> Any:
+    """Spread a twin over all ranks."""
+    if by == "DDP":
+        return DistributedDataParallel(twin)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in twin.model.layers if "compiled" in by else ():
+        layer.compile(fullgraph=True, backend="aot_eager")
+    for module in (*twin.model.layers, twin.lm_head, twin):
+        fully_shard(module, mesh=mesh)
+    return twin
 
 
 def states(twin: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -140,11 +140,26 @@ OF_FORM: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "offsets of rows": ({"cu_seq_lens_k": MASK}, r"cu_seq_lens_k must have 1 dim.*\[2, 6\]"),
     "positions of floats": ({"position_ids": MASK / 1}, "position_ids must have dtype"),
+    "a list for offsets": (
+        {"cu_seq_lens_q": [0, 12]}, "cu_seq_lens_q must be a tensor, got list"
+    ),
+    "offsets for a packing": ({"packing": torch.tensor([0, 12])}, "th.Packing, got Tensor"),
+    "short positions": ({"position_ids": MASK[:, 1:]}, r"shape \[2, 6\], got \[2, 5\]"),
+    "numbers of fewer rows": ({"seq_idx": MASK[:0]}, r"shape \[2, 6\], got \[0, 6\]"),
+    "short labels": ({"labels": MASK[:, 1:]}, r"the 12 tokens .* shape \[2, 5\]"),
+    "labels of int32": ({"labels": MASK.int()}, "labels must be torch.int64"),
+    "a packing beside a cache": (
+        {"packing": th.Packing(torch.tensor([0, 12])), "use_cache": True}, "got packing: leave"
+    ),
     "numbers of floats": ({"seq_idx": MASK / 1}, "seq_idx must have dtype"),
 }  # fmt: skip
 OF_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "holes": ({"attention_mask": HOLE}, "no holes"),
     "disagreement": ({"attention_mask": PADDED, "seq_idx": 0 * MASK}, "only where seq_idx does"),
+    "offsets of keys alone": (
+        {"cu_seq_lens_q": torch.tensor([0, 6, 12]), "cu_seq_lens_k": torch.tensor([0, 6, 8, 12])},
+        "must be the same offsets",
+    ),
     "offsets that end early": (
         {"cu_seq_lens_q": torch.tensor([0, 5])},
         "from 0 to the number of tokens",
@@ -167,8 +182,19 @@ def test_contradictions_are_refused(twin: Any, case: str):
         twin(torch.ones(2, 6, dtype=torch.long), **said)
 
 
+def test_calls_without_tokens_are_refused(twin: Any):
+    for ids, came in ((None, "neither"), (MASK[0], r"shape \[6\]")):
+        with pytest.raises(ValueError, match=f"must be given, got {came}"):
+            twin(ids)
+
+
 @pytest.mark.parametrize("case", OF_VALUES)
 def test_contradictions_are_refused_in_a_graph(case: str):
     said, message = OF_VALUES[case]
     with pytest.raises(RuntimeError, match=message):
         plan_compiled({"input_ids": torch.ones(2, 6, dtype=torch.long), **said})
+
+
+def test_a_path_is_no_model():
+    with pytest.raises(ValueError, match="in memory, got str"):
+        th.make_trainable("a/path")

@@ -76,7 +76,8 @@ def to_fp8(linear: torch.nn.Linear) -> Any:
 def test_adapters_over_fp8_have_the_gradients_of_the_dequantized_base(compiled: bool):
     fp8, plain = make_fp8_pair()
     want = grads(plain, loss_of(plain))
-    got = grads(fp8, loss_of(torch.compile(fp8, fullgraph=True) if compiled else fp8))
+    step = torch.compile(fp8, fullgraph=True, backend="aot_eager") if compiled else fp8
+    got = grads(fp8, loss_of(step))
     assert all("lora" in name for name in got)
     assert furthest(got, want) < 1e-5
 

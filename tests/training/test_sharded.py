@@ -1,7 +1,8 @@
-"""Under FSDP2 a twin has the losses that it has on one rank, after a checkpoint too."""
+"""A twin has the losses of one rank under FSDP2, after a checkpoint too, and under DDP."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ def alone() -> list[float]:
     return results(run_ranks(train, 1, 0, STEPS))[0]
 
 
-def test_two_ranks_have_the_losses_of_one(alone: list[float]):
+@pytest.mark.parametrize("by", ["FSDP2", "FSDP2 of compiled layers", "DDP"])
+def test_two_ranks_have_the_losses_of_one(alone: list[float], by: str):
     assert alone[-1] < alone[0]
-    for losses in results(run_ranks(train, 2, 0, STEPS)):
+    for losses in results(run_ranks(partial(train, by=by), 2, 0, STEPS)):
         assert losses == pytest.approx(alone, rel=1e-5)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.ops.formats import block_scales
+from torch_hybrid.training.frozen_layers import refuse_to_merge
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
@@ -26,7 +28,8 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         The transformers model within ``model``.
 
     Raises:
-        UnsupportedError: an adapter changes no weights (prompt tuning, activated LoRA).
+        UnsupportedError: an adapter changes no weights (prompt tuning, activated LoRA), or
+            weights in block-FP8.
     """
     if "peft" not in sys.modules:  # then the model has no peft modules
         return model
@@ -63,6 +66,8 @@ def _untie(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, BaseTunerLayer):
             base: Any = module.get_base_layer()
+            if any(weight.dtype == block_scales.DTYPE for weight in base.parameters()):
+                refuse_to_merge()
             for key, weight in list(base.named_parameters(recurse=False)):
                 if count[id(weight)] > 1:
                     count[id(weight)] -= 1

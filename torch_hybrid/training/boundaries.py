@@ -22,15 +22,21 @@ def packing_of(inputs: Mapping[str, Any]) -> Packing:
     token sees.
 
     Raises:
-        ValueError: a mask has holes, or is none of tokens; it disagrees with ``seq_idx``; a packing
-            or offsets are of another number of tokens; or a packing is on another device. In a
-            graph or on a GPU: RuntimeError, of those that depend on values.
+        ValueError: there are no tokens; a mask has holes, or is none of tokens; it disagrees with
+            ``seq_idx``, or offsets of queries with those of keys; a packing or offsets are of
+            another number of tokens; or a packing is on another device. In a graph or on a GPU:
+            RuntimeError, of those that depend on values.
     """
     x = inputs.get("input_ids")
-    x = inputs["inputs_embeds"] if x is None else x
+    x = inputs.get("inputs_embeds") if x is None else x
+    if x is None or x.ndim < 2:
+        came = "neither" if x is None else f"shape {list(x.shape)}"
+        raise ValueError(f"input_ids [B, T] or inputs_embeds [B, T, D] must be given, got {came}")
     num_rows, num_tokens = x.shape[:2]
     packing: Packing | None = inputs.get("packing")
     if packing is not None:
+        if not isinstance(packing, Packing):
+            raise ValueError(f"packing must be a th.Packing, got {type(packing).__name__}")
         if packing.num_tokens != num_rows * num_tokens:
             raise ValueError(
                 f"packing must be of the {num_rows * num_tokens} tokens of the inputs, "
@@ -65,17 +71,30 @@ def _starts(inputs: Mapping[str, Any], row: Tensor) -> Tensor:
         # Axes of images and videos say nothing of boundaries; the first of four is the text's.
         position = position[0] if len(position) == 4 else None
     if position is not None:
-        check_form("position_ids", position, (2,))
+        _check_rows("position_ids", position, row)
         starts = starts | after_first(position.diff() != 1)
     if seq_idx is not None:
-        check_form("seq_idx", seq_idx, (2,))
+        _check_rows("seq_idx", seq_idx, row)
         starts = starts | _changes(seq_idx)
     if mask is not None:
         starts = starts | _of_mask(mask, seq_idx, row)
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if (offsets := inputs.get(name)) is not None:
-            starts = starts | _of_offsets(name, offsets, starts)
+    given = (inputs.get("cu_seq_lens_q"), inputs.get("cu_seq_lens_k"))
+    q, k = (
+        None if offsets is None else _of_offsets(f"cu_seq_lens_{side}", offsets, starts)
+        for side, offsets in zip("qk", given, strict=True)
+    )
+    if q is not None and k is not None:
+        _require((q == k).all(), "cu_seq_lens_q and cu_seq_lens_k must be the same offsets")
+    for marks in (q, k):
+        starts = starts if marks is None else starts | marks
     return starts
+
+
+def _check_rows(name: str, given: Tensor, row: Tensor) -> None:
+    """Raise ValueError unless a tensor has an integer for each token, or for each of one row."""
+    check_form(name, given, (2,))
+    if given.shape[1] != row.shape[1] or given.shape[0] not in (1, row.shape[0]):
+        raise ValueError(f"{name} must have shape {list(row.shape)}, got {list(given.shape)}")
 
 
 def _of_mask(mask: Any, seq_idx: Tensor | None, row: Tensor) -> Tensor:

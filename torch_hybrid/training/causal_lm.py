@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
@@ -40,6 +41,12 @@ class CausalLM(nn.Module):
         if labels is None or inputs.get("use_cache") or inputs.get("past_key_values") is not None:
             return super().forward(labels=labels, **inputs)
         inputs["packing"] = packing_of(inputs)
+        num_tokens = inputs["packing"].num_tokens
+        if labels.numel() != num_tokens or labels.dtype != torch.int64:
+            raise ValueError(
+                f"labels must be torch.int64 of the {num_tokens} tokens of the inputs, "
+                f"got {labels.dtype} of shape {list(labels.shape)}"
+            )
         labels = labels.masked_fill((inputs["packing"].positions == 0).view(labels.shape), IGNORED)
         skip = self.training if skip_logits is None else skip_logits
         keeps = inputs.get("logits_to_keep", 0)

@@ -26,12 +26,18 @@ def hand_down_packing(
     evaluation nothing says otherwise and no boundaries are given.
 
     Raises:
-        ValueError: boundaries contradict each other, or the attention was changed since.
+        ValueError: boundaries contradict each other, or are given beside a cache; or the attention
+            was changed since.
     """
     inputs = named(args, options, last="use_cache")
     if isinstance(mask := inputs.get("attention_mask"), Packing):
         inputs["packing"] = mask
     if keeps_a_cache(decoder, inputs):
+        if stated := [name for name in ("packing", *STATED) if inputs.get(name) is not None]:
+            raise ValueError(
+                f"a call with a cache keeps no packed sequences apart, got {', '.join(stated)}: "
+                "leave use_cache and past_key_values out"
+            )
         return (), inputs
     inputs["use_cache"] = False
     if attends_to_picked_blocks(decoder):  # in blocks that begin where a row does

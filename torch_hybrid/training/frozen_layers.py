@@ -5,7 +5,7 @@ Their inputs are not rounded, and have gradients.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,14 @@ def frozen_class(module: Any) -> type[nn.Module] | None:
         if weight.requires_grad and "bias" not in each:
             raise UnsupportedError(f"{name}.{each} is quantized and cannot train: freeze it")
     return found
+
+
+def refuse_to_merge(safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
+    """Stand in for ``merge`` of adapters that peft would add to numbers without their scales."""
+    raise UnsupportedError(
+        "no adapter is merged into block-FP8 weights: save it, load it on a base of "
+        "FineGrainedFP8Config(dequantize=True), and merge it there"
+    )
 
 
 _FP8_CLASSES: dict[str, type[nn.Module]] = {

@@ -35,6 +35,7 @@ def make_trainable(model: M) -> M:
         ``model``.
 
     Raises:
+        ValueError: ``model`` is no module.
         UnsupportedError: the model has no mixer that is trained here, or its weights are quantized
             and no frozen base under PEFT. Such a base is in block-FP8, or in a format of torchao or
             bitsandbytes.
@@ -47,10 +48,17 @@ def make_trainable(model: M) -> M:
         has_attention,
         register_attention,
     )
-    from torch_hybrid.training.frozen_layers import frozen_class
+    from torch_hybrid.training.frozen_layers import (
+        FrozenFP8Linear,
+        frozen_class,
+        refuse_to_merge,
+    )
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import TWINS, Twin
 
+    if not isinstance(model, nn.Module):
+        came = type(model).__name__
+        raise ValueError(f"model must be one of transformers or PEFT in memory, got {came}")
     modules: list[Any] = list(model.modules())
     twins: dict[str, Any] = dict(TWINS)
     if any(isinstance(module, Twin) for module in modules):
@@ -76,6 +84,8 @@ def make_trainable(model: M) -> M:
             module.__class__ = _in_front(twin, theirs)
         elif module in frozen:
             module.__class__ = _in_front(frozen[module], theirs)
+        elif frozen.get(children.get("base_layer")) is FrozenFP8Linear:
+            module.merge = refuse_to_merge
         elif type(head := children.get("lm_head")) is nn.Linear and head.bias is None:
             ours = MaskedCausalLM if "backbone" in children else CausalLM
             module.__class__ = _in_front(ours, theirs)
