@@ -72,7 +72,7 @@ def hot_loops(library: Path) -> list[Loop]:
 
 def sources() -> list[Path]:
     """The C++ files of all ops."""
-    return sorted(HEADERS.parent.glob("*/_*.cpp"))
+    return sorted(HEADERS.parent.rglob("_*.cpp"))
 
 
 def objdump_missing() -> bool:

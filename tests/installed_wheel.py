@@ -24,6 +24,11 @@ from torch_hybrid.ops.native.wheel import PLATFORM, sources
 MOST_BYTES = 6_000_000
 SECONDS_TO_FIRST_TOKEN = 10.0
 KERNELS = "torch_hybrid/ops/native/prebuilt"
+EVERY_KERNEL = """
+from torch_hybrid.ops.native.build import HEADERS, PREBUILT, library_of
+sources = list(HEADERS.parent.rglob("*.cpp"))
+assert {library_of(source.parent.name, source).parent for source in sources} == {PREBUILT}
+"""
 # Everything up to the first token, in a process of its own.
 FIRST_TOKEN = """
 from torch_hybrid import Engine, Sampling, from_pretrained
@@ -94,6 +99,7 @@ def main() -> None:
         python, cache = install(wheel, Path(folder, "env")), Path(folder, "cache")
         where = "import torch_hybrid.ops as o; print(o.__file__)"
         assert folder in run_without_compiler(python, cache, "-c", where)
+        run_without_compiler(python, cache, "-c", EVERY_KERNEL)
         start, before = time.perf_counter(), seconds_of_children()
         print(run_without_compiler(python, cache, "-c", FIRST_TOKEN))
         seconds = seconds_of_children() - before

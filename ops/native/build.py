@@ -51,9 +51,9 @@ FLAGS = (
 MARCH = "TORCH_HYBRID_MARCH"
 # Of a build whose every access is checked: SANITIZE names what gcc's -fsanitize takes. The runtime
 # comes first in a process or not at all, so python runs with it preloaded; see `make sanitize`.
-# Below -O2, gcc fuses no products with sums, and results are rounded more than contracts allow.
+# What is fused is written down, so -O1 computes the same, and is built in a third of the time.
 SANITIZE = "TORCH_HYBRID_SANITIZE"
-SANITIZER_FLAGS = ("-O2", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
+SANITIZER_FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
 SHOWN_LINES = 20
 # The compilers' macros that name sets of instructions, of x86 and of Arm.
 _INSTRUCTIONS = re.compile(
@@ -62,6 +62,7 @@ _INSTRUCTIONS = re.compile(
     re.MULTILINE,
 )
 _OPENMP = "libgomp.so.1"
+_NO_LIBOMP = "clang's OpenMP is not torch's: install g++, or name libomp.so in LD_PRELOAD"
 _OTHER_FOLDER = "set TORCH_HYBRID_CACHE to a writable folder"
 _PATIENCE = 30.0  # seconds, of which a build takes up to twelve
 
@@ -89,7 +90,8 @@ def load_library(name: str, source: Path) -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
-        raise BuildError(f"{library} does not load: {error}") from error
+        hint = f"; {_NO_LIBOMP}" if "__kmpc" in str(error) else ""
+        raise BuildError(f"{library} does not load: {error}{hint}") from error
     _LOADED[key_of_source(name, source)] = library
     return loaded
 

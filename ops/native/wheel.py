@@ -32,7 +32,7 @@ OPENMP = ("GOMP_", "omp_")  # calls of the runtime that torch has loaded; no oth
 
 def sources() -> list[Path]:
     """List the C++ files of all ops, and of what measures and chooses among them."""
-    return sorted(HEADERS.parent.glob("*/*.cpp"))
+    return sorted(HEADERS.parent.rglob("*.cpp"))
 
 
 def make_wheel(pure: Path, folder: Path, sources: Sequence[Path]) -> Path:

@@ -18,12 +18,14 @@ from torch_hybrid.ops.native.build import SANITIZE, _find_compiler
 
 CHECKS = "address,undefined"
 FAMILIES = sorted({path.parent.name for path in Path("ops").glob("*/_cpu*.cpp")})
+TRAINED = "test_delta_rules or test_causal_conv1d"  # files of tests/functional
 SUITES = (
     *(f"tests/ops/{family}" for family in FAMILIES),
+    "tests/functional",
     "tests/hostile/test_indices.py",
     "tests/host/test_surroundings.py",
     "-k",
-    "(cpp or hostile or state_copy) and not opcheck and not compile and not triton",
+    f"(cpp or hostile or state_copy or {TRAINED}) and not opcheck and not compile and not triton",
 )
 
 

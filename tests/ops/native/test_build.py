@@ -208,6 +208,14 @@ def test_a_source_that_does_not_compile(cache_folder: Path, tmp_path: Path) -> N
 
 
 @needs_compiler
+def test_clang_calls_an_openmp_that_torch_has_not(cache_folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "by_clang.cpp"
+    source.write_text('extern "C" int __kmpc_no();\nextern "C" int f() { return __kmpc_no(); }\n')
+    with pytest.raises(BuildError, match=r"__kmpc_no.*install g\+\+, or name libomp.so in LD_PREL"):
+        load_library("by_clang", source)
+
+
+@needs_compiler
 def test_a_symbol_that_nothing_defines(cache_folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "unresolved.cpp"
     source.write_text('extern "C" int nowhere();\nextern "C" int f() { return nowhere(); }\n')
