@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.ops.contract import (
-    assert_same_bits,
     impls_on,
     skip_reason,
-    written_slots,
 )
 from tests.ops.pages import offsets
 from tests.ops.recurrent_contract import AnyInputs, Expected
@@ -98,42 +96,6 @@ class VectorStateContract:
             if BATCH_INVARIANT in self.family.implementations[impl].capability.features:
                 assert torch.equal(torch.cat(outs), expected)
                 assert torch.equal(cut.state[slots], uncut.state[slots])
-
-    def test_order_of_sequences_does_not_matter(self, impl: str):
-        inputs = self.family.mixed(num_padding_tokens=0)
-        order = torch.tensor([3, 6, 0, 5, 1, 4, 2])
-        spans = [torch.arange(a, b) for a, b in inputs.cu_seqlens.unfold(0, 2, 1).tolist()]
-        tokens = torch.cat([spans[n] for n in order])
-        shuffled = replace(
-            inputs.copy(),
-            **inputs.tokens(tokens),
-            cu_seqlens=offsets([len(spans[n]) for n in order]),
-            initial_indices=inputs.initial_indices[order],
-            state_indices=inputs.state_indices[order],
-        )
-        out, out_shuffled = self.family.run(inputs, impl), self.family.run(shuffled, impl)
-        torch.testing.assert_close(out_shuffled, out[tokens])
-        torch.testing.assert_close(shuffled.state, inputs.state, equal_nan=True)
-
-    def test_a_start_from_another_slot_leaves_it_untouched(self, impl: str):
-        """A fork, or a restored prefix: what several sequences start from is there afterwards."""
-        inputs = self.family.mixed()
-        num_slots, starts = len(inputs.state), inputs.initial_indices.clone()
-        starts[2:] = starts[0]
-        in_place = inputs.copy()
-        in_place.state[inputs.state_indices] = inputs.state[starts]
-        in_place = replace(in_place, initial_indices=inputs.state_indices * (starts > 0))
-        elsewhere = replace(
-            inputs,
-            state=torch.cat([inputs.state, torch.full_like(inputs.state, torch.nan)]),
-            initial_indices=starts,
-            state_indices=inputs.state_indices + num_slots,
-        )
-        assert torch.equal(self.family.run(elsewhere, impl), self.family.run(in_place, impl))
-        before, after = elsewhere.state.split(num_slots)
-        assert_same_bits(before, inputs.state)
-        slots = written_slots(in_place)
-        assert torch.equal(after[slots], in_place.state[slots])
 
 
 def carried(launch: Launch) -> str:
