@@ -10,7 +10,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,11 @@ from tests.ops.contract import (
     impls_on,
     skip_reason,
 )
+from tests.ops.declared import oracle_of
 from tests.ops.every_op import CALLS, Call, call_of, op_of
 from tests.ops.pages import offsets
 from tests.ops.triton_interpreter import Interpreter, needs_triton
-from torch_hybrid.ops.core.declare import DECLARED, Declaration, Op, Pool, Rows, Strided
+from torch_hybrid.ops.core.declare import DECLARED, Pool, Rows, Strided
 from torch_hybrid.ops.core.registration import NAMESPACE, REGISTERED
 
 CALLED = {name: call_of(name) for name in CALLS}
@@ -495,23 +495,6 @@ def in_dtype(call: Call, dtype: torch.dtype) -> Call:
     several = {n: x for n, x in call.given.items() if isinstance(x, list) and floating}
     given |= tree_map_only(Tensor, lambda x: x.to(dtype), several)
     return call.changed(**given)
-
-
-def oracle_of(declaration: Declaration) -> Callable[[Op], Any]:
-    """Find the function that takes the op's class, in reference.py beside op.py."""
-    package, _, name = declaration.cls.__module__.rpartition(".")
-    module = import_module(f"{package}.reference{name.removeprefix('op')}")
-    names = {cls.__name__ for cls in declaration.cls.__mro__}
-    (found,) = (
-        each
-        for each in vars(module).values()
-        if inspect.isfunction(each)
-        and each.__module__ == module.__name__
-        and set(each.__annotations__) == {*inspect.signature(each).parameters, "return"}
-        and len(each.__annotations__) == 2
-        and next(iter(each.__annotations__.values())) in names
-    )
-    return found
 
 
 if __name__ == "__main__":

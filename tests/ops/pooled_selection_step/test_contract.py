@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.ops.contract import assert_within_budget, impl_fixture
 from tests.ops.pooled_selection_step.cases import CASES, SMALL, Case, Inputs, make_inputs
+from tests.ops.triton_interpreter import needs_interpreter
 from torch_hybrid.ops.composed import COMPOSED
 from torch_hybrid.ops.pooled_selection_step import pooled_selection_step, reference
 from torch_hybrid.ops.pooled_selection_step.op import IMPLEMENTATIONS
@@ -87,6 +88,23 @@ def test_a_text_step_by_step(impl: str):
         assert_same(*steps)
         kept, expected = ([state, pool] for _, state, pool in steps)
     assert kept[1][1:3].flatten(0, 1)[6].isfinite().all()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("most_programs", [1, 16])
+def test_triton_takes_several_tiles(monkeypatch: pytest.MonkeyPatch, most_programs: int):
+    """As where sequences are many: one program of a sequence has all tiles, or every other."""
+    from torch_hybrid.ops.pooled_selection_step import _triton
+
+    monkeypatch.setattr(_triton, "_PROGRAMS", most_programs)
+    case = replace(CASES["odd"], lengths=((1, 420), (1, 421), (1, 389), (1, 384)))
+    inputs = make_inputs(case)
+    oracle, others = inputs.fresh(), inputs.args()
+    expected = reference.pooled_selection_step(oracle)
+    chosen = pooled_selection_step(*others, top_k=case.top_k, impl="triton")
+    assert torch.equal(chosen, expected)
+    for left, pool in zip(others[5:7], (oracle.state, oracle.block_keys), strict=True):
+        torch.testing.assert_close(left, pool, atol=0, rtol=0, equal_nan=True)
 
 
 # ---- errors ----------------------------------------------------------------------------------
