@@ -105,25 +105,9 @@ def impl_fixture(
     return impl
 
 
-def assert_traces_once(
-    fn: Callable[..., object], batches: Sequence[Sequence[object]], *, backend: str = "aot_eager"
-) -> None:
-    """``fn`` compiles as one full graph for the first batch, then serves the rest as it is.
-
-    The first batch must have sizes of at least 2 in each dimension that varies.
-    """
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend=backend)
-    compiled(*batches[0])
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for batch in batches[1:]:
-            compiled(*batch)
-
-
-def pool_clones(
-    fn: Callable[..., Any], args: Sequence[Any], pools: Collection[Tensor]
-) -> list[PoolClone]:
-    """Compile ``fn(*args)`` afresh with Inductor, run it once, and find its pool clones."""
+def compile_afresh(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, list[str]]:
+    """Compile ``fn(*args)`` afresh with Inductor, run it once, and return what it gives and its
+    code."""
     from torch._inductor.utils import run_and_get_code
 
     with (
@@ -131,6 +115,17 @@ def pool_clones(
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         torch._dynamo.reset()
-        _, codes = run_and_get_code(torch.compile(fn, fullgraph=True, dynamic=False), *args)
+        return run_and_get_code(torch.compile(fn, fullgraph=True, dynamic=False), *args)
+
+
+def pool_clones(
+    fn: Callable[..., Any], args: Sequence[Any], pools: Collection[Tensor]
+) -> list[PoolClone]:
+    """Compile ``fn(*args)`` afresh with Inductor, run it once, and find its pool clones."""
+    return clones_in(compile_afresh(fn, args)[1], pools)
+
+
+def clones_in(codes: Sequence[str], pools: Collection[Tensor]) -> list[PoolClone]:
+    """Find the clones of pools in compiled code."""
     sizes = {pool.numel() for pool in pools}
     return [clone for code in codes for clone in find_pool_clones(code, sizes)]

@@ -192,8 +192,8 @@ def _lightning_verify() -> _Made:
     return _verify(lightning_step.make_inputs(case), 2 * case.num_heads * case.dim)
 
 
-def _convolution() -> _Made:
-    inputs = convolution.make_inputs(convolution.Case(**_LENGTHS))
+def _convolution(**form: Any) -> _Made:
+    inputs = convolution.make_inputs(convolution.Case(**_LENGTHS, **form))
     return inputs.args(), inputs.options(), _slots(inputs.conv_state)
 
 
@@ -351,6 +351,8 @@ def _without_indices(*args: Any, **options: Any) -> _Made:
 CALLS: dict[str, Callable[[], _Made]] = {
     "block_attention": _block_attention,
     "causal_conv1d": _convolution,
+    "causal_conv1d, gates": partial(_convolution, has_gates=True, has_bias=True),
+    "causal_conv1d, taps of each token": partial(_convolution, num_heads=5),
     "causal_conv1d_backward": lambda: _trained_convolution("backward"),
     "causal_conv1d_forward": lambda: _trained_convolution("forward"),
     "draw_tokens": lambda: _without_indices(
@@ -370,7 +372,9 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "gated_delta_step, drafts": _gated_delta_verify,
     "gated_pooling": _gated_pooling,
     "gather_latents": _gather_latents,
-    "head_linear": lambda: _without_indices(torch.randn(5, 3, 32), torch.randn(3, 16, 32)),
+    "head_linear": lambda: _without_indices(
+        torch.randn(5, 3, 32), torch.randn(3, 16, 32), bias=torch.randn(3, 16)
+    ),
     "kimi_delta_attention": _kimi_delta,
     "kimi_delta_attention_backward": lambda: _trained_kimi("backward"),
     "kimi_delta_attention_forward": lambda: _trained_kimi("forward"),
@@ -401,7 +405,7 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "power_sum": lambda: _without_indices(torch.randn(5, 37), 2),
     "previous_rows": _previous_rows,
     "ragged_attention_with_lse": _ragged_attention,
-    "route": lambda: _without_indices(torch.randn(5, 16), None, 3, score="softmax"),
+    "route": lambda: _without_indices(torch.randn(5, 16), torch.randn(16), 3, score="softmax"),
     "select_blocks": _select_blocks,
     "selective_scan": _scan,
     "ssd": _ssd,

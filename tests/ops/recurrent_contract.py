@@ -161,7 +161,7 @@ class Family:
     def mixed(self, **changes: object) -> Inputs:
         return self.make_inputs(replace(self.cases["mixed"], **changes))
 
-    @cache  # noqa: B019  (a few families live as long as the process)
+    @cache  # noqa: B019
     def expect_case(self, case: Case, dtype: torch.dtype) -> Expected:
         return Expected.of(self.reference, self.make_inputs(case, dtype))
 
@@ -234,42 +234,6 @@ class RecurrentContract:
             assert torch.equal(torch.cat(outs), form(uncut))
             slots = written_slots(uncut)
             assert torch.equal(segmented.state[slots], uncut.state[slots])
-
-    def test_order_of_sequences_does_not_matter(self, form: Form):
-        inputs = self.family.mixed(num_padding_tokens=0)
-        order = torch.tensor([3, 6, 0, 5, 1, 4, 2])
-        spans = [torch.arange(a, b) for a, b in inputs.cu_seqlens.unfold(0, 2, 1).tolist()]
-        tokens = torch.cat([spans[n] for n in order])
-        shuffled = replace(
-            inputs.copy(),
-            **inputs.tokens(tokens),
-            cu_seqlens=offsets([len(spans[n]) for n in order]),
-            initial_indices=inputs.initial_indices[order],
-            state_indices=inputs.state_indices[order],
-        )
-        out, out_shuffled = form(inputs), form(shuffled)
-        assert torch.equal(out_shuffled, out[tokens])
-        assert_same_bits(shuffled.state, inputs.state)
-
-    def test_a_start_from_another_slot_leaves_it_untouched(self, form: Form):
-        """A fork, or a restored prefix: what two sequences start from is there afterwards."""
-        inputs = self.family.mixed()
-        num_slots = len(inputs.state)
-        starts = inputs.initial_indices.clone()
-        starts[2:] = starts[0]
-        in_place = replace(inputs, state=inputs.state.clone(), initial_indices=starts)
-        in_place.state[inputs.state_indices] = inputs.state[starts]
-        in_place = replace(in_place, initial_indices=inputs.state_indices * (starts > 0))
-        elsewhere = replace(
-            inputs,
-            state=torch.cat([inputs.state, torch.full_like(inputs.state, torch.nan)]),
-            initial_indices=starts,
-            state_indices=inputs.state_indices + num_slots,
-        )
-        assert torch.equal(form(elsewhere), form(in_place))
-        assert_same_bits(elsewhere.state[:num_slots], inputs.state)
-        slots = written_slots(elsewhere)
-        assert_same_bits(elsewhere.state[slots], in_place.state[slots - num_slots])
 
     def test_one_row_of_decays_may_serve_all_tokens(self, form: Form):
         inputs = self.family.mixed()

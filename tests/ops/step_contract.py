@@ -105,44 +105,6 @@ class StepContract:
         inputs = expected.inputs.copy()
         expected.check(self.family.run(inputs, "torch"), inputs)
 
-    def test_neighbours_do_not_matter(self, impl: str):
-        """Each sequence alone, and all of them in another order: the same bits."""
-        inputs = self.family.mixed(lengths=(1,) * 5, num_padding_tokens=0)
-        order = torch.tensor([3, 0, 4, 1, 2])
-        index = {n: getattr(inputs, n)[order] for n in ("initial_indices", "state_indices")}
-        shuffled = replace(inputs.copy(), **inputs.tokens(order), **index)
-        alone = inputs.copy()
-        outs = [self.family.run(one_of(alone, n), impl) for n in range(5)]
-        out, out_shuffled = self.family.run(inputs, impl), self.family.run(shuffled, impl)
-        assert torch.equal(out_shuffled, out[order])
-        assert_same_pools(shuffled, inputs)
-        if impl != "torch":  # whose products are batched
-            assert torch.equal(torch.cat(outs), out)
-            assert_same_pools(alone, inputs)
-
-    def test_a_start_from_another_slot_leaves_it_untouched(self, impl: str):
-        """A fork, or a restored prefix: what several sequences start from is there afterwards."""
-        inputs = self.family.mixed()
-        num_slots, starts = len(inputs.state), inputs.initial_indices.clone()
-        starts[2:] = starts[0]
-        in_place = inputs.copy()
-        for name, pool in in_place.pools().items():
-            pool[inputs.state_indices] = getattr(inputs, name)[starts]
-        in_place = replace(in_place, initial_indices=inputs.state_indices * (starts > 0))
-        pools = inputs.pools()
-        elsewhere = replace(
-            inputs,
-            **{n: torch.cat([pool, torch.full_like(pool, torch.nan)]) for n, pool in pools.items()},
-            initial_indices=starts,
-            state_indices=inputs.state_indices + num_slots,
-        )
-        assert torch.equal(self.family.run(elsewhere, impl), self.family.run(in_place, impl))
-        halves = {n: pool.split(num_slots) for n, pool in elsewhere.pools().items()}
-        assert_same_pools(replace(inputs, **{n: half[0] for n, half in halves.items()}), inputs)
-        slots = in_place.written_slots()
-        for name, pool in in_place.pools().items():
-            assert torch.equal(halves[name][1][slots], pool[slots])
-
     def test_sequences_of_several_tokens_are_refused(self, host_impl: str):
         inputs = self.family.mixed(lengths=(1, 2), num_padding_tokens=0)
         told = r"must have one token or none, got lengths \[1, 2\]"
@@ -197,17 +159,6 @@ def run_one_by_one(inputs: Any, run: Callable[[Any], Tensor]) -> Tensor:
     for rows, own in outs:
         out[rows] = own
     return out
-
-
-def one_of(inputs: Any, n: int) -> Any:
-    """Sequence n alone, of sequences of one token each; the pools are shared."""
-    return replace(
-        inputs,
-        **inputs.tokens(slice(n, n + 1)),
-        cu_seqlens=offsets((1,)),
-        initial_indices=inputs.initial_indices[n : n + 1],
-        state_indices=inputs.state_indices[n : n + 1],
-    )
 
 
 def assert_same_pools(actual: Inputs, expected: Inputs) -> None:

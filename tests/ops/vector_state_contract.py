@@ -4,7 +4,7 @@ which one op walks whether tokens are many or few."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -13,19 +13,14 @@ import torch
 from torch import Tensor
 
 from tests.ops.contract import (
-    assert_same_bits,
     impls_on,
     skip_reason,
-    written_slots,
 )
 from tests.ops.pages import offsets
 from tests.ops.recurrent_contract import AnyInputs, Expected
-from tests.ops.triton_compile import Launch
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Implementation
 
 DEVICE = "cpu"
-# Of several segments of 8 tokens, of one, of none; the second begins within one of the first's.
-SEGMENTS = {"lengths": (41, 33, 8, 0, 1), "num_padding_tokens": 3}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,84 +93,3 @@ class VectorStateContract:
             if BATCH_INVARIANT in self.family.implementations[impl].capability.features:
                 assert torch.equal(torch.cat(outs), expected)
                 assert torch.equal(cut.state[slots], uncut.state[slots])
-
-    def test_order_of_sequences_does_not_matter(self, impl: str):
-        inputs = self.family.mixed(num_padding_tokens=0)
-        order = torch.tensor([3, 6, 0, 5, 1, 4, 2])
-        spans = [torch.arange(a, b) for a, b in inputs.cu_seqlens.unfold(0, 2, 1).tolist()]
-        tokens = torch.cat([spans[n] for n in order])
-        shuffled = replace(
-            inputs.copy(),
-            **inputs.tokens(tokens),
-            cu_seqlens=offsets([len(spans[n]) for n in order]),
-            initial_indices=inputs.initial_indices[order],
-            state_indices=inputs.state_indices[order],
-        )
-        out, out_shuffled = self.family.run(inputs, impl), self.family.run(shuffled, impl)
-        torch.testing.assert_close(out_shuffled, out[tokens])
-        torch.testing.assert_close(shuffled.state, inputs.state, equal_nan=True)
-
-    def test_a_start_from_another_slot_leaves_it_untouched(self, impl: str):
-        """A fork, or a restored prefix: what several sequences start from is there afterwards."""
-        inputs = self.family.mixed()
-        num_slots, starts = len(inputs.state), inputs.initial_indices.clone()
-        starts[2:] = starts[0]
-        in_place = inputs.copy()
-        in_place.state[inputs.state_indices] = inputs.state[starts]
-        in_place = replace(in_place, initial_indices=inputs.state_indices * (starts > 0))
-        elsewhere = replace(
-            inputs,
-            state=torch.cat([inputs.state, torch.full_like(inputs.state, torch.nan)]),
-            initial_indices=starts,
-            state_indices=inputs.state_indices + num_slots,
-        )
-        assert torch.equal(self.family.run(elsewhere, impl), self.family.run(in_place, impl))
-        before, after = elsewhere.state.split(num_slots)
-        assert_same_bits(before, inputs.state)
-        slots = written_slots(in_place)
-        assert torch.equal(after[slots], in_place.state[slots])
-
-
-def carried(launch: Launch) -> str:
-    """The end of a launch's label."""
-    return ", carried" * launch.kwargs["CARRIED"]
-
-
-def check_on_a_gpu(family: Family, case: Any, dtype: torch.dtype) -> None:
-    """The Triton kernel on a GPU is as exact as the reference."""
-    expected = family.expect_case(case, dtype)
-    moved = on_device(expected.inputs, "cuda")
-    out = family.run(moved, "triton")
-    expected.check(out.cpu(), moved.state.cpu())
-
-
-def check_segments(
-    family: Family, monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype
-) -> None:
-    """Sequences in segments are as exact as whole ones, and none knows what is beside it."""
-    from torch_hybrid.ops.triton import channel_programs
-
-    monkeypatch.setattr(channel_programs, "_SEGMENT", 8)
-    expected = family.expect_case(replace(family.cases["mixed"], **SEGMENTS), dtype)
-    moved = on_device(expected.inputs, device)
-    out = family.run(moved, "triton")
-    expected.check(out.cpu(), moved.state.cpu())
-    for n, begin, end in ((0, 0, 41), (1, 41, 74)):
-        alone: Any = on_device(expected.inputs, device)
-        alone = replace(
-            alone,
-            **alone.tokens(slice(begin, end)),
-            cu_seqlens=torch.tensor([0, end - begin], dtype=torch.int32, device=device),
-            initial_indices=alone.initial_indices[n : n + 1],
-            state_indices=alone.state_indices[n : n + 1],
-        )
-        assert torch.equal(family.run(alone, "triton"), out[begin:end])
-        slot = expected.inputs.state_indices[n]
-        assert torch.equal(alone.state[slot], moved.state[slot])
-
-
-def on_device(inputs: Any, device: str) -> Any:
-    """Copy tensors to a device, where they lie as the originals do."""
-    given = {each.name: getattr(inputs, each.name) for each in fields(inputs)}
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    return replace(inputs, **{name: x.to(device, copy=True) for name, x in tensors.items()})

@@ -107,56 +107,6 @@ def test_segments_are_the_whole(impl: str, form: dict[str, int]):
     assert torch.equal(segmented.conv_state[slots], whole.conv_state[slots])
 
 
-@every_impl
-def test_order_of_sequences_does_not_matter(impl: str):
-    inputs = make_inputs(replace(CASES["mixed"], num_padding_tokens=0))
-    order = torch.tensor([3, 6, 0, 5, 1, 4, 2])
-    spans = [torch.arange(a, b) for a, b in inputs.cu_seqlens.unfold(0, 2, 1).tolist()]
-    tokens = torch.cat([spans[n] for n in order])
-    shuffled = replace(
-        inputs.fresh(),
-        x=inputs.x[tokens],
-        cu_seqlens=offsets([len(spans[n]) for n in order]),
-        initial_indices=inputs.initial_indices[order],
-        state_indices=inputs.state_indices[order],
-    )
-    out, out_shuffled = _run(inputs, impl), _run(shuffled, impl)
-    torch.testing.assert_close(out_shuffled, out[tokens])
-    _assert_same_state(shuffled, inputs)
-
-
-@every_impl
-def test_a_start_from_another_slot_leaves_it_untouched(impl: str):
-    """A fork, or a restored prefix: what several sequences start from is there afterwards."""
-    inputs = make_inputs(CASES["mixed"])
-    num_slots, starts = len(inputs.conv_state), inputs.initial_indices.clone()
-    starts[2:] = starts[0]
-    in_place = inputs.fresh()
-    in_place.conv_state[inputs.state_indices] = inputs.conv_state[starts]
-    in_place = replace(in_place, initial_indices=inputs.state_indices * (starts > 0))
-    elsewhere = replace(
-        inputs,
-        conv_state=torch.cat([inputs.conv_state, torch.full_like(inputs.conv_state, torch.nan)]),
-        initial_indices=starts,
-        state_indices=inputs.state_indices + num_slots,
-    )
-    assert torch.equal(_run(elsewhere, impl), _run(in_place, impl))
-    both = elsewhere.conv_state.split(num_slots)
-    torch.testing.assert_close(both[0], inputs.conv_state, rtol=0, atol=0, equal_nan=True)
-    slots = written_slots(in_place)
-    assert torch.equal(both[1][slots], in_place.conv_state[slots])
-
-
-@every_impl
-def test_opcheck(impl: str):
-    bare = replace(CASES["mixed"], has_bias=True, activation="none")
-    for case in (CASES["mixed"], bare, CASES["gates"], CASES["token_taps"]):
-        inputs = make_inputs(case)
-        inputs = replace(inputs, conv_state=inputs.conv_state.nan_to_num())
-        options = inputs.options() | {"impl": impl}
-        torch.library.opcheck(torch.ops.torch_hybrid.causal_conv1d.default, inputs.args(), options)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

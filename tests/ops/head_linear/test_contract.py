@@ -53,14 +53,6 @@ def test_a_sum_and_its_bias_are_rounded_once(impl: str, dtype: str) -> None:
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("is_transposed", [False, True])
-def test_opcheck(impl: str, is_transposed: bool, has_bias: bool) -> None:
-    given = inputs(9, is_transposed=is_transposed, dtype=torch.float32)
-    options = {"impl": impl, "bias": torch.randn(3, 37) if has_bias else None}
-    torch.library.opcheck(torch.ops.torch_hybrid.head_linear.default, given, options)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("impl", INVARIANT, indirect=True)

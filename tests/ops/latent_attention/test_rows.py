@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import assert_traces_once, impl_fixture, pool_clones
+from tests.ops.contract import impl_fixture, pool_clones
 from tests.ops.latent_attention.cases import CASES, Case, Inputs, make_inputs
 from torch_hybrid.ops.latent_attention import (
     gather_latents,
@@ -48,29 +45,11 @@ def stored(inputs: Inputs, impl: str) -> Tensor:
     return args[2]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
-def test_store_writes_its_rows_and_nothing_else(impl: str, name: str, dtype: str) -> None:
-    """Every other row keeps its bits: the null page, the last page, and those of nobody."""
-    inputs = make_inputs(CASES[name], padding=(3, 1), dtype=DTYPES[dtype])
-    poison = torch.full_like(inputs.latent, math.nan)
-    is_token = torch.arange(len(inputs.latent))[:, None] < inputs.cu_seqlens[-1]
-    inputs = replace(inputs, latent=inputs.latent.where(is_token, poison))
-    expected = inputs.fresh()
-    reference.store_latents(expected.stored())
-    assert torch.equal(bits(stored(inputs, impl)), bits(expected.pool))
-
-
 def test_store_writes_what_attention_writes(impl: str) -> None:
     inputs = make_inputs(SMALL, padding=(2, 1))
     args = inputs.args()
     latent_attention(*args, scale=0.1, impl="torch")
     assert torch.equal(bits(stored(inputs, impl)), bits(args[4]))
-
-
-def test_store_of_no_token(impl: str) -> None:
-    inputs = make_inputs(replace(SMALL, lengths=((0, 4), (0, 0))), padding=(2, 0))
-    assert torch.equal(bits(stored(inputs, impl)), bits(inputs.pool))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,37 +86,6 @@ def test_gather(impl: str, dtype: str) -> None:
     assert gather_latents(pool, slots[:0], impl=impl).shape == (0, 48)
 
 
-def test_schemas() -> None:
-    ops = torch.ops.torch_hybrid
-    schemas = f"{ops.store_latents.default._schema}\n{ops.gather_latents.default._schema}"
-    assert_expected_inline(
-        schemas.replace(", ", ",\n"),
-        """\
-torch_hybrid::store_latents(Tensor latent,
-Tensor k_rope,
-Tensor(a!) pool,
-Tensor slot_mapping,
-Tensor cu_seqlens,
-*,
-str impl,
-Tensor? pool_scale=None) -> ()
-torch_hybrid::gather_latents(Tensor pool,
-Tensor rows,
-*,
-ScalarType? dtype=None,
-str impl,
-Tensor? pool_scale=None) -> Tensor""",
-    )
-
-
-def test_opcheck(impl: str) -> None:
-    inputs = make_inputs(SMALL, unused=0.0)
-    op = torch.ops.torch_hybrid.store_latents.default
-    torch.library.opcheck(op, store_args(inputs), {"impl": impl})
-    op = torch.ops.torch_hybrid.gather_latents.default
-    torch.library.opcheck(op, (inputs.pool, inputs.slot_mapping), {"impl": impl})
-
-
 def store_then_gather(impl: str) -> Callable[..., Tensor]:
     def step(*args: Tensor) -> Tensor:
         latent, k_rope, pool, slot_mapping, cu_seqlens = args
@@ -149,30 +97,11 @@ def store_then_gather(impl: str) -> Callable[..., Tensor]:
     return step
 
 
-def test_compiles_once(impl: str) -> None:
-    # The first batch has no two equal sizes that are not tied to one another.
-    first = ((1, 90), (9, 30), (1, 18), (1, 1), (2, 2), (4, 5))
-    others = [((1, 23), (9, 30)), ((1, 9), (1, 7), (1, 8), (1, 2)), ((40, 40), (2, 3)) * 3]
-    batches = [
-        store_args(make_inputs(replace(SMALL, lengths=lengths))) for lengths in (first, *others)
-    ]
-    assert_traces_once(store_then_gather(impl), batches)
-
-
 def test_order_survives_compilation(impl: str) -> None:
     inputs = make_inputs(SMALL)
     compiled = torch.compile(store_then_gather(impl), fullgraph=True, backend="aot_eager")
     expected = store_then_gather(impl)(*store_args(inputs))
     assert torch.equal(compiled(*store_args(inputs)), expected)
-
-
-def test_no_pool_clone(impl: str) -> None:
-    def layer(*args: Tensor) -> Tensor:
-        store_latents(*args, impl=impl)
-        return gather_latents(args[2], args[3], impl=impl) + 1
-
-    args = store_args(make_inputs(SMALL))
-    assert pool_clones(layer, args, [args[2]]) == []
 
 
 def test_no_pool_clone_between_two_stores(impl: str) -> None:
@@ -183,44 +112,6 @@ def test_no_pool_clone_between_two_stores(impl: str) -> None:
     args = store_args(make_inputs(SMALL))
     with torch._inductor.config.patch(reorder_for_locality=False):
         assert pool_clones(store_then_gather(impl), args, [args[2]]) == []
-
-
-def test_error_texts(impl: str) -> None:
-    inputs = make_inputs(SMALL)
-    pool, slots = inputs.pool, inputs.slot_mapping
-    calls: list[Callable[[], object]] = [
-        lambda: store_latents(inputs.latent[0], *store_args(inputs)[1:], impl=impl),
-        lambda: stored(replace(inputs, k_rope=inputs.k_rope[1:]), impl),
-        lambda: stored(replace(inputs, latent=inputs.latent.half()), impl),
-        lambda: stored(replace(inputs, slot_mapping=slots + 10_000), impl),
-        lambda: stored(replace(inputs, slot_mapping=slots * 0), impl),
-        lambda: stored(replace(inputs, cu_seqlens=inputs.cu_seqlens + 1), impl),
-        lambda: gather_latents(pool[0], slots, impl=impl),
-        lambda: gather_latents(pool, slots.long(), impl=impl),
-        lambda: gather_latents(pool, slots - 10_000, impl=impl),
-        lambda: gather_latents(pool, slots * 0 + 3, impl=impl),
-        lambda: gather_latents(pool, slots, impl="tpu"),
-    ]
-    errors = []
-    for call in calls:
-        with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-            call()
-        errors.append(str(error.value))
-    assert_expected_inline(
-        "\n".join(errors),
-        """\
-latent must have 2 dimensions, got 1
-k_rope must have shape [11, 16], got [10, 16]
-latent must have dtype torch.float32, got torch.float16
-slot_mapping must be in [16, 144), got 10022
-slot_mapping must be in [16, 144), got 0
-cu_seqlens must end within [0, 11], got 12
-pool must have 3 dimensions, got 2
-rows must have dtype torch.int32, got torch.int64
-rows must be in [16, 144), got -9978
-rows must be in [16, 144), got 3
-impl must be one of ['cpp', 'torch'], got 'tpu'""",
-    )
 
 
 def test_both_ops_have_the_same_implementations() -> None:

@@ -30,7 +30,7 @@ from torch_hybrid.ops.latent_attention.op import LatentAttention
 CONTRACT = """
     triton and not triton_invariant and (
         matches_float64 and (one_head or odd or long_decode and fp16)
-        or (padding or writes) and odd or 8_bits or sequences_empty or out_of_range or overflow
+        or 8_bits or overflow
     )
     or triton_invariant and (matches_float64 and odd and bf16 or chunked and written-1)
     or by_documentation

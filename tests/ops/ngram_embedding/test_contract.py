@@ -111,42 +111,12 @@ def test_error_texts():
     errors = [
         failing("torch", table=good.table.long()),
         failing("torch", head_sizes=good.head_sizes[:3], head_offsets=good.head_offsets[:3]),
-        failing("torch", head_offsets=good.head_offsets[:3]),
         failing("torch", multipliers=good.multipliers[:1], history=good.history[:, :0]),
-        failing("torch", history=good.history[:, :1]),
-        failing("torch", tokens=good.tokens.int()),
-        failing("torch", cu_seqlens=good.cu_seqlens.long()),
-        failing("tpu"),
     ]
     assert_expected_inline(
         "\n".join(errors),
         """\
 table must be [rows, dim] of a float dtype, got torch.int64 [1680, 12]
 heads must be as many for each of the 2 orders of n-grams, at least one of them, got 3
-head_offsets must have shape [16], got [3]
-heads must be as many for each of the 0 orders of n-grams, at least one of them, got 16
-history must have shape [12, 2], got [12, 1]
-tokens must have dtype torch.int64, got torch.int32
-cu_seqlens must have dtype torch.int32, got torch.int64
-impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
-    )
-
-
-def test_indices_out_of_range(impl: str):
-    good = make_inputs(CASES["decode"])
-    errors = [
-        failing(impl, head_offsets=good.head_offsets + 1),
-        failing(impl, head_sizes=good.head_sizes * 0),
-        failing(impl, cu_seqlens=good.cu_seqlens + 1),
-        failing(impl, state_indices=good.state_indices + 90),
-        failing(impl, initial_indices=good.initial_indices - 90),
-    ]
-    assert_expected_inline(
-        "\n".join(errors),
-        """\
-head 15 must have rows within the 1680 of the table, got 109 from 1572 on
-head 0 must have rows within the 1680 of the table, got 0 from 0 on
-cu_seqlens must rise from 0 to at most 9, got [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-state_indices must be in [0, 12), got 99
-initial_indices must be in [0, 12), got -90""",
+heads must be as many for each of the 0 orders of n-grams, at least one of them, got 16""",
     )

@@ -61,14 +61,6 @@ def test_a_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype, window: i
     assert all(torch.equal(x[1:40], y) for x, y in zip(packed, single, strict=True))
 
 
-def test_opcheck():
-    torch.library.opcheck(
-        torch.ops.torch_hybrid.packed_attention_forward.default,
-        (*make_inputs(), OFFSETS),
-        {"scale": 0.3, "impl": "torch"},
-    )
-
-
 def test_second_derivatives_are_refused():
     q, k, v = make_inputs()
     out = packed_attention(q, k, v)

@@ -40,7 +40,6 @@ CONTRACT = """
         matches_float64 and (
             odd and (fp32 or plain) or one_head and fp32 or long_decode and fp16 and plain
         )
-        or (padding or writes or depend) and odd
         or biases and (float64 and odd and 30 and fp32 or distance) or biased_sequences
         or merges or out_of_range or 8_bits and not long
     )

@@ -75,43 +75,11 @@ def test_error_texts():
     good = make_inputs(CASES["verify"])
     errors = [
         failing("torch", x=good.x.int()),
-        failing("torch", tokens=good.tokens[1:]),
-        failing("torch", tokens=good.tokens.int()),
         failing("torch", kept=good.kept[0]),
-        failing("torch", kept=good.kept[..., :3]),
-        failing("torch", kept=good.kept.half()),
-        failing("torch", kept_tokens=good.kept_tokens[:, 1:]),
-        failing("torch", cu_seqlens=good.cu_seqlens.long()),
-        failing("torch", seq_lens=good.seq_lens[1:]),
-        failing("tpu"),
     ]
     assert_expected_inline(
         "\n".join(errors),
         """\
 x must be [T, D] of a float dtype, got torch.int32 [15, 24]
-tokens must have shape [15], got [14]
-tokens must have dtype torch.int64, got torch.int32
-kept must be [S, R, D], got [8, 24]
-kept must have shape [17, 8, 24], got [17, 8, 3]
-kept must have dtype torch.float32, got torch.float16
-kept_tokens must have shape [17, 8], got [17, 7]
-cu_seqlens must have dtype torch.int32, got torch.int64
-seq_lens must have shape [8], got [7]
-impl must be one of ['cpp', 'torch'], got 'tpu'""",
-    )
-
-
-def test_indices_out_of_range(impl: str):
-    good = make_inputs(CASES["verify"])
-    errors = [
-        failing(impl, seq_lens=good.seq_lens * 0),
-        failing(impl, cu_seqlens=good.cu_seqlens + 1),
-        failing(impl, state_indices=good.state_indices + 90),
-    ]
-    assert_expected_inline(
-        "\n".join(errors),
-        """\
-seq_lens must be at least 1 for sequence 0, got 0
-cu_seqlens must rise from 0 to at most 15, got [1, 2, 6, 9, 9, 9, 9, 14, 16]
-state_indices must be in [0, 17), got 103""",
+kept must be [S, R, D], got [8, 24]""",
     )

@@ -18,7 +18,7 @@ from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_com
 from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.route import reference, route
-from torch_hybrid.ops.route.op import IMPLEMENTATIONS, ROUTE, Route
+from torch_hybrid.ops.route.op import IMPLEMENTATIONS, Route
 
 DEEPSEEK = {"score": "sigmoid", "epsilon": 1e-20, "scale": 2.5}
 
@@ -154,13 +154,6 @@ def test_compiles_without_spills() -> None:
 
 
 # ---- the op as the compiler sees it ----------------------------------------------------------
-
-
-def test_opcheck(impl: str) -> None:
-    case = CASES["one_group"]
-    options = {"num_groups": 1, "num_best_groups": 1, "renormalise": True, **case.options}
-    options |= {"dtype": torch.bfloat16, "impl": impl}
-    torch.library.opcheck(ROUTE, make_inputs(case, torch.float32), options)
 
 
 # ---- errors ----------------------------------------------------------------------------------

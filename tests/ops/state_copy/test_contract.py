@@ -62,34 +62,6 @@ def test_padding_and_order_change_nothing(impl: str) -> None:
     assert [bits(pool) for pool in pools] == [bits(pool) for pool in plain[0]]
 
 
-# ---- the op as the compiler sees it ----------------------------------------------------------
-
-
-def fork(impl: str) -> object:
-    def step(first: Tensor, second: Tensor, src: Tensor, dst: Tensor) -> Tensor:
-        """Copy, use what was copied, clear."""
-        state_copy([first, second], src, dst, dim=0, impl=impl)
-        read = first[dst.long()] + second[dst.long()]
-        state_copy([first, second], torch.zeros_like(src), dst, dim=0, impl=impl)
-        return read
-
-    return step
-
-
-def fork_inputs(src: list[int], dst: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.randn(9, 4), torch.randn(9, 4), indices(src), indices(dst)
-
-
-@pytest.mark.slow
-def test_inductor_gives_the_eager_result(impl: str) -> None:
-    eager, compiled = fork_inputs([1, 2], [3, 4]), fork_inputs([1, 2], [3, 4])
-    for a, b in zip(compiled, eager, strict=True):
-        a.copy_(b)
-    expected = fork(impl)(*eager)
-    assert torch.equal(torch.compile(fork(impl), fullgraph=True)(*compiled), expected)
-    assert torch.equal(compiled[0], eager[0])
-
-
 # ---- errors ----------------------------------------------------------------------------------
 
 
