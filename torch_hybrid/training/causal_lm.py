@@ -13,7 +13,7 @@ from transformers.utils import can_return_tuple
 
 from torch_hybrid.ops.linear_cross_entropy import IGNORED
 from torch_hybrid.training.boundaries import named, packing_of
-from torch_hybrid.training.decoder import keeps_a_cache
+from torch_hybrid.training.decoder import check_says_nothing, keeps_a_cache
 from torch_hybrid.training.linear_cross_entropy import LossHead
 
 
@@ -115,6 +115,8 @@ class MaskedCausalLM(CausalLM):
     ) -> Any:
         """Run the forward of a causal language model."""
         inputs = named(args, options, last="labels")
-        if not keeps_a_cache(self.base_model, inputs):
+        if keeps_a_cache(self.base_model, inputs):
+            check_says_nothing(inputs)
+        else:
             inputs["packing"] = inputs["attention_mask"] = packing_of(inputs)
         return super().forward(**{"labels": labels, "skip_logits": skip_logits, **inputs})

@@ -33,11 +33,7 @@ def hand_down_packing(
     if isinstance(mask := inputs.get("attention_mask"), Packing):
         inputs["packing"] = mask
     if keeps_a_cache(decoder, inputs):
-        if stated := [name for name in ("packing", *STATED) if inputs.get(name) is not None]:
-            raise ValueError(
-                f"a call with a cache keeps no packed sequences apart, got {', '.join(stated)}: "
-                "leave use_cache and past_key_values out"
-            )
+        check_says_nothing(inputs)
         return (), inputs
     inputs["use_cache"] = False
     if attends_to_picked_blocks(decoder):  # in blocks that begin where a row does
@@ -81,6 +77,15 @@ def keeps_a_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
         return False
     states = any(inputs.get(name) is not None for name in ("packing", "position_ids", *STATED))
     return not states and bool(decoder.config.use_cache)
+
+
+def check_says_nothing(inputs: dict[str, Any]) -> None:
+    """Raise ValueError if a call with a cache says where sequences begin: it would drop that."""
+    if stated := [name for name in ("packing", *STATED) if inputs.get(name) is not None]:
+        raise ValueError(
+            f"a call with a cache keeps no packed sequences apart, got {', '.join(stated)}: "
+            "leave use_cache and past_key_values out"
+        )
 
 
 def attention(
