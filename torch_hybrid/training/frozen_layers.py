@@ -92,7 +92,7 @@ def frozen_class(module: Any) -> type[nn.Module] | None:
 
 
 def refuse_to_merge(safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
-    """Stand in for ``merge`` of adapters that peft would add to numbers without their scales."""
+    """Refuse what ``merge`` of peft would do: add to numbers without their scales."""
     raise UnsupportedError(
         "no adapter is merged into block-FP8 weights: save it, load it on a base of "
         "FineGrainedFP8Config(dequantize=True), and merge it there"

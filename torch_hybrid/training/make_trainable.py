@@ -70,7 +70,7 @@ def make_trainable(model: M) -> M:
         )
     _check_weights(model)
     found = ((module, frozen_class(module)) for module in modules)
-    frozen: dict[nn.Module, Any] = {module: ours for module, ours in found if ours is not None}
+    frozen: dict[Any, Any] = {module: ours for module, ours in found if ours is not None}
     register_attention()
     for decoder in decoders:
         if has_attention(decoder) and not attends_to_picked_blocks(decoder):
