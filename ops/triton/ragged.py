@@ -87,3 +87,15 @@ def fetch_rows(
         row = tl.load(begin + place * stride, mask=mask & (first + place < last), other=0.0)
         rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005
     return rows
+
+
+@triton.jit
+def place_of_state(
+    token: tl.tensor, is_given: tl.tensor, seq: tl.tensor, num_tokens: tl.tensor, C: tl.constexpr
+) -> tl.tensor:
+    """Return where the state before a chunk's first token stands, or one that ``seq`` was given.
+
+    Two such places within sequences are at least C tokens apart, so that one has ``token // C`` for
+    itself. Given states stand behind those, and no table grows with a packing's capacity.
+    """
+    return tl.where(is_given, (num_tokens + C - 1) // C + seq, token // C)

@@ -47,6 +47,7 @@ from tests.ops.ragged_attention import cases as ragged
 from tests.ops.rg_lru import cases as rg_lru_cases
 from tests.ops.select_blocks import cases as selection
 from tests.ops.selective_scan import cases as scans
+from tests.ops.ssd import backward as ssd_backward
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd import step_lightning_cases as lightning_step_cases
 from tests.ops.ssd import step_mamba2_cases as ssd_step_cases
@@ -295,6 +296,8 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     backward = conv_backward.make_backward(dtype=dtype)
     name = "causal_conv1d_backward"
     yield name, lambda device: conv_backward.gradients(conv_backward.on(backward, device))
+    scan = ssd_backward.make_backward(dtype=dtype)
+    yield "ssd_backward", lambda device: ssd_backward.gradients(ssd_backward.moved(scan, device))
     for num_tokens in (3, 50):
         case = experts.Case(num_tokens=num_tokens, top_k=3, dim=77, width=45, routing="some_none")
         args = experts.make_inputs(case, dtype=dtype)

@@ -83,7 +83,9 @@ def _gather(x: SsdBackward, chunks: Chunks) -> _Given:
 
     def rows(tensor: Tensor) -> Tensor:
         """Gather rows [X, G, R, C, .] of ``tensor [T, H, .]``."""
-        return tensor[chunks.token].to(x.work).transpose(1, 2).unflatten(1, (num_groups, -1))
+        by_head = tensor[chunks.token].to(x.work).transpose(1, 2)
+        by_group: Tensor = by_head.unflatten(1, (num_groups, -1))
+        return by_group
 
     # In float64: a difference of two large sums must not lose a small decay between them.
     g = torch.where(is_real, rows(x.g[..., None]).clamp(min=FULL_DECAY), 0.0)[..., 0]

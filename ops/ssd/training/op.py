@@ -20,12 +20,15 @@ from torch_hybrid.ops.core.declare import Dense, Index, Rows, define, pair_made,
 from torch_hybrid.ops.core.packed import PackedOp, empty_results, gradients
 from torch_hybrid.ops.core.recurrence import CHUNK
 from torch_hybrid.ops.core.registration import check_groups
-from torch_hybrid.ops.implementations import in_cpp, in_torch
+from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
 from torch_hybrid.ops.ssd.op import IMPLEMENTATIONS
 
 _FOLDER = "torch_hybrid.ops.ssd.training"
 BACKWARD: dict[str, Implementation] = {
     "cpp": in_cpp(f"{_FOLDER}._cpu:ssd_backward"),
+    "triton": in_triton(
+        f"{_FOLDER}._triton:ssd_backward", dtypes=CPP_DTYPES, limits={"head_k_dim": 256}
+    ),
     "torch": in_torch(f"{_FOLDER}._torch:ssd_backward", dtypes=FLOATS_AND_FLOAT64),
 }
 

@@ -1,0 +1,80 @@
+"""Backward in Triton: interpreted, compiled for other GPUs, and on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.devices import needs_cuda
+from tests.ops.ssd.backward import check, check_single, gradients, make_backward, moved
+from tests.ops.triton_compile import launches_on, needs_cross_compiler
+from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
+from tests.ops.triton_resources import assert_all_fit, resources_of
+
+# Sums [C, K] of q and k are in registers over all heads of a program; not yet timed on a GPU.
+MAY_SPILL = {"inputs": 456}
+
+
+@needs_triton
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+):
+    interpreter.run(record_property, Path(__file__), "in_interpreter")
+
+
+@needs_interpreter
+@pytest.mark.parametrize("is_mamba2", [True, False])
+def test_gradients_in_interpreter(is_mamba2: bool):
+    check(make_backward(is_mamba2=is_mamba2), 1e-6)
+
+
+@needs_interpreter
+def test_packed_is_single_in_interpreter():
+    check_single(make_backward((33, 2), num_padding_tokens=0))
+
+
+@needs_interpreter
+def test_bfloat16_in_interpreter():
+    """The interpreter rounds to bfloat16 towards 0, which doubles what a GPU's rounding costs."""
+    check(make_backward(dtype=torch.bfloat16), 2e-2)
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)], ids=["fp32", "bf16"]
+)
+@pytest.mark.parametrize("dims", [(128, 64), (24, 12), (256, 64)], ids=str)
+def test_on_a_gpu(dims: tuple[int, int], dtype: torch.dtype, tolerance: float):
+    x = make_backward((300, 0, 70), dims=dims, dtype=dtype, device="cuda")
+    check(x, tolerance)
+    assert all(map(torch.equal, gradients(x), gradients(x)))
+
+
+@needs_cuda
+def test_packed_is_single_on_a_gpu():
+    check_single(
+        make_backward((70, 300, 64), dtype=torch.bfloat16, device="cuda", num_padding_tokens=0)
+    )
+
+
+@needs_cross_compiler
+def test_compiles_without_spills() -> None:
+    from torch_hybrid.ops.ssd.training import _triton
+
+    rows = []
+    for label, heads, dims in (
+        ("Nemotron-H", (8, 96), (128, 80)),
+        ("Falcon-H1", (1, 24), (256, 64)),
+    ):
+        x = make_backward(
+            (8192,), heads=heads, dims=dims, dtype=torch.bfloat16, num_padding_tokens=0
+        )
+        for target in ("sm_80", "sm_90"):
+            with launches_on(target) as launches:
+                _triton.ssd_backward(moved(x, "meta"))
+            rows += [resources_of(launch, target, label) for launch in launches.values()]
+    table = Path(__file__).with_name("resources_backward.txt")
+    assert_all_fit(rows, table, may_spill=MAY_SPILL)
