@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.ops.contract import assert_within_budget
 from tests.ops.delta_rule.cases import GatedInputs, Inputs, KimiInputs
-from tests.ops.triton_compile import Launch, launches_on
 from torch_hybrid.ops.core.declare import Declaration
 
 
@@ -126,16 +125,6 @@ def on_device(inputs: Inputs, device: str) -> Inputs:
     for name, part in zip(("q", "k", "v"), slices, strict=True):
         moved[name] = part.view(moved[name].shape)
     return replace(inputs, **moved | {"state": moved["state"].clone()})
-
-
-def record_recurrent(target: str, shape: Shape) -> dict[str, Launch]:
-    """What the launcher launches for q, k and v that are slices of one projection."""
-    from torch_hybrid.ops.delta_rule import _triton
-
-    inputs = on_meta(shape)
-    with launches_on(target) as launches:
-        _triton.recurrent_delta_rule(inputs)
-    return launches
 
 
 def on_meta(shape: Shape) -> Inputs:
