@@ -79,7 +79,9 @@ class StepBackend:
         start = time.perf_counter()
         module = own_copy(module)
         drop_dead_checks(module.graph)
-        added, layers = self._complete(module)
+        added, layers = list[Tensor](), LayerCount(traced=0, copied=0)
+        if self.layers is not None:
+            added, layers = self.layers.complete(module)
         records = apply_passes(module, self.passes)
         num_nodes, schedule = len(module.graph.nodes), read_schedule(module.graph)
         compiled = self._compile(module, schedule, added)
@@ -98,11 +100,6 @@ class StepBackend:
             )
         )
         return compiled
-
-    def _complete(self, module: GraphModule) -> tuple[list[Tensor], LayerCount]:
-        if self.layers is None:
-            return [], LayerCount(traced=0, copied=0)
-        return self.layers.complete(module)
 
     def _compile(
         self, module: GraphModule, schedule: Sequence[Stage], added: Sequence[Tensor]

@@ -115,10 +115,6 @@ class Stepper:
             self.builds.wait_for_first()
             self._is_built = True
 
-    def wait_for_builds(self) -> None:
-        """Wait until all native kernels are built."""
-        self.builds.wait()
-
     def _prepare(self, variant: Variant) -> None:
         if self.capture is None:
             self.steps.prepare(variant)
