@@ -89,7 +89,7 @@ class Detokenizer:
             certain = max(len(whole), len(decoded) - _MOST_BYTES)
         else:  # one byte may invalidate all bytes of its run, or complete invalid ones
             broken = self._decode([*self._tokens, self._run_breaker])
-            certain = min(len(whole), _num_alike(decoded, broken))
+            certain = min(len(whole), num_alike(decoded, broken))
         changing = _OPEN_SPACES.search(decoded[:certain])
         return certain if changing is None else changing.start()
 
@@ -157,10 +157,10 @@ class Detokenizer:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def _num_alike(text: str, other: str) -> int:
-    """Count the characters of the common prefix of two texts."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((at for at, (x, y) in pairs if x != y), min(len(text), len(other)))
+def num_alike(one: Sequence[object], other: Sequence[object]) -> int:
+    """Count the characters, or tokens, of the common prefix of two texts."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (x, y) in pairs if x != y), min(len(one), len(other)))
 
 
 def _run_breaker(tokenizer: Tokenizer) -> int | None:
