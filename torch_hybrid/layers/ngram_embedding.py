@@ -3,45 +3,57 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, run_rule
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.layers.mixer import Composed
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.ops.ngram_embedding import ngram_embedding
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import NgramSpec
 
 
-@dataclass(eq=False, repr=False)
-class NgramEmbedding(Composed):
+class NgramEmbedding(nn.Module):
     """Embedding of each token's n-grams, gated for each residual stream, then convolved.
 
     Hashes of n-grams select rows of a table. The rows are projected to a value, and to a key for
     each residual stream. The product of key and stream gates the value for that stream. A causal
     convolution of the gated values is added to them.
+
+    Args:
+        spec: the mixer's facts.
+        table: [rows, dim], rows of all heads.
+        multipliers, head_sizes, head_offsets: hashes, as ``ngram_embedding`` takes them.
+        eos: the token that ends a text; no n-gram reaches across it.
+        key_proj, value_proj: projections of the rows of all heads, side by side.
+        key_norm, stream_norm, conv_norm: norms of each stream by itself, in [..., channels].
+        conv_weight: [channels, conv_width].
     """
 
-    spec: NgramSpec  # the mixer's facts
-    table: nn.Parameter  # [rows, dim], rows of all heads
-    multipliers: Tensor  # hashes, as ``ngram_embedding`` takes them
-    head_sizes: Tensor
-    head_offsets: Tensor
-    eos: int  # the token that ends a text; no n-gram reaches across it
-    key_proj: nn.Linear  # projection of the rows of all heads, side by side
-    value_proj: nn.Linear
-    key_norm: nn.Module  # norm of each stream by itself, in [..., channels]
-    stream_norm: nn.Module
-    conv_norm: nn.Module
-    conv_weight: nn.Parameter  # [channels, conv_width]
-
-    def __post_init__(self) -> None:
-        self.multipliers = nn.Buffer(self.multipliers)
-        self.head_sizes = nn.Buffer(self.head_sizes)
-        self.head_offsets = nn.Buffer(self.head_offsets)
+    def __init__(
+        self,
+        spec: NgramSpec,
+        *,
+        table: nn.Parameter,
+        multipliers: Tensor,
+        head_sizes: Tensor,
+        head_offsets: Tensor,
+        eos: int,
+        key_proj: nn.Linear,
+        value_proj: nn.Linear,
+        key_norm: nn.Module,
+        stream_norm: nn.Module,
+        conv_norm: nn.Module,
+        conv_weight: nn.Parameter,
+    ) -> None:
+        super().__init__()
+        self.spec, self.eos = spec, eos
+        self.table, self.conv_weight = table, conv_weight
+        self.multipliers = nn.Buffer(multipliers)
+        self.head_sizes, self.head_offsets = nn.Buffer(head_sizes), nn.Buffer(head_offsets)
+        self.key_proj, self.value_proj = key_proj, value_proj
+        self.key_norm, self.stream_norm, self.conv_norm = key_norm, stream_norm, conv_norm
 
     @in_own_dtype(1)
     def forward(
