@@ -524,7 +524,7 @@ class Runner(Shown):
             if on_variant is not None:
                 on_variant(variant.name)
             self._stepper.compile(variant)
-        self._stepper.wait_for_builds()
+        self._stepper.builds.wait()
         if len(self._steps.graphs) > num_before:
             trim()
 

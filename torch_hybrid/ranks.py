@@ -80,7 +80,7 @@ class Ranks:
         """Make a linear layer that computes this rank's heads of each block of outputs."""
         _check_plain(linear)
         bias = None if linear.bias is None else self.cut(linear.bias, blocks)
-        return _linear(self.parameter(linear.weight, blocks), bias)
+        return linear_of(self.parameter(linear.weight, blocks), bias)
 
     def columns(self, linear: nn.Linear, num_heads: int) -> nn.Linear:
         """Make a linear layer of this rank's heads of inputs; the ranks' outputs are to be summed.
@@ -92,7 +92,7 @@ class Ranks:
         divide(f"the {linear.in_features} inputs of a projection", num_heads, self.size)
         width = linear.in_features // num_heads
         weight = self.parameter(linear.weight, [(num_heads, width)], dim=1)
-        part = _linear(weight, linear.bias)
+        part = linear_of(weight, linear.bias)
         return self.count_bias_once(part)
 
     def summed_columns(self, linear: nn.Linear, num_heads: int) -> nn.Linear:
@@ -108,7 +108,7 @@ class Ranks:
         """Keep the bias on rank 0 alone, for a layer whose outputs are summed over the ranks."""
         if linear.bias is None or self.rank == 0:
             return linear
-        return _linear(linear.weight, torch.zeros_like(linear.bias))
+        return linear_of(linear.weight, torch.zeros_like(linear.bias))
 
     def sum(self, part: Tensor) -> Tensor:
         """Sum over all ranks; each gets the result.
@@ -187,7 +187,8 @@ def _check_plain(linear: nn.Module) -> None:
         )
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Make a linear layer of a weight and a bias, outside autograd."""
     outputs, inputs = weight.shape
     linear = nn.Linear(inputs, outputs, bias=bias is not None, dtype=weight.dtype, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)

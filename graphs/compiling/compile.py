@@ -62,44 +62,32 @@ class CompileLog:
     graphs: list[GraphRecord] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class StepBackend:
-    """Compiler of traced graphs: it adds the missing layers, runs the passes, and calls Inductor.
+    """Compiler of traced graphs: it adds missing layers, runs the passes, and calls Inductor."""
 
-    Args:
-        log: receives a record of each graph.
-        pool_sizes: numbers of elements of the state pools; copies of pools are found by these.
-        layers: adds the layers that were not traced; None if the model was traced whole.
-        passes: graph passes, run in order on the whole graph.
-        fixes_arithmetic: whether a value must have the same bits in all graphs.
-    """
-
-    def __init__(
-        self,
-        log: CompileLog,
-        *,
-        pool_sizes: Collection[int],
-        layers: LayersOnce | None = None,
-        passes: Sequence[Pass] = DEFAULT_PASSES,
-        fixes_arithmetic: bool = False,
-    ) -> None:
-        self._log = log
-        self._pool_sizes = pool_sizes
-        self._layers = layers
-        self._passes = passes
-        self._fixes_arithmetic = fixes_arithmetic
+    log: CompileLog  # receives a record of each graph
+    # numbers of elements of the state pools; copies of pools are found by these
+    pool_sizes: Collection[int]
+    # adds the layers that were not traced; None if the model was traced whole
+    layers: LayersOnce | None = None
+    passes: Sequence[Pass] = DEFAULT_PASSES  # graph passes, run in order on the whole graph
+    fixes_arithmetic: bool = False  # whether a value must have the same bits in all graphs
 
     def compile(self, module: GraphModule) -> CompiledGraph:
         """Compile one traced graph."""
         start = time.perf_counter()
         module = own_copy(module)
         drop_dead_checks(module.graph)
-        added, layers = self._complete(module)
-        records = apply_passes(module, self._passes)
+        added, layers = list[Tensor](), LayerCount(traced=0, copied=0)
+        if self.layers is not None:
+            added, layers = self.layers.complete(module)
+        records = apply_passes(module, self.passes)
         num_nodes, schedule = len(module.graph.nodes), read_schedule(module.graph)
         compiled = self._compile(module, schedule, added)
         sources = [source for region in compiled.regions for source in region.sources]
-        clones = [c for code in sources for c in find_pool_clones(code, self._pool_sizes)]
-        self._log.graphs.append(
+        clones = [c for code in sources for c in find_pool_clones(code, self.pool_sizes)]
+        self.log.graphs.append(
             GraphRecord(
                 num_nodes=num_nodes,
                 layers=layers,
@@ -112,11 +100,6 @@ class StepBackend:
             )
         )
         return compiled
-
-    def _complete(self, module: GraphModule) -> tuple[list[Tensor], LayerCount]:
-        if self._layers is None:
-            return [], LayerCount(traced=0, copied=0)
-        return self._layers.complete(module)
 
     def _compile(
         self, module: GraphModule, schedule: Sequence[Stage], added: Sequence[Tensor]
@@ -132,13 +115,13 @@ class StepBackend:
             torch._functorch.config.patch(_ALWAYS_INDUCTOR),
             torch._inductor.config.patch(_ANY_SIZE | _options_of_ranks(module.graph)),
             _inductor_options(schedule, planned),
-            fixed_arithmetic() if self._fixes_arithmetic else nullcontext(),
+            fixed_arithmetic() if self.fixes_arithmetic else nullcontext(),
         ):
             compiled = [
-                compile_region(region, module, rounds_every_value=self._fixes_arithmetic)
+                compile_region(region, module, rounds_every_value=self.fixes_arithmetic)
                 for region in plan.distinct
             ]
-        if self._fixes_arithmetic:
+        if self.fixes_arithmetic:
             check_sums([source for region in compiled for source in region.sources])
         in_turn = [compiled[number] for number in plan.numbers]
         if schedule:

@@ -54,16 +54,7 @@ def measure_room(
 ) -> KvRoom:
     """Measure how many tokens a runner has room for, by uncompiled steps of the largest sizes.
 
-    Args:
-        model: the runner's model.
-        options: the runner's options.
-        table: the layer table, with keys and values in ``kv_dtype``.
-        backends: the runner's implementations.
-        make_trial: makes an uncompiled runner.
-        captures: whether steps are captured; see ``choose_kv_tokens``.
-
-    Raises:
-        CapacityError, UnsupportedError: as ``choose_kv_tokens`` does.
+    ``table`` has keys and values in ``kv_dtype``. Raises as ``choose_kv_tokens`` does.
     """
     page_size = options.page_size
     sizes = PoolSizes(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from torch_hybrid.graphs.passes.marks import keep_marks
-from torch_hybrid.graphs.passes.values import value_of
+from torch_hybrid.graphs.passes.values import called_name, value_of
 from torch_hybrid.ops.core.capability import FLOATS, Need
 from torch_hybrid.ops.route.op import IMPLEMENTATIONS, ROUTE
 
@@ -62,11 +62,11 @@ class _Router:
 
 def _router(scores: Node) -> _Router | None:
     """Find the router whose scores a node is; None if it is no router."""
-    score = {"softmax": "softmax", "sigmoid": "sigmoid"}.get(_name(scores))
+    score = {"softmax": "softmax", "sigmoid": "sigmoid"}.get(called_name(scores))
     if score is None or not _is_float_scores(scores):
         return None
     choice = _choice(scores)
-    ids = next((node for node in reversed(choice) if _name(node) == "getitem"), None)
+    ids = next((node for node in reversed(choice) if called_name(node) == "getitem"), None)
     if ids is None or ids.args[1] != 1:
         return None
     bias = _bias(choice[0], scores)
@@ -75,7 +75,7 @@ def _router(scores: Node) -> _Router | None:
     if not isinstance(chosen, Node) or not bare or options is None:
         return None
     [logits] = scores.all_input_nodes
-    if _name(logits) == "float":
+    if called_name(logits) == "float":
         [logits] = logits.all_input_nodes
     options |= {"k": _k(chosen), "score": score}
     router = _Router(
@@ -92,8 +92,8 @@ def _router(scores: Node) -> _Router | None:
 
 def _groups(choice: Sequence[Node]) -> dict[str, Any] | None:
     """Find the numbers of all groups and of the best groups; None for another choice."""
-    names = tuple(map(_name, choice))
-    ranks = [_k(node) for node in choice if _name(node) == "topk"]
+    names = tuple(map(called_name, choice))
+    ranks = [_k(node) for node in choice if called_name(node) == "topk"]
     if names == _BY_ALL and None not in ranks:
         return {"num_groups": 1, "num_best_groups": 1}
     if names in _BY_GROUPS and None not in ranks and ranks[0] == 2:
@@ -107,7 +107,7 @@ def _is_float_scores(scores: Node) -> bool:
     if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype != torch.float32:
         return False
     dim = scores.kwargs.get("dim", scores.args[1] if len(scores.args) > 1 else None)
-    return _name(scores) == "sigmoid" or dim in (-1, 1)
+    return called_name(scores) == "sigmoid" or dim in (-1, 1)
 
 
 def _choice(scores: Node) -> list[Node]:
@@ -122,25 +122,25 @@ def _choice(scores: Node) -> list[Node]:
         reached.add(node)
         found.append(node)
     if _is_plain(found):  # the values of the topk are the weights: no part of the choice
-        return [node for node in found if _name(node) != "getitem" or node.args[1] == 1]
+        return [node for node in found if called_name(node) != "getitem" or node.args[1] == 1]
     return found
 
 
 def _is_behind(node: Node, found: Sequence[Node]) -> bool:
     """Tell whether a node reads the result of the choice."""
-    if not {"topk", "getitem"} <= set(map(_name, found)):
+    if not {"topk", "getitem"} <= set(map(called_name, found)):
         return False
-    return _name(node) == "gather" or (_is_plain(found) and _name(node) != "getitem")
+    return called_name(node) == "gather" or (_is_plain(found) and called_name(node) != "getitem")
 
 
 def _is_plain(found: Sequence[Node]) -> bool:
     """Tell whether the scores go into a topk directly."""
-    return bool(found) and _name(found[0]) == "topk"
+    return bool(found) and called_name(found[0]) == "topk"
 
 
 def _bias(first: Node, scores: Node) -> Node | None:
     """Find the bias that is added to the scores for the choice; None if there is none."""
-    if _name(first) == "add" and first.args[0] is scores and isinstance(first.args[1], Node):
+    if called_name(first) == "add" and first.args[0] is scores and isinstance(first.args[1], Node):
         return first.args[1]
     return None
 
@@ -151,11 +151,11 @@ def _bare_weights(scores: Node, ids: Node) -> list[Node]:
     A cast to the dtype that the scores have already (LFM2) counts as part of the gather.
     """
     for node in ids.users:
-        if _name(node) == "gather":
+        if called_name(node) == "gather":
             given = dict(zip(("input", "dim", "index"), node.args, strict=False)) | node.kwargs
             if given["input"] is scores and given["index"] is ids:
                 [*users] = node.users
-                casts = users if len(users) == 1 and _name(users[0]) == "type_as" else []
+                casts = users if len(users) == 1 and called_name(users[0]) == "type_as" else []
                 are_none = all(value_of(cast).dtype == value_of(scores).dtype for cast in casts)
                 return [node, *casts] if are_none else [node]
     chosen = ids.args[0]
@@ -168,17 +168,17 @@ def _bare_weights(scores: Node, ids: Node) -> list[Node]:
 def _renormalised(router: _Router) -> _Router:
     """Add the division by the sum to a router, if there is one."""
     weights = router.weights
-    total = next((node for node in weights.users if _name(node) == "sum"), None)
+    total = next((node for node in weights.users if called_name(node) == "sum"), None)
     if total is None or len(weights.users) != 2 or len(total.users) != 1:
         return router
     if value_of(total).shape[1:] != torch.Size([1]):
         return router
     divisor, epsilon = total, 0.0
     [user] = total.users
-    if _name(user) == "add" and isinstance(user.args[1], float) and len(user.users) == 1:
+    if called_name(user) == "add" and isinstance(user.args[1], float) and len(user.users) == 1:
         divisor, epsilon = user, user.args[1]
     [quotient] = divisor.users
-    if _name(quotient) not in ("truediv", "itruediv") or quotient.args != (weights, divisor):
+    if called_name(quotient) not in ("truediv", "itruediv") or quotient.args != (weights, divisor):
         return router
     inner = tuple(dict.fromkeys((*router.inner, total, divisor, quotient)))
     options = router.options | {"renormalise": True, "epsilon": epsilon}
@@ -188,7 +188,11 @@ def _renormalised(router: _Router) -> _Router:
 def _scaled(router: _Router) -> _Router:
     """Add the factor of the weights to a router, if there is one."""
     [*users] = router.weights.users
-    if len(users) != 1 or _name(users[0]) != "mul" or not isinstance(users[0].args[1], float | int):
+    if (
+        len(users) != 1
+        or called_name(users[0]) != "mul"
+        or not isinstance(users[0].args[1], float | int)
+    ):
         return router
     options = router.options | {"scale": float(users[0].args[1])}
     return replace(router, weights=users[0], inner=(*router.inner, users[0]), options=options)
@@ -197,7 +201,7 @@ def _scaled(router: _Router) -> _Router:
 def _with_dtype(router: _Router) -> _Router:
     """Add the dtype that the weights are cast to, if there is a cast."""
     [*users] = router.weights.users
-    dtype = users[0].args[1:] if len(users) == 1 and _name(users[0]) == "to" else ()
+    dtype = users[0].args[1:] if len(users) == 1 and called_name(users[0]) == "to" else ()
     if len(dtype) != 1 or dtype[0] not in FLOATS:
         return replace(router, options=router.options | {"dtype": torch.float32})
     options = router.options | {"dtype": dtype[0]}
@@ -247,10 +251,3 @@ def _k(node: Node) -> int | None:
     k, dim = options.get("k"), options.get("dim", -1)
     is_last = dim in (-1, value_of(node)[0].dim() - 1) and options.get("largest", True)
     return k if isinstance(k, int) and is_last else None
-
-
-def _name(node: Node) -> str:
-    """Read the name of a function or method."""
-    if node.op == "call_method":
-        return str(node.target)
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""

@@ -27,7 +27,7 @@ from torch_hybrid.graphs.passes.own_functions import Replacements, with_own_func
 from torch_hybrid.graphs.passes.own_linears import by_rows
 from torch_hybrid.graphs.passes.own_top_k import OWN_TOP_K
 from torch_hybrid.graphs.passes.row_sums import own_sums
-from torch_hybrid.graphs.passes.values import value_of
+from torch_hybrid.graphs.passes.values import called_name, value_of
 from torch_hybrid.ops.linear.op import linear
 
 # Products of whole tensors: their rows would depend on one another.
@@ -59,11 +59,9 @@ def row_products(graph: Graph, *, impl: str) -> None:
     for node in graph.nodes:
         if node.target is F.linear:
             _replace(graph, node, impl)
-        elif node.op in ("call_function", "call_method"):
-            name = node.target if isinstance(node.target, str) else _name(node.target)
-            if name in _PRODUCTS:
-                operands = [value_of(each) for each in node.all_input_nodes]
-                _check_product(name, [x for x in operands if isinstance(x, Tensor)])
+        elif (name := called_name(node)) in _PRODUCTS:
+            operands = [value_of(each) for each in node.all_input_nodes]
+            _check_product(name, [x for x in operands if isinstance(x, Tensor)])
 
 
 def _replace(graph: Graph, node: Node, impl: str) -> None:
@@ -132,10 +130,6 @@ def _product(func: Any, *args: Any, **kwargs: Any) -> Any:
         return _narrow_product(*operands)
     _check_product(func.__name__, operands)
     return func(*args, **kwargs)
-
-
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", "")
 
 
 def _check_product(name: str, operands: Sequence[Tensor]) -> None:

@@ -22,7 +22,7 @@ from torch_hybrid.graphs.passes.marks import keep_marks
 from torch_hybrid.graphs.passes.mutation import storages, written_nodes
 from torch_hybrid.graphs.passes.own_functions import Replacements
 from torch_hybrid.graphs.passes.row_arithmetic import FEW, FUNCTIONS, RowArithmetic
-from torch_hybrid.graphs.passes.values import value_of
+from torch_hybrid.graphs.passes.values import called_name, value_of
 
 DEVICES = ("cuda",)
 # Other sums, which occur in no model's step.
@@ -55,7 +55,7 @@ def row_sums(graph: Graph, *, impl: str = "triton", devices: Collection[str] = D
     """
     written = storages(w for node in graph.nodes for w in written_nodes(node))
     for node in list(graph.nodes):
-        name = _name(node)
+        name = called_name(node)
         if name not in FUNCTIONS and name not in _REFUSED:
             continue
         x = node.args[0] if node.args else node.kwargs.get("input")
@@ -70,7 +70,7 @@ def _replace(graph: Graph, node: Node, x: Node, impl: str, written: set[int]) ->
     value = value_of(x)
     squared: tuple[Node, ...] = ()
     tracer = GraphAppendingTracer(graph)
-    if _name(node) in ("sum", "mean") and value.shape[-1] > FEW:
+    if called_name(node) in ("sum", "mean") and value.shape[-1] > FEW:
         squared = _squared(x, written)
     arithmetic = RowArithmetic(
         like=value,
@@ -85,7 +85,7 @@ def _replace(graph: Graph, node: Node, x: Node, impl: str, written: set[int]) ->
 
     args, kwargs = map_arg((node.args, node.kwargs), read)  # type: ignore[arg-type]
     with graph.inserting_before(node):
-        made: Any = FUNCTIONS[_name(node)](arithmetic, *args, **kwargs)
+        made: Any = FUNCTIONS[called_name(node)](arithmetic, *args, **kwargs)
     new = before.next
     while new is not node:
         keep_marks(new, node)
@@ -103,12 +103,12 @@ def _squared(x: Node, written: set[int]) -> tuple[Node, ...]:
         That tensor, or the two tensors that it is the sum of. Nothing if ``x`` is no square, or if
         the graph writes to the tensor.
     """
-    is_square = (_name(x) == "pow" and x.args[1:] == (2,)) or _name(x) == "square"
+    is_square = (called_name(x) == "pow" and x.args[1:] == (2,)) or called_name(x) == "square"
     is_product = x.target is operator.mul and len(set(x.args)) == 1
     if value_of(x).dtype != torch.float32 or not (is_square or is_product):
         return ()
     [source] = x.all_input_nodes
-    if _name(source) in ("to", "float") and len(source.all_input_nodes) == 1:
+    if called_name(source) in ("to", "float") and len(source.all_input_nodes) == 1:
         [narrow] = source.all_input_nodes
         is_exact = value_of(narrow).dtype in (torch.bfloat16, torch.float16, torch.float32)
         source = narrow if is_exact and not storages([narrow]) & written else source
@@ -117,7 +117,7 @@ def _squared(x: Node, written: set[int]) -> tuple[Node, ...]:
 
 def _addends(x: Node, written: set[int]) -> tuple[Node, ...]:
     """Find the two tensors of x's shape and dtype that ``x`` is the sum of; else nothing."""
-    if _name(x) != "add" or x.kwargs or len(x.args) != 2:
+    if called_name(x) != "add" or x.kwargs or len(x.args) != 2:
         return ()
     terms = tuple(each for each in x.args if isinstance(each, Node) and _is_like(each, x))
     return terms if len(terms) == 2 and not storages(terms) & written else ()
@@ -138,13 +138,6 @@ def _check(name: str) -> None:
             f"batch_invariant: the model calls {name}, whose order of additions depends on the "
             "graph"
         )
-
-
-def _name(node: Node) -> str:
-    """Read the name of a function or method."""
-    if node.op == "call_method":
-        return str(node.target)
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
 def own_sums(impl: str = "triton", devices: Collection[str] = DEVICES) -> Replacements:

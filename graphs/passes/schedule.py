@@ -214,14 +214,11 @@ def uses_of(node: Node, shared: set[int]) -> set[int]:
 
 def _cut(half: Sequence[Node], shared: set[int], after_starts: bool) -> list[list[Node]]:
     """Cut a half's nodes into stages, in order."""
-    cuts = _after_starts(half) if after_starts else _between_kinds(half)
+    after = [i + 1 for i, node in enumerate(half) if is_collective_start(node)]
+    cuts = after if after_starts else _between_kinds(half)
     inside = _inside(half, shared)
     allowed = [cut for cut in cuts if cut not in inside]
     return [list(half[i:j]) for i, j in zip([0, *allowed], [*allowed, len(half)], strict=True)]
-
-
-def _after_starts(half: Sequence[Node]) -> list[int]:
-    return [i + 1 for i, node in enumerate(half) if is_collective_start(node)]
 
 
 def _between_kinds(half: Sequence[Node]) -> list[int]:

@@ -26,6 +26,13 @@ def value_of(node: Node) -> Any:
     return node.meta[_VALUE]
 
 
+def called_name(node: Node) -> str:
+    """Read the name of the function or method that a node calls; "" if it calls none."""
+    if node.op == "call_method":
+        return str(node.target)
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
 def refresh_values(graph: Graph) -> None:
     """Compute the values of nodes that a pass made, and of later nodes whose values these change.
 

@@ -55,12 +55,7 @@ def check_extend(
 ) -> None:
     """Raise ValueError unless the arguments are as ``Runner.extend`` says.
 
-    Args:
-        tokens, positions, logits: arguments of ``Runner.extend``.
-        num_seqs: number of sequences that the call was given.
-        max_tokens: most new tokens in one step.
-        vocab_size, num_position_axes: sizes of the model.
-        most_each: most new tokens of one sequence; None is any number.
+    ``most_each`` is the most new tokens of one sequence; None is any number.
     """
     if num_seqs != len(tokens):
         raise ValueError(

@@ -11,6 +11,7 @@ All of them leave the states of sequences as plain decoding would.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -23,40 +24,22 @@ from torch_hybrid.graphs.stepping.stepper import Stepper
 from torch_hybrid.specs import KEPT_HIDDEN
 
 
+@dataclass(eq=False)
 class Drafting:
-    """Verification and drafting of a runner; its callers have checked sequences and tokens.
+    """Verification and drafting of a runner; its callers have checked sequences and tokens."""
 
-    Args:
-        cache: states of the sequences.
-        planner: plans the steps of the draft head.
-        stepper: plans, runs and counts the verify steps.
-        execution: runs planned steps.
-        verify_mode: mode of verify steps.
-        has_head: whether the model has a draft head.
-        max_drafts: most drafts of a sequence in one step.
-        max_tokens: most tokens of a step.
-        num_position_axes: position axes of the model.
-    """
+    cache: HybridCache  # states of the sequences
+    planner: StepPlanner  # plans the steps of the draft head
+    stepper: Stepper  # plans, runs and counts the verify steps
+    execution: Execution  # runs planned steps
+    verify_mode: Mode  # mode of verify steps
+    has_head: bool  # whether the model has a draft head
+    max_drafts: int  # most drafts of a sequence in one step
+    max_tokens: int  # most tokens of a step
+    num_position_axes: int  # position axes of the model
 
-    def __init__(
-        self,
-        cache: HybridCache,
-        planner: StepPlanner,
-        stepper: Stepper,
-        execution: Execution,
-        *,
-        verify_mode: Mode,
-        has_head: bool,
-        max_drafts: int,
-        max_tokens: int,
-        num_position_axes: int,
-    ) -> None:
-        self._cache, self._planner = cache, planner
-        self._stepper, self._execution = stepper, execution
-        self.verify_mode, self.has_head = verify_mode, has_head
-        self._max_drafts, self._max_tokens = max_drafts, max_tokens
-        self._num_position_axes = num_position_axes
-        self._most_unread = min(KEPT_HIDDEN - 1, max_tokens)  # by the head, of one sequence
+    def __post_init__(self) -> None:
+        self._most_unread = min(KEPT_HIDDEN - 1, self.max_tokens)  # by the head, of one sequence
 
     def verify(
         self,
@@ -73,22 +56,22 @@ class Drafting:
         """
         num_drafts = [len(new) - 1 for new in tokens]
         self.keep_room(seqs, [len(new) for new in tokens])
-        variant, planned = self._stepper.plan(
+        variant, planned = self.stepper.plan(
             seqs,
             tokens,
             self.verify_mode,
             num_drafts=[max(count, 0) for count in num_drafts],
             positions=positions,
         )
-        return self._stepper.run(
+        return self.stepper.run(
             seqs,
-            lambda: self._execution.logits(variant, planned),
-            lambda: self._cache.commit_drafts(seqs, num_drafts),
+            lambda: self.execution.logits(variant, planned),
+            lambda: self.cache.commit_drafts(seqs, num_drafts),
         )
 
     def flush(self, seqs: Sequence[HeldSequence]) -> None:
         """Replay accepted drafts into the states of sequences, and have the head read the rest."""
-        behind = [seq for seq in seqs if not self._cache.are_replayed([seq])]
+        behind = [seq for seq in seqs if not self.cache.are_replayed([seq])]
         if behind:
             self.verify(behind, [()] * len(behind))
         self.read(seqs)
@@ -109,7 +92,7 @@ class Drafting:
         Returns:
             The drafts of each sequence, as many as its count.
         """
-        if len(seqs) + sum(map(self._cache.num_unread, seqs)) > self._max_tokens:
+        if len(seqs) + sum(map(self.cache.num_unread, seqs)) > self.max_tokens:
             self.read(seqs)
         drafted = self._run_head(seqs, tokens, counts).T.tolist()
         return [own[:count] for own, count in zip(drafted, counts, strict=False)]
@@ -119,13 +102,13 @@ class Drafting:
         if not self.has_head:
             return
         group: list[HeldSequence] = []
-        room = self._max_tokens
-        for seq in [seq for seq in seqs if self._cache.num_unread(seq)]:
-            if self._cache.num_unread(seq) > room:
+        room = self.max_tokens
+        for seq in [seq for seq in seqs if self.cache.num_unread(seq)]:
+            if self.cache.num_unread(seq) > room:
                 self._run_head(group, [()] * len(group), ())
-                group, room = [], self._max_tokens
+                group, room = [], self.max_tokens
             group.append(seq)
-            room -= self._cache.num_unread(seq)
+            room -= self.cache.num_unread(seq)
         if group:
             self._run_head(group, [()] * len(group), ())
 
@@ -137,10 +120,10 @@ class Drafting:
         """
         if not self.has_head:
             return
-        unread = map(self._cache.num_unread, seqs)
+        unread = map(self.cache.num_unread, seqs)
         if any(own + new > self._most_unread for own, new in zip(unread, num_new, strict=True)):
             self.read(seqs)
-        self.read([seq for seq in seqs if self._cache.moves(seq)])
+        self.read([seq for seq in seqs if self.cache.moves(seq)])
 
     def _run_head(
         self,
@@ -158,22 +141,22 @@ class Drafting:
         Returns:
             [1 or max_drafts, N] drafts, padding included.
         """
-        self._execution.join()  # the batch may copy pages on the device
-        batch = self._cache.make_draft_batch(
+        self.execution.join()  # the batch may copy pages on the device
+        batch = self.cache.make_draft_batch(
             seqs,
             tokens,
             counts or [0] * len(seqs),
-            num_position_axes=self._num_position_axes,
-            table_width=self._planner.table_width,
+            num_position_axes=self.num_position_axes,
+            table_width=self.planner.table_width,
         )
         try:
-            self._stepper.check(batch)
-            num_further = self._max_drafts - 1 if max(counts, default=1) > 1 else 0
-            further = self._cache.places_after(seqs if counts else (), counts, num_further)
-            variant, planned = self._planner.plan_drafts(batch, further)
-            self._stepper.compile(variant)
-            drafted = self._execution.logits(variant, planned)
+            self.stepper.check(batch)
+            num_further = self.max_drafts - 1 if max(counts, default=1) > 1 else 0
+            further = self.cache.places_after(seqs if counts else (), counts, num_further)
+            variant, planned = self.planner.plan_drafts(batch, further)
+            self.stepper.compile(variant)
+            drafted = self.execution.logits(variant, planned)
         finally:
-            self._cache.give_back_pages(seqs)
-        self._cache.note_read(seqs)
+            self.cache.give_back_pages(seqs)
+        self.cache.note_read(seqs)
         return drafted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,33 +20,24 @@ from torch_hybrid.sampling import Draw, DrawKind
 _NO_DRAWS = Draws.nothing(0)
 
 
+@dataclass(eq=False)
 class Execution:
-    """Executor of a runner's steps on its device, one after another.
+    """Executor of a runner's steps on its device, one after another."""
 
-    Args:
-        steps: the runner's steps; a step that runs has been prepared.
-        planner: planner that made the inputs; it knows their largest sizes.
-        last: the tokens that were sampled last.
-        capture: which steps are captured in CUDA graphs; None captures none.
-        max_seqs: most sequences of the runner.
-        device: device on which steps run.
-    """
+    steps: Steps | BackgroundSteps  # the runner's steps; a step that runs has been prepared
+    planner: StepPlanner  # planner that made the inputs; it knows their largest sizes
+    last: LastTokens  # the tokens that were sampled last
+    capture: CapturePolicy | None  # which steps are captured in CUDA graphs; None captures none
+    max_seqs: int  # most sequences of the runner
+    device: torch.device  # device on which steps run
 
-    def __init__(
-        self,
-        steps: Steps | BackgroundSteps,
-        planner: StepPlanner,
-        last: LastTokens,
-        capture: CapturePolicy | None,
-        *,
-        max_seqs: int,
-        device: torch.device,
-    ) -> None:
-        self._steps, self._last, self._capture, self._device = steps, last, capture, device
-        draws = Draws.nothing(max(max_seqs, 2))
+    def __post_init__(self) -> None:
+        draws = Draws.nothing(max(self.max_seqs, 2))
         self._inputs = {
-            variant: StaticInputs(StepInputs(inputs=planner.largest(variant), draws=draws), device)
-            for variant in planner.forms
+            variant: StaticInputs(
+                StepInputs(inputs=self.planner.largest(variant), draws=draws), self.device
+            )
+            for variant in self.planner.forms
         }
         self._under_way: Launched | None = None  # the step that was launched last
 
@@ -92,7 +84,7 @@ class Execution:
     def join(self) -> None:
         """Make this thread's later device work wait for the launched steps of any stream."""
         if self._under_way is not None:
-            self._under_way.join(self._device)
+            self._under_way.join(self.device)
 
     def _run(self, variant: Variant, planned: StepInputs, kind: DrawKind | None) -> Tensor:
         """Run a step.
@@ -103,8 +95,8 @@ class Execution:
         self.join()
         static = self._inputs[variant]
         value = static.refresh(planned)
-        with self._steps.running(variant) as step:
-            run = self._last.wrap(step, kind)
-            if self._capture is None or not self._steps.is_final(variant):
+        with self.steps.running(variant) as step:
+            run = self.last.wrap(step, kind)
+            if self.capture is None or not self.steps.is_final(variant):
                 return run(value)
-            return self._capture.run(variant, run, static, value, planned, kind)
+            return self.capture.run(variant, run, static, value, planned, kind)

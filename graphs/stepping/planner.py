@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -25,48 +25,36 @@ _TRACED_CHUNK_ROWS = 192
 _TRACED_ROWS = 13
 
 
+@dataclass(eq=False)
 class StepPlanner:
-    """Planner that pads steps to buckets, cuts large ones in halves, and plans their layers.
+    """Planner that pads steps to buckets, cuts large ones in halves, and plans their layers."""
 
-    Args:
-        backends: the backend of each kind of layer of the model.
-        sizes: the buckets that steps are padded to.
-        num_position_axes: position axes of the model (1, or 3 with multimodal rotary embeddings).
-        overlap: which steps are cut in halves.
-        chunk_grid: a cut inside a sequence falls on a multiple of so many tokens.
-        modes: modes of the steps to plan.
-        takes_embeds: whether extend steps take rows in the place of token embeddings.
-        drafting: kinds of layers in the model's draft head; a draft step plans only these.
-    """
+    backends: Mapping[str, LayerBackend]  # the backend of each kind of layer of the model
+    sizes: StepSizes  # the buckets that steps are padded to
+    num_position_axes: int  # position axes of the model (1, or 3 with multimodal rotary embeddings)
+    overlap: OverlapPolicy  # which steps are cut in halves
+    chunk_grid: int  # a cut inside a sequence falls on a multiple of so many tokens
+    modes: Sequence[Mode] = MODES  # modes of the steps to plan
+    takes_embeds: bool = False  # whether extend steps take rows in the place of token embeddings
+    # kinds of layers in the model's draft head; a draft step plans only these
+    drafting: Collection[str] = ()
 
-    def __init__(
-        self,
-        backends: Mapping[str, LayerBackend],
-        *,
-        sizes: StepSizes,
-        num_position_axes: int,
-        overlap: OverlapPolicy,
-        chunk_grid: int,
-        modes: Sequence[Mode] = MODES,
-        takes_embeds: bool = False,
-        drafting: Collection[str] = (),
-    ) -> None:
-        self._takes_embeds = takes_embeds
-        self._backends, self._overlap, self._grid = backends, overlap, chunk_grid
-        self._drafting = {kind: backend for kind, backend in backends.items() if kind in drafting}
-        self._num_position_axes, self._sizes = num_position_axes, sizes
-        self._idle = Mode.DECODE if Mode.DECODE in modes else modes[0]
-        self._verifying = next((mode for mode in modes if mode.num_drafts), self._idle)
+    def __post_init__(self) -> None:
+        self._drafting = {
+            kind: backend for kind, backend in self.backends.items() if kind in self.drafting
+        }
+        self._idle = Mode.DECODE if Mode.DECODE in self.modes else self.modes[0]
+        self._verifying = next((mode for mode in self.modes if mode.num_drafts), self._idle)
         self.forms = {
             Variant.of(mode, forms, in_halves=in_halves): forms
-            for mode in modes
+            for mode in self.modes
             for in_halves in self._cuts_of(mode)
             for forms in self._forms_of(mode)
         }
 
     def table_width(self, num_pages: int) -> int:
         """Round up a number of pages to a bucket: the width of the page table."""
-        width: int = round_up(num_pages, self._sizes.pages)
+        width: int = round_up(num_pages, self.sizes.pages)
         return width
 
     def plan(self, batch: Batch, mode: Mode, logits: Logits) -> tuple[Variant, Inputs]:
@@ -83,8 +71,8 @@ class StepPlanner:
         """
         parts: tuple[Batch, ...] = (batch,)
         cut = batch.num_tokens
-        if self._overlap.cuts(mode, batch.num_seqs, batch.num_tokens):
-            cut = plan_split(batch.cu_seqlens.diff().tolist(), grid=self._grid)
+        if self.overlap.cuts(mode, batch.num_seqs, batch.num_tokens):
+            cut = plan_split(batch.cu_seqlens.diff().tolist(), grid=self.chunk_grid)
             parts = split(batch, cut)
         num_seqs, num_tokens = self._bucket_of(parts, mode)
         rows = None
@@ -112,8 +100,8 @@ class StepPlanner:
         mode = Mode.draft(1 + len(further["slots"]))
         forms = self._forms_of_step([batch], mode)
         num_seqs, num_tokens = self._decode_seqs(batch.num_seqs), batch.num_tokens
-        if self._sizes.decode_seqs is not None:
-            num_tokens = round_up(num_tokens, self._sizes.tokens)
+        if self.sizes.decode_seqs is not None:
+            num_tokens = round_up(num_tokens, self.sizes.tokens)
         first = pad_to(batch, num_seqs=num_seqs, num_tokens=num_tokens)
         padded = [first, *chained(first, **further)]
         variant = Variant.of(mode, forms, in_halves=False)
@@ -127,14 +115,14 @@ class StepPlanner:
 
     def largest(self, variant: Variant) -> Inputs:
         """Build an all-padding step of a variant; each tensor has its largest possible size."""
-        num_seqs = self._sizes.seqs[-1]
+        num_seqs = self.sizes.seqs[-1]
         each = variant.mode.tokens_per_seq
         if each is not None and not variant.mode.num_chained:
             num_tokens = num_rows = num_seqs * each
         else:
-            sizes = self._sizes.half_tokens if variant.in_halves else self._sizes.tokens
-            num_tokens, num_rows = sizes[-1], self._sizes.tokens[-1]
-        bucket = Bucket(num_seqs=num_seqs, num_tokens=num_tokens, num_pages=self._sizes.pages[-1])
+            sizes = self.sizes.half_tokens if variant.in_halves else self.sizes.tokens
+            num_tokens, num_rows = sizes[-1], self.sizes.tokens[-1]
+        bucket = Bucket(num_seqs=num_seqs, num_tokens=num_tokens, num_pages=self.sizes.pages[-1])
         return self._null_inputs(variant, bucket, self.forms[variant], num_rows)
 
     def traced(self, variant: Variant) -> Inputs:
@@ -155,13 +143,13 @@ class StepPlanner:
         if mode.tokens_per_seq is not None:
             num_seqs = self._decode_seqs(num_seqs)
             return num_seqs, num_seqs * _longest(parts, mode)
-        sizes = self._sizes.tokens if len(parts) == 1 else self._sizes.half_tokens
+        sizes = self.sizes.tokens if len(parts) == 1 else self.sizes.half_tokens
         num_tokens = max(part.num_tokens for part in parts)
-        return round_up(num_seqs, self._sizes.seqs), round_up(num_tokens, sizes)
+        return round_up(num_seqs, self.sizes.seqs), round_up(num_tokens, sizes)
 
     def _backends_of(self, mode: Mode) -> Mapping[str, LayerBackend]:
         """Choose the backends of the layers that a step of a mode runs."""
-        return self._drafting if mode.num_chained else self._backends
+        return self._drafting if mode.num_chained else self.backends
 
     def _planned_as(self, mode: Mode, part: int = 0) -> Mode:
         """Choose the mode in which the layers plan a part of a step.
@@ -182,15 +170,15 @@ class StepPlanner:
     def _decode_seqs(self, num_seqs: int) -> int:
         """Round up the number of sequences of a step that has equally many tokens for each."""
         num_seqs = max(num_seqs, 1)
-        sizes = self._sizes.decode_seqs
+        sizes = self.sizes.decode_seqs
         return num_seqs if sizes is None else round_up(num_seqs, sizes)
 
     def _padded(self, kind: str, mode: Mode, form: LayerForm) -> LayerForm:
         """Round up the number of rows of a form's tables, if ``sizes`` has buckets for them."""
-        if self._sizes.chunk_rows is None or not form.num_rows:
+        if self.sizes.chunk_rows is None or not form.num_rows:
             return form
-        largest = {f.name: f.num_rows for f in self._backends[kind].forms(mode)}[form.name]
-        return replace(form, num_rows=min(round_up(form.num_rows, self._sizes.chunk_rows), largest))
+        largest = {f.name: f.num_rows for f in self.backends[kind].forms(mode)}[form.name]
+        return replace(form, num_rows=min(round_up(form.num_rows, self.sizes.chunk_rows), largest))
 
     def _wanted(self, batch: Batch, mode: Mode, logits: Logits) -> Tensor:
         """Find the tokens whose logits are wanted: indices [R], padded with token 0."""
@@ -198,10 +186,10 @@ class StepPlanner:
             rows = _counted(batch.num_tokens)
             size = self._decode_seqs(batch.num_seqs) * mode.tokens_per_seq
         elif logits == "all":
-            size = round_up(batch.num_tokens, self._sizes.tokens)
+            size = round_up(batch.num_tokens, self.sizes.tokens)
             rows = _counted(batch.num_tokens)
         else:
-            rows, size = batch.cu_seqlens[1:].long() - 1, round_up(batch.num_seqs, self._sizes.seqs)
+            rows, size = batch.cu_seqlens[1:].long() - 1, round_up(batch.num_seqs, self.sizes.seqs)
         return torch.constant_pad_nd(rows, (0, size - rows.shape[0]))
 
     def _inputs(
@@ -228,7 +216,7 @@ class StepPlanner:
         if mode.num_chained:
             nobody: list[list[int]] = [[]] * (mode.num_chained - 1)
             batches += chained(batches[0], positions=nobody, slots=nobody, seq_lens=nobody)
-        if self._takes_embeds and mode.tokens_per_seq is None:
+        if self.takes_embeds and mode.tokens_per_seq is None:
             size = bucket.num_tokens
             batches = [replace(b, embed_rows=_zeros(size, dtype=torch.int32)) for b in batches]
         rows = None
@@ -238,7 +226,7 @@ class StepPlanner:
 
     def _null_batch(self, bucket: Bucket, mode: Mode) -> Batch:
         """Build a batch of empty sequences and padding tokens."""
-        axes, num_tokens, num_seqs = self._num_position_axes, bucket.num_tokens, bucket.num_seqs
+        axes, num_tokens, num_seqs = self.num_position_axes, bucket.num_tokens, bucket.num_seqs
         position_shape = (num_tokens,) if axes == 1 else (axes, num_tokens)
         return Batch(
             tokens=_zeros(num_tokens, dtype=torch.int64),
@@ -255,9 +243,9 @@ class StepPlanner:
 
     def _cuts_of(self, mode: Mode) -> list[bool]:
         """List whether steps of a mode may run whole (False), in halves (True), or either way."""
-        largest = self._sizes.seqs[-1], self._sizes.tokens[-1]
-        whole = [] if self._overlap.always_cuts(mode) else [False]
-        halves = [True] if self._overlap.cuts(mode, *largest) else []
+        largest = self.sizes.seqs[-1], self.sizes.tokens[-1]
+        whole = [] if self.overlap.always_cuts(mode) else [False]
+        halves = [True] if self.overlap.cuts(mode, *largest) else []
         return whole + halves
 
     def _forms_of(self, mode: Mode) -> Iterator[dict[str, LayerForm]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -25,41 +26,23 @@ from torch_hybrid.ops.native.ahead import Builds
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(eq=False)
 class Stepper:
-    """Planner and runner of steps: it pads and compiles a step, runs it, and counts its tokens.
+    """Planner and runner of steps: it pads and compiles a step, runs it, and counts its tokens."""
 
-    Args:
-        cache: states of the sequences.
-        planner: pads and plans batches.
-        steps: compiled or eager steps.
-        execution: runs planned steps.
-        builds: builds of the native kernels that steps call.
-        capture: which steps are captured in CUDA graphs; None captures none.
-        given: buffer of rows that replace embeddings; None if steps take none.
-        num_position_axes: position axes of the model.
-        check_batch: called with the batch of each step before it runs.
-        device: device on which steps run.
-    """
+    cache: HybridCache  # states of the sequences
+    planner: StepPlanner  # pads and plans batches
+    steps: Steps | BackgroundSteps  # compiled or eager steps
+    execution: Execution  # runs planned steps
+    builds: Builds  # builds of the native kernels that steps call
+    capture: CapturePolicy | None  # which steps are captured in CUDA graphs; None captures none
+    given: GivenRows | None  # buffer of rows that replace embeddings; None if steps take none
+    num_position_axes: int  # position axes of the model
+    check_batch: Callable[[Batch], None] | None  # called with the batch of each step before it runs
+    device: torch.device  # device on which steps run
 
-    def __init__(
-        self,
-        cache: HybridCache,
-        planner: StepPlanner,
-        steps: Steps | BackgroundSteps,
-        execution: Execution,
-        *,
-        builds: Builds,
-        capture: CapturePolicy | None,
-        given: GivenRows | None,
-        num_position_axes: int,
-        check_batch: Callable[[Batch], None] | None,
-        device: torch.device,
-    ) -> None:
-        self._cache, self._planner, self._steps = cache, planner, steps
-        self._execution, self._capture, self._given = execution, capture, given
-        self._num_position_axes = num_position_axes
-        self._builds, self._is_built = builds, False
-        self._check_batch, self._device = check_batch, device
+    def __post_init__(self) -> None:
+        self._is_built = False
 
     def plan(
         self,
@@ -89,61 +72,57 @@ class Stepper:
         Returns:
             The step's variant, compiled, and its inputs.
         """
-        self._execution.join()  # the batch may copy pages on the device
+        self.execution.join()  # the batch may copy pages on the device
         places = None
-        if self._given is not None and mode.tokens_per_seq is None:
+        if self.given is not None and mode.tokens_per_seq is None:
             places = () if embeds is None else embeds.places
         if mode.num_drafts and num_drafts is None:
             num_drafts = [0] * len(seqs)
-        batch = self._cache.make_batch(
+        batch = self.cache.make_batch(
             seqs,
             tokens,
             positions=positions,
-            num_position_axes=self._num_position_axes,
-            table_width=self._planner.table_width,
+            num_position_axes=self.num_position_axes,
+            table_width=self.planner.table_width,
             num_drafts=num_drafts,
             embed_places=places,
         )
         self.check(batch)
-        variant, planned = self._planner.plan(batch, mode, logits)
+        variant, planned = self.planner.plan(batch, mode, logits)
         self.compile(variant)
-        if self._given is not None and embeds is not None:
-            self._given.write(embeds)
+        if self.given is not None and embeds is not None:
+            self.given.write(embeds)
         return variant, planned
 
     def plan_idle(self) -> tuple[Variant, Inputs]:
         """Plan and compile a step without sequences."""
-        idle, planned = self._planner.plan_idle()
+        idle, planned = self.planner.plan_idle()
         self.check(planned.parts[0].batch)
         self.compile(idle)
         return idle, planned
 
     def check(self, batch: Batch) -> None:
         """Call the user's ``check_batch`` with the batch of a step."""
-        if self._check_batch is not None:
-            self._check_batch(batch)
+        if self.check_batch is not None:
+            self.check_batch(batch)
 
     def compile(self, variant: Variant) -> None:
         """Compile a variant if steps are compiled, and wait for the kernels of first steps."""
-        if not self._steps.is_ready(variant):
+        if not self.steps.is_ready(variant):
             self._prepare(variant)
-            self._steps.save_if_new()
+            self.steps.save_if_new()
         if not self._is_built:
-            self._builds.wait_for_first()
+            self.builds.wait_for_first()
             self._is_built = True
 
-    def wait_for_builds(self) -> None:
-        """Wait until all native kernels are built."""
-        self._builds.wait()
-
     def _prepare(self, variant: Variant) -> None:
-        if self._capture is None:
-            self._steps.prepare(variant)
+        if self.capture is None:
+            self.steps.prepare(variant)
             return
-        with on_capture_stream(self._device):  # tracing runs a step once
-            record = self._steps.prepare(variant)
+        with on_capture_stream(self.device):  # tracing runs a step once
+            record = self.steps.prepare(variant)
         if record is not None:
-            self._capture.check(variant, record.ops)
+            self.capture.check(variant, record.ops)
 
     def advance(
         self,
@@ -154,7 +133,7 @@ class Stepper:
     ) -> ResultT:
         """Run a step and count ``lengths`` new tokens of its sequences; cut off, it breaks them."""
         are_read = variant.mode.tokens_per_seq is None
-        return self.run(seqs, run, lambda: self._cache.commit(seqs, lengths, are_read=are_read))
+        return self.run(seqs, run, lambda: self.cache.commit(seqs, lengths, are_read=are_read))
 
     def run(
         self,
@@ -167,6 +146,6 @@ class Stepper:
             result = run()
             commit()
         except BaseException:
-            self._cache.mark_broken(seqs)
+            self.cache.mark_broken(seqs)
             raise
         return result

@@ -161,7 +161,7 @@ class LatentAttentionBackend:
         budget = min(policy.token_budget or capacity, capacity)
         forms = [] if policy.absorbed == "never" else [_ABSORBED]
         if policy.one_shot:
-            forms.append(_one_shot(budget))
+            forms.append(LayerForm(name=_ONE_SHOT, num_chunks=1, num_rows=budget))
         if not policy.one_shot and policy.token_budget is None:
             return tuple(forms)
         if budget < capacity or not policy.one_shot:
@@ -185,7 +185,7 @@ class LatentAttentionBackend:
         for form in forms:
             rows = total if form.name == _ONE_SHOT else prefix
             if form is not _ABSORBED and rows <= form.num_chunks * form.num_rows:
-                even = _round_up(max(1, -(-rows // form.num_chunks)), _ROW_STEP)
+                even = -(-max(1, rows) // (form.num_chunks * _ROW_STEP)) * _ROW_STEP
                 return replace(form, num_rows=min(even, form.num_rows))
         return _ABSORBED  # the policy has no chunks, and one shot does not fit
 
@@ -244,17 +244,9 @@ def _planners(choices: Sequence[Choice]) -> dict[str, Planner | None]:
     return {choice.op: ops[choice.op][choice.impl].load_planner() for choice in choices}
 
 
-def _one_shot(num_rows: int) -> LayerForm:
-    return LayerForm(name=_ONE_SHOT, num_chunks=1, num_rows=num_rows)
-
-
 def _chunked(num_chunks: int, num_rows: int) -> LayerForm:
     plural = "" if num_chunks == 1 else "s"
     return LayerForm(name=f"{num_chunks} chunk{plural}", num_chunks=num_chunks, num_rows=num_rows)
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def _sizes(spec: LatentSpec) -> dict[str, int]:
@@ -270,11 +262,7 @@ def _sizes(spec: LatentSpec) -> dict[str, int]:
 
 def _facts(spec: LatentSpec, sizes: PoolSizes) -> dict[str, Any]:
     """Collect what a planner is told about layers of one shape."""
-    return {
-        **_sizes(spec),
-        "dtype": sizes.dtype,
-        "device": sizes.device,
-    }
+    return {**_sizes(spec), "dtype": sizes.dtype, "device": sizes.device}
 
 
 def by_head(x: Tensor, weight: Tensor, statics: Statics) -> Tensor:

@@ -17,7 +17,7 @@ from torch_hybrid.backends.recurrent import (
 from torch_hybrid.ops.ssd import op
 from torch_hybrid.ops.ssd import op_step_lightning as lightning_step
 from torch_hybrid.ops.ssd import op_step_mamba2 as step
-from torch_hybrid.specs import LightningSpec, Mamba2Spec, MlstmSpec
+from torch_hybrid.specs import LightningSpec, Mamba2Spec
 
 
 def sizes_of(spec: Mamba2Spec) -> dict[str, int]:
@@ -30,31 +30,27 @@ def lightning_sizes(spec: LightningSpec) -> dict[str, int]:
     return {"head_k_dim": spec.head_dim, "head_v_dim": spec.head_dim}
 
 
-def _mlstm_sizes(spec: MlstmSpec) -> dict[str, int]:
-    return {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.memory_dim}
-
-
-STEP, LIGHTNING_STEP = "ssd_step", "lightning_step"
-
 _RULE = partial(chunked_rule, implementations=op.IMPLEMENTATIONS)
 MAMBA2 = _RULE(
     "ssd",
     CONVOLUTION,
     sizes=sizes_of,
-    mixer=OpChoice(name=STEP, implementations=step.IMPLEMENTATIONS, sizes=sizes_of),
+    mixer=OpChoice(name="ssd_step", implementations=step.IMPLEMENTATIONS, sizes=sizes_of),
     timed={"head_k_dim": (128, 256), "head_v_dim": (64,)},
 )
 LIGHTNING_ATTENTION = _RULE(
     "ssd",
     sizes=lightning_sizes,
     mixer=OpChoice(
-        name=LIGHTNING_STEP,
+        name="lightning_step",
         implementations=lightning_step.IMPLEMENTATIONS,
         sizes=lightning_sizes,
     ),
     timed={"head_k_dim": (128,)},
 )
-MLSTM = _RULE("ssd", sizes=_mlstm_sizes)
+MLSTM = _RULE(
+    "ssd", sizes=lambda spec: {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.memory_dim}
+)
 
 
 def apply_ssd(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -22,29 +23,29 @@ _FEW = 32  # ids up to which a loop is faster than tensors
 _Runs = list[tuple[int, int]]
 
 
+@dataclass(eq=False)
 class Allocator:
     """Allocator of the ids 1 to ``capacity`` of a pool; id 0 is null and is never handed out.
 
     Taking an id holds it firmly. Others may share it, with a firm or a spare hold. An id is free
     again once its last hold is given back.
 
-    Args:
-        capacity: number of ids.
-        unit: name of one id's resource, for errors.
-        limit: argument that raises ``capacity``, for errors.
-
     Raises:
         ValueError: ``capacity`` is below 1.
     """
 
-    def __init__(self, capacity: int, *, unit: str, limit: str) -> None:
-        if capacity < 1:
-            raise ValueError(f"{limit} must allow at least one {unit}, got {capacity}")
-        self.capacity = capacity
-        self._unit, self._limit = unit, limit
-        self._free = array("i", range(capacity, 0, -1))
+    capacity: int  # number of ids
+    unit: str  # name of one id's resource, for errors
+    limit: str  # argument that raises ``capacity``, for errors
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ValueError(
+                f"{self.limit} must allow at least one {self.unit}, got {self.capacity}"
+            )
+        self._free = array("i", range(self.capacity, 0, -1))
         # The holds of each id, and the same memory as a tensor.
-        self._holds = array("q", bytes(8 * (capacity + 1)))
+        self._holds = array("q", bytes(8 * (self.capacity + 1)))
         self._all_holds = torch.frombuffer(self._holds, dtype=torch.int64)
         self._one = torch.ones(1, dtype=torch.int64, device="cpu")
         self._num_spare = 0
@@ -67,8 +68,8 @@ class Allocator:
         """
         if count > len(self._free):
             raise CapacityError(
-                f"asked for {count} {self._unit}(s), {len(self._free)} of {self.capacity} are "
-                f"free: free sequences or raise {self._limit}"
+                f"asked for {count} {self.unit}(s), {len(self._free)} of {self.capacity} are "
+                f"free: free sequences or raise {self.limit}"
             )
         first_taken = len(self._free) - count
         taken = self._free[first_taken:]
@@ -146,9 +147,9 @@ class Allocator:
             are_in_use = False
         if not are_in_use:
             wrong = next(i for i in ids if not (0 < i <= self.capacity and self._holds[i]))
-            raise ValueError(f"{self._unit} {wrong} is not in use and cannot be given back")
+            raise ValueError(f"{self.unit} {wrong} is not in use and cannot be given back")
         if len(set(ids)) != len(ids):
-            raise ValueError(f"{self._unit}s given back twice in one call: {list(ids)}")
+            raise ValueError(f"{self.unit}s given back twice in one call: {list(ids)}")
         return holds
 
 

@@ -50,38 +50,24 @@ class Reclaimer(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Snapshots:
     """The live snapshots of a cache, and their slots and pages in the pools.
 
     ``reclaimers`` hold spare snapshots, and are asked for them in turn.
-
-    Args:
-        slots: allocator of sequences.
-        states: allocator of state slots, those of sequences included; None for a model without
-            states.
-        pages: allocator of pages.
-        page_size: tokens in a page.
-        copies: copies between the pools and the host.
-        capacity: number of state slots for snapshots.
-        ids: ids of snapshots to come.
-        owner: identity of the cache.
     """
 
-    def __init__(
-        self,
-        *,
-        slots: Allocator,
-        states: Allocator | None,
-        pages: Allocator,
-        page_size: int,
-        copies: PoolCopies,
-        capacity: int,
-        ids: Iterator[int],
-        owner: object,
-    ) -> None:
-        self._slots, self._states, self._pages = slots, states, pages
-        self._page_size, self._copies = page_size, copies
-        self._capacity, self._ids, self._owner = capacity, ids, owner
+    slots: Allocator  # allocator of sequences
+    # allocator of state slots, those of sequences included; None for a model without states
+    states: Allocator | None
+    pages: Allocator  # allocator of pages
+    page_size: int  # tokens in a page
+    copies: PoolCopies  # copies between the pools and the host
+    capacity: int  # number of state slots for snapshots
+    ids: Iterator[int]  # ids of snapshots to come
+    owner: object  # identity of the cache
+
+    def __post_init__(self) -> None:
         self._kept: dict[int, SnapshotState] = {}  # by the id of a live snapshot
         self.reclaimers: list[Reclaimer] = []
 
@@ -92,9 +78,9 @@ class Snapshots:
         A released slot counts as taken until sequences that start from it have written their own
         state. A model without states needs no slot: its pages are the limit.
         """
-        if self._states is None:
-            return self._pages.num_free + self._pages.num_spare
-        return self._states.num_free - self._slots.num_free
+        if self.states is None:
+            return self.pages.num_free + self.pages.num_spare
+        return self.states.num_free - self.slots.num_free
 
     @property
     def num_firm(self) -> int:
@@ -103,7 +89,7 @@ class Snapshots:
 
     def add(self, num_tokens: int, slot: int | None, pages: array[int], *, spare: bool) -> Snapshot:
         """Register a snapshot of ``num_tokens`` tokens, whose slot and pages are held already."""
-        made = Snapshot(next(self._ids), num_tokens, self._owner)
+        made = Snapshot(next(self.ids), num_tokens, self.owner)
         self._kept[made.id] = SnapshotState(slot=slot, pages=pages, is_spare=spare)
         return made
 
@@ -114,20 +100,20 @@ class Snapshots:
             ValueError: the snapshot is foreign or was released, or cannot be cut to ``length``
                 tokens.
         """
-        if snapshot.owner is not self._owner or snapshot.id not in self._kept:
-            is_ours = snapshot.owner is self._owner
+        if snapshot.owner is not self.owner or snapshot.id not in self._kept:
+            is_ours = snapshot.owner is self.owner
             what = "was released" if is_ours else "belongs to another runner"
             raise ValueError(f"{snapshot} {what}")
         last = snapshot.num_tokens
         if length is not None and not 1 <= length <= last:
             raise ValueError(f"length must be within 1 and {last}, got {length}")
-        if length not in (None, last) and self._states is not None:
+        if length not in (None, last) and self.states is not None:
             raise ValueError(f"a model with states starts at all {last} tokens, got {length}")
         return self._kept[snapshot.id]
 
     def holds(self, snapshot: Snapshot) -> bool:
         """Tell whether a handle is ours and was not released."""
-        return snapshot.owner is self._owner and snapshot.id in self._kept
+        return snapshot.owner is self.owner and snapshot.id in self._kept
 
     def release(self, snapshot: Snapshot) -> None:
         """Release a snapshot; sequences that started from it stay as they are.
@@ -137,9 +123,9 @@ class Snapshots:
         """
         kept = self.find(snapshot)
         del self._kept[snapshot.id]
-        self._pages.give_back(kept.pages, spare=kept.is_spare)
-        if self._states is not None and kept.slot is not None:
-            self._states.give_back([kept.slot])
+        self.pages.give_back(kept.pages, spare=kept.is_spare)
+        if self.states is not None and kept.slot is not None:
+            self.states.give_back([kept.slot])
 
     def to_host(self, snapshot: Snapshot) -> HostCopy:
         """Copy a snapshot to host memory; the snapshot stays as it is.
@@ -148,7 +134,7 @@ class Snapshots:
             ValueError: the handle is foreign or was released.
         """
         kept = self.find(snapshot)
-        return self._copies.to_host(kept.slot, kept.pages, snapshot.num_tokens)
+        return self.copies.to_host(kept.slot, kept.pages, snapshot.num_tokens)
 
     def from_host(self, copy: HostCopy) -> Snapshot:
         """Restore a spare snapshot from the host copy of one of this cache.
@@ -156,15 +142,15 @@ class Snapshots:
         Raises:
             CapacityError: there is no slot for its states, or fewer pages are free than it needs.
         """
-        count = -(-copy.num_tokens // self._page_size)
-        if self._states is not None:
+        count = -(-copy.num_tokens // self.page_size)
+        if self.states is not None:
             self.free_one()
         self.free_pages(count)
-        pages = self._pages.take(count)
-        slot = None if self._states is None else self._states.take(1)[0]
-        self._copies.from_host(copy, slot, pages)
-        self._pages.share(pages, spare=True)
-        self._pages.give_back(pages)
+        pages = self.pages.take(count)
+        slot = None if self.states is None else self.states.take(1)[0]
+        self.copies.from_host(copy, slot, pages)
+        self.pages.share(pages, spare=True)
+        self.pages.give_back(pages)
         return self.add(copy.num_tokens, slot, pages, spare=True)
 
     def num_shared_pages(self, start: Snapshot, length: int) -> int:
@@ -173,13 +159,13 @@ class Snapshots:
         Pages that are spare now do not count, since the sequence then holds them firmly. A partly
         filled last page does not count either, since it is copied.
         """
-        size = self._page_size
+        size = self.page_size
         pages = self.find(start).pages[: -(-length // size)]
-        return length // size - self._pages.count_spare(pages)
+        return length // size - self.pages.count_spare(pages)
 
     def is_last_page_spare(self, snapshot: Snapshot) -> bool:
         """Tell whether nobody holds the last page of a snapshot firmly."""
-        return self._pages.count_spare(self.find(snapshot).pages[-1:]) == 1
+        return self.pages.count_spare(self.find(snapshot).pages[-1:]) == 1
 
     def free_one(self) -> None:
         """Free a slot for one more snapshot, from reclaimers if necessary.
@@ -192,14 +178,14 @@ class Snapshots:
                 reclaimer.free_snapshot()
         if not self.num_free:
             raise CapacityError(
-                f"asked for a snapshot, 0 of {self._capacity} are free: release some "
+                f"asked for a snapshot, 0 of {self.capacity} are free: release some "
                 f"or raise max_snapshots"
             )
 
     def free_pages(self, count: int) -> None:
         """Have reclaimers release snapshots until ``count`` pages are free, if enough are spare."""
-        if count > self._pages.num_free + self._pages.num_spare:
+        if count > self.pages.num_free + self.pages.num_spare:
             return
         for reclaimer in list(self.reclaimers):
-            if count > self._pages.num_free:
+            if count > self.pages.num_free:
                 reclaimer.free_pages(count)

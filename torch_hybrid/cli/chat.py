@@ -24,11 +24,6 @@ def converse(engine: Engine, sampling: Sampling, system: str | None) -> None:
     """Read messages until Ctrl-D or /exit, and stream an answer to each.
 
     An answer that Ctrl-C ends stays in the history as far as it came; /new forgets the history.
-
-    Args:
-        engine: an engine with a tokenizer that has a chat template.
-        sampling: the sampling of every answer.
-        system: a system message before the first one.
     """
     if sys.stdin.isatty():
         _edit_lines()

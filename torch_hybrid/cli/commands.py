@@ -202,15 +202,7 @@ def open_for_serving(
     *,
     vision: bool = False,
 ) -> Engine:
-    """Load a model and its tokenizer into an engine, and compile if steps should be compiled first.
-
-    Args:
-        options: see ``_engine``.
-        prefix_cache: see ``_engine``.
-        speculate: see ``_engine``.
-        max_waiting: the most requests that may wait.
-        vision: whether the vision tower is loaded.
-    """
+    """Load a model and its tokenizer into an engine; compile if steps should be compiled first."""
     model = options.load(vision=vision, mtp=speculate == "mtp")
     processor = load_processor(options.model) if vision else None
     tokenizer = load_tokenizer(options.model, hint="it cannot be served over HTTP")
@@ -228,17 +220,7 @@ def _engine(
     processor: Any = None,
     max_waiting: int | None = None,
 ) -> Engine:
-    """Make an engine of these options.
-
-    Args:
-        options: the model's and the runner's options.
-        model: the loaded model.
-        tokenizer: the checkpoint's tokenizer, or None.
-        prefix_cache: the number of snapshots that the prefix cache may keep; 0: no cache.
-        speculate: the source of drafts as ``--speculate`` names it, or None.
-        processor: the checkpoint's image processor, or None.
-        max_waiting: the most requests that may wait, or None.
-    """
+    """Make an engine of these options, with a cache of ``prefix_cache`` snapshots, if any."""
     from torch_hybrid.serving.engine import Engine
 
     speculation = options.speculation(speculate)

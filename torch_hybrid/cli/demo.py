@@ -24,10 +24,7 @@ ALONE_ROUNDS = 10  # timed runs with prompts one by one; each takes a tenth of a
 def show(num_prompts: int, seed: int | None, model: Path | None) -> None:
     """Serve fresh prompts, compare with transformers, and print every fact of this run.
 
-    Args:
-        num_prompts: number of prompts, at least 1.
-        seed: draws the same prompts again; None draws new ones.
-        model: a checkpoint of the task; None is the one in the package.
+    Without a ``seed`` they are new; without a ``model`` the package's own serves them.
     """
     path = model or checkpoint_path()
     prompts = make_prompts(num_prompts, random.randrange(2**32) if seed is None else seed)

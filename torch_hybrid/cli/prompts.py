@@ -22,13 +22,8 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read the prompts of a command.
 
-    Args:
-        texts: prompts among the command's arguments.
-        file: a file with further prompts, one in each line.
-        ids: whether prompts are token ids.
-        chat: whether prompts are a user's messages.
-        system: a system message before each of the user's messages.
-        images: paths of images that each prompt is about; each prompt is then a user's message.
+    A ``file`` has further prompts, one in each line. With images, each prompt is a user's message
+    about them.
 
     Raises:
         ValueError: there are none, they cannot be read, or the options do not go together.

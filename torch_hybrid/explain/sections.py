@@ -18,7 +18,7 @@ from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.specs import LayerEntry, LayerSpec, LayerTable, PreviousHiddenSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Section:
     """A table with a title."""
 
@@ -55,9 +55,9 @@ def layers(runner: Runner) -> Section:
             )
         )
     return Section(
-        title=f"{len(runner.cache.table)} layers",
-        columns=("layers", "kind", "facts", "per token", "per sequence"),
-        rows=tuple(rows),
+        f"{len(runner.cache.table)} layers",
+        ("layers", "kind", "facts", "per token", "per sequence"),
+        tuple(rows),
     )
 
 
@@ -76,9 +76,9 @@ def weights(model: Any) -> Section:
     ]
     total = sum(stored.num_bytes + stored.scale_bytes for stored in parts.values())
     return Section(
-        title=f"Weights of {byte_count(total)}",
-        columns=("part", "layers", "stored as", "numbers", "scales"),
-        rows=tuple(rows),
+        f"Weights of {byte_count(total)}",
+        ("part", "layers", "stored as", "numbers", "scales"),
+        tuple(rows),
     )
 
 
@@ -95,11 +95,7 @@ def implementations(runner: Runner) -> Section:
         refused = [f"{name}: {'; '.join(why)}" for name, why in choice.refused.items()]
         takes = f"{choice.impl}\n{choice.measured}" if choice.measured else choice.impl
         rows.append((step, choice.op, takes, "\n".join(refused) or "-"))
-    return Section(
-        title="Implementations",
-        columns=("step", "op", "takes", "and not"),
-        rows=tuple(rows),
-    )
+    return Section("Implementations", ("step", "op", "takes", "and not"), tuple(rows))
 
 
 def graphs(report: Report) -> Section:
@@ -115,14 +111,12 @@ def graphs(report: Report) -> Section:
         )
         for name, graph in report.graphs.items()
     ]
-    return Section(
-        title=(
-            f"{len(report.graphs)} graphs, {report.graph_breaks} breaks, "
-            f"{report.recompiles} recompiles, {len(report.pool_clones)} pool clones"
-        ),
-        columns=("step", "nodes", "compiled in", "layers", "ops", "pool clones"),
-        rows=tuple(rows),
+    title = (
+        f"{len(report.graphs)} graphs, {report.graph_breaks} breaks, "
+        f"{report.recompiles} recompiles, {len(report.pool_clones)} pool clones"
     )
+    columns = ("step", "nodes", "compiled in", "layers", "ops", "pool clones")
+    return Section(title, columns, tuple(rows))
 
 
 def halves(trials: tuple[Trial, ...]) -> Section:
@@ -137,9 +131,9 @@ def halves(trials: tuple[Trial, ...]) -> Section:
         for trial in trials
     ]
     return Section(
-        title="Products and messages of a few layers, whole and in halves",
-        columns=("tokens", "whole", "halves", "prefills are"),
-        rows=tuple(rows),
+        "Products and messages of a few layers, whole and in halves",
+        ("tokens", "whole", "halves", "prefills are"),
+        tuple(rows),
     )
 
 
@@ -150,20 +144,16 @@ def passes(report: Report) -> Section:
         for name, graph in report.graphs.items()
         for record in graph.passes
     ]
-    return Section(
-        title="Graph passes",
-        columns=("step", "pass", "nodes before", "after"),
-        rows=tuple(rows),
-    )
+    return Section("Graph passes", ("step", "pass", "nodes before", "after"), tuple(rows))
 
 
 def schedules(report: Report) -> list[Section]:
     """Make a table of each graph that runs in halves: its stages in order, a column per half."""
     return [
         Section(
-            title=f"Schedule of {name}",
-            columns=("stage", "first half", "second half"),
-            rows=tuple(
+            f"Schedule of {name}",
+            ("stage", "first half", "second half"),
+            tuple(
                 (stage.name, *(stage.work if stage.half == half else "" for half in (0, 1)))
                 for stage in graph.schedule
             ),
@@ -174,11 +164,7 @@ def schedules(report: Report) -> list[Section]:
 
 
 def pass_diffs(report: Report, name: str) -> dict[str, str]:
-    """Compare each graph before and after a pass.
-
-    Args:
-        report: the report of a runner with this pass.
-        name: the name of a pass that keeps texts (``passes.with_text``).
+    """Compare each graph before and after a pass that keeps texts (``passes.with_text``).
 
     Returns:
         The changed lines by the kind of step.
@@ -206,9 +192,7 @@ def pools(runner: Runner) -> Section:
     if num_kept := runner.cache.sizes.num_snapshots:
         rows.append(_cost("snapshot", per_sequence, num_kept, num_kept))
     return Section(
-        title=f"Pools of {byte_count(pool_bytes)}",
-        columns=("", "bytes each", "room for", "in all"),
-        rows=tuple(rows),
+        f"Pools of {byte_count(pool_bytes)}", ("", "bytes each", "room for", "in all"), tuple(rows)
     )
 
 
@@ -230,7 +214,7 @@ def memory(runner: Runner) -> Section:
     shown = [(what, byte_count(num_bytes)) for what, num_bytes in rows]
     if runner.kv_room is not None:
         shown.append((f"kv_tokens auto: {runner.kv_room.num_tokens:,}", str(runner.kv_room)))
-    return Section(title=f"Memory on {device}", columns=("what", "bytes"), rows=tuple(shown))
+    return Section(f"Memory on {device}", ("what", "bytes"), tuple(shown))
 
 
 def _weight_bytes(model: Any, device: torch.device) -> dict[torch.dtype, int]:

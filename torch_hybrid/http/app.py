@@ -33,7 +33,6 @@ from torch_hybrid.http.chat import (
 from torch_hybrid.http.completions import CompletionForm
 from torch_hybrid.http.errors import HttpError
 from torch_hybrid.http.guard import Guard
-from torch_hybrid.http.metrics import Metrics
 from torch_hybrid.http.protocol import (
     BodyT,
     ChatBody,
@@ -46,13 +45,11 @@ from torch_hybrid.http.protocol import (
 )
 from torch_hybrid.http.splitting import END_THINK, thinking_of
 from torch_hybrid.http.stepping import Stepper
-from torch_hybrid.sampling import GREEDY, Sampling
-from torch_hybrid.sampling.parameters import HasGenerationConfig
+from torch_hybrid.sampling import Sampling
 from torch_hybrid.serving.detokenizer import Tokenizer
 from torch_hybrid.serving.engine import Engine
 from torch_hybrid.serving.prompts import Prompt, template_of
 from torch_hybrid.serving.request import Request as Pending
-from torch_hybrid.serving.stats import EngineStats
 
 ONE_TOKEN = Sampling(max_new_tokens=1)
 ResultT = TypeVar("ResultT")
@@ -128,9 +125,8 @@ class _Service:
         log_requests: bool,
     ) -> None:
         self._open_engine, self._name, self._max_wait_s = open_engine, name, max_wait_s
-        self._created, self._defaults = int(time.time()), GREEDY
-        self._metrics = Metrics(name, self._stats, logs=log_requests)
-        self.stepper = Stepper(self._open, self._metrics)
+        self._created = int(time.time())
+        self.stepper = Stepper(self._open, name, logs=log_requests)
         # One thread: tokenizers may not encode in several, and steps need the processor more.
         self._encoder = ThreadPoolExecutor(1, "encoding")
 
@@ -153,7 +149,7 @@ class _Service:
 
     async def metrics(self) -> Response:
         """Write all metrics; the engine's counts may wait for a step to end."""
-        text = await asyncio.to_thread(generate_latest, self._metrics.registry)
+        text = await asyncio.to_thread(generate_latest, self.stepper.metrics.registry)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> Json:
@@ -220,8 +216,6 @@ class _Service:
         engine = self._open_engine()
         if engine.tokenizer is None:
             raise ValueError("a server needs an engine with a tokenizer, got none")
-        if isinstance(model := engine.runner.model, HasGenerationConfig):
-            self._defaults = Sampling.of(model)
         return engine
 
     async def _read(self, kind: type[BodyT], request: Request) -> BodyT:
@@ -237,7 +231,7 @@ class _Service:
         if limit is not None and count > limit:
             raise HttpError(400, f"a call may ask for {limit} outputs, got {count}", param="n")
         room = engine.runner.max_seq_len
-        return body.sampling(self._defaults, room, most=most, num_top=num_top)
+        return body.sampling(self.stepper.defaults, room, most=most, num_top=num_top)
 
     def _prepare_chat(self, body: ChatBody, sampling: Sampling) -> tuple[Pending, Reading]:
         """Encode a conversation, and plan how its outputs are split; in the encoding thread."""
@@ -292,9 +286,6 @@ class _Service:
         room = self.stepper.engine.runner.max_seq_len
         about = {"object": "model", "owned_by": "torch_hybrid", "max_model_len": room}
         return {"id": self._name, "created": self._created, **about}
-
-    def _stats(self) -> EngineStats | None:
-        return None if self.stepper.doing else self.stepper.engine.stats()
 
     @property
     def _tokenizer(self) -> Tokenizer:

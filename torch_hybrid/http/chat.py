@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any
 from uuid import uuid4
 
@@ -17,7 +16,7 @@ from torch_hybrid.http.errors import HttpError
 from torch_hybrid.http.splitting import END_THINK, Said, Splitter, Thinking
 from torch_hybrid.http.tools import Format, Schemas
 from torch_hybrid.sampling import TokenLogprob
-from torch_hybrid.serving.detokenizer import Detokenizer, Tokenizer
+from torch_hybrid.serving.detokenizer import Detokenizer, Tokenizer, num_alike
 from torch_hybrid.serving.messages import Message, Sight, joined, read_messages
 from torch_hybrid.serving.prompts import ChatTokenizer, Prompt
 
@@ -257,6 +256,5 @@ def written(
         tokens: list[int] = alone if is_continued else write(add_generation_prompt=True)
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
-    equal = takewhile(lambda pair: pair[0] == pair[1], zip(alone, tokens, strict=False))
-    length = sum(1 for _ in equal)
+    length = num_alike(alone, tokens)
     return tokens, length if 0 < length < len(tokens) else None

@@ -35,16 +35,12 @@ from torch_hybrid.errors import PromptTooLongError, UnsupportedError
 from torch_hybrid.http.answer import usage
 from torch_hybrid.http.call import Call, Piece
 from torch_hybrid.http.errors import HttpError
-from torch_hybrid.http.metrics import Metrics
 from torch_hybrid.http.protocol import Generation
 from torch_hybrid.http.stepping import Stepper
-from torch_hybrid.sampling import GREEDY, Sampling
-from torch_hybrid.sampling.parameters import HasGenerationConfig
+from torch_hybrid.sampling import Sampling
 from torch_hybrid.serving.engine import Engine
 from torch_hybrid.serving.request import Request
-from torch_hybrid.serving.stats import EngineStats
 
-_POLL_S = 0.05  # while the model is loaded
 _MAX_WAITING, _MAX_WAIT_S = 4096, 3600.0  # the frontend has limits of its own
 # What the frontend does itself, and its fields without a meaning here.
 _ITS_OWN = {"stop", "best_of", "use_beam_search", "length_penalty", "include_stop_str_in_output"}
@@ -56,8 +52,7 @@ class Backend(LLMEngine):  # type: ignore[misc]
 
     def __init__(self, open_engine: Callable[[], Engine], model: str, served: str | None) -> None:
         self._model, self._served = model, served or model
-        self._metrics = Metrics(self._served, self._stats)
-        self._stepper = Stepper(open_engine, self._metrics)
+        self._stepper = Stepper(open_engine, self._served)
         self._calls: dict[str, Call] = {}  # by the ids of their contexts
         self._is_started = False
 
@@ -71,10 +66,9 @@ class Backend(LLMEngine):  # type: ignore[misc]
         """Load the model; raise EngineShutdown if it cannot be."""
         self._stepper.start()
         self._is_started = True
-        while self._stepper.doing is not None:
-            if self._stepper.ended.done():
-                raise EngineShutdown(self._stepper.doing)
-            await asyncio.sleep(_POLL_S)
+        await self._stepper.loaded()
+        if self._stepper.doing is not None:
+            raise EngineShutdown(self._stepper.doing)
         runner = self._stepper.engine.runner
         sizes = LlmRegistration(
             context_length=runner.max_seq_len,
@@ -120,22 +114,19 @@ class Backend(LLMEngine):  # type: ignore[misc]
 
     async def register_prometheus(self, metrics: Any) -> None:
         """Show the engine's metrics among the worker's."""
-        register_engine_registry(metrics, self._metrics.registry)
-
-    def _stats(self) -> EngineStats | None:
-        return None if self._stepper.doing else self._stepper.engine.stats()
+        register_engine_registry(metrics, self._stepper.metrics.registry)
 
     async def _prepare(self, request: GenerateRequest) -> Request:
         """Make the engine's request, in a thread: a grammar may take a while to compile."""
         engine = self._stepper.engine
         try:
-            sampling = _sampling(request, engine)
+            sampling = _sampling(request, engine, self._stepper.defaults)
             return await asyncio.to_thread(engine.prepare, request["token_ids"], sampling)
         except (HttpError, PromptTooLongError, UnsupportedError, ValueError) as error:
             raise InvalidArgument(str(error)) from error
 
 
-def _sampling(request: Mapping[str, Any], engine: Engine) -> Sampling:
+def _sampling(request: Mapping[str, Any], engine: Engine, defaults: Sampling) -> Sampling:
     """Convert the options of a request; one that is not known is refused."""
     groups = [request.get("sampling_options") or {}, request.get("stop_conditions") or {}]
     given: dict[str, Any] = {}
@@ -143,8 +134,6 @@ def _sampling(request: Mapping[str, Any], engine: Engine) -> Sampling:
         if name not in _ITS_OWN and value not in (None, []):
             given[_NAMES.get(name, name)] = value
     body = Generation.model_validate(given)
-    model = engine.runner.model
-    defaults = Sampling.of(model) if isinstance(model, HasGenerationConfig) else GREEDY
     num_top = (request.get("output_options") or {}).get("logprobs")
     room = engine.runner.max_seq_len
     sampling = body.sampling(defaults, room, most=body.max_tokens, num_top=num_top)

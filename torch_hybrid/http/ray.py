@@ -31,7 +31,6 @@ _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "query_string", "headers")
 _MOST_CHARACTERS = 256  # or tokens, of a prompt that is no conversation
 _INSTRUCTIONS = ("system", "developer")
-_POLL_S = 0.05  # while a replica loads its model
 
 
 def application(
@@ -97,8 +96,7 @@ class Replica:
         self._stepper = self._app.state.stepper
         self._stepping = self._app.router.lifespan_context(self._app)
         await self._stepping.__aenter__()
-        while self._stepper.doing is not None and not self._stepper.ended.done():
-            await asyncio.sleep(_POLL_S)
+        await self._stepper.loaded()
         self.check_health()
 
     def check_health(self) -> None:

@@ -18,10 +18,14 @@ from torch_hybrid.http.call import Call
 from torch_hybrid.http.errors import HttpError
 from torch_hybrid.http.metrics import Metrics
 from torch_hybrid.http.ranks import Leader, RanksError, steps_of
+from torch_hybrid.sampling import GREEDY, Sampling
+from torch_hybrid.sampling.parameters import HasGenerationConfig
 from torch_hybrid.serving.engine import Engine
 from torch_hybrid.serving.request import Request, TokenEvent
+from torch_hybrid.serving.stats import EngineStats
 
 FLUSH_S = 0.01  # shortest time between two deliveries: tokens of faster steps come together
+POLL_S = 0.05  # between two looks at a model that is loaded
 MOST_FAULTS = 3  # steps that raise one after the other until the server counts as ill
 LOG = logging.getLogger(__name__)
 
@@ -31,21 +35,24 @@ class Stepper:
 
     Args:
         open_engine: makes the engine, in the thread; it may load and compile.
-        metrics: see each event before its call does.
+        name: served name of the model, for metrics.
+        logs: whether each call is logged.
 
     Attributes:
         doing: what keeps the server from serving; None once it can.
         ended: done when the thread has ended; with the error that ended it, if any.
+        metrics: metrics, which see each event before its call does.
+        defaults: the checkpoint's sampling, once the model is loaded.
     """
 
-    def __init__(self, open_engine: Callable[[], Engine], metrics: Metrics) -> None:
+    def __init__(self, open_engine: Callable[[], Engine], name: str, *, logs: bool = False) -> None:
         self.doing: str | None = "loading the model"
         self.ended: Future[None] = Future()
-        self._open_engine, self._metrics = open_engine, metrics
+        self.metrics, self.defaults = Metrics(name, self._stats, logs=logs), GREEDY
+        self._open_engine = open_engine
         self._engine: Engine | None = None
-        self._steps: Engine | Leader | None = (
-            None  # the thread's: the engine, on all ranks that share it
-        )
+        # The thread's: the engine, on all ranks that share it.
+        self._steps: Engine | Leader | None = None
         self._thread = Thread(target=self._run, name="stepping", daemon=True)
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._calls: dict[Request, Call] = {}  # the loop's: calls that are open
@@ -82,6 +89,11 @@ class Stepper:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
+    async def loaded(self) -> None:
+        """Wait until the model is loaded, or the thread has ended."""
+        while self.doing is not None and not self.ended.done():
+            await asyncio.sleep(POLL_S)
+
     async def close(self) -> None:
         """Cancel what is left and end the thread, unless it still loads."""
         if self.doing is None:
@@ -99,7 +111,7 @@ class Stepper:
             self._calls.pop(request, None)
         if any(request.output is None for request in call.requests):
             self._actions.put(lambda: self._cancel(call.requests))
-        self._metrics.left(call)
+        self.metrics.left(call)
 
     def _hear(self, events: list[TokenEvent]) -> None:
         """Pass events on at once or, soon after others, with those that come meanwhile."""
@@ -113,12 +125,15 @@ class Stepper:
         for event in events:
             call = self._calls.get(event.request)
             if call is not None:
-                self._metrics.saw(call, event)
+                self.metrics.saw(call, event)
                 call.put(event)
 
     def _fail(self, requests: Iterable[Request], error: HttpError) -> None:
         for call in {self._calls[request] for request in requests if request in self._calls}:
             call.fail(error)
+
+    def _stats(self) -> EngineStats | None:
+        return None if self.doing else self.engine.stats()
 
     # In the thread.
 
@@ -129,6 +144,8 @@ class Stepper:
         try:
             engine = self._engine = self._open_engine()
             steps = self._steps = steps_of(engine)
+            if isinstance(model := engine.runner.model, HasGenerationConfig):
+                self.defaults = Sampling.of(model)
             self.doing = None
             while not self._is_closing:
                 self._act(may_sleep=not engine.has_unfinished)

@@ -2,54 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.backends.paged_attention import PagedAttentionPlan, attend, positions_of
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.mixer import Blocks, Divisible
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import RECORDS, AttentionSpec
 
 
-class BiasedAttention(nn.Module):
+@dataclass(eq=False, repr=False)
+class BiasedAttention(Divisible):
     """Projection, convolution of keys and values, norms, attention with biases, projection.
 
     The convolution is added to keys and values; queries and keys are normed. A query and head has a
     bias for each distance: the mix of ``profiles`` by its ``mix``. From ``log_floor`` tokens on,
     queries and biases grow by a factor ``1 + log_alpha * log((position + 1) / log_floor)``.
-
-    Args:
-        spec: the mixer's facts.
-        in_proj: projection to ``[q | k | v | mix]``, each by head.
-        o_proj: projection with weight [dim, heads * head_dim].
-        q_norm, k_norm: norms of each head.
-        conv_weight: [2 * key heads * head_dim, width], filters of keys, then of values.
-        profiles: [reach, mixed], profiles of biases by distance.
-        log_floor, log_alpha: growth of queries and biases; None: no growth.
     """
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        *,
-        in_proj: nn.Linear,
-        o_proj: nn.Linear,
-        q_norm: nn.Module,
-        k_norm: nn.Module,
-        conv_weight: nn.Parameter,
-        profiles: nn.Parameter,
-        log_floor: int | None = None,
-        log_alpha: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.spec = spec
-        self.in_proj, self.o_proj = in_proj, o_proj
-        self.q_norm, self.k_norm = q_norm, k_norm
-        self.conv_weight, self.profiles = conv_weight, profiles
-        self.log_floor, self.log_alpha = log_floor, log_alpha
+    spec: AttentionSpec  # the mixer's facts
+    in_proj: nn.Linear  # projection to ``[q | k | v | mix]``, each by head
+    o_proj: nn.Linear  # projection with weight [dim, heads * head_dim]
+    q_norm: nn.Module  # norm of each head
+    k_norm: nn.Module
+    conv_weight: nn.Parameter  # [2 * key heads * head_dim, width], filters of keys, then of values
+    profiles: nn.Parameter  # [reach, mixed], profiles of biases by distance
+    log_floor: int | None = None  # growth of queries and biases; None: no growth
+    log_alpha: float = 0.0
 
     @in_own_dtype(1)
     def forward(
@@ -87,26 +72,15 @@ class BiasedAttention(nn.Module):
         out: Tensor = self.o_proj(o.flatten(1))
         return out
 
-    def shard(self, ranks: Ranks) -> BiasedAttention:
-        """Make this rank's layer: it caches the keys of its heads, and sums outputs over ranks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the heads.
-        """
+    def blocks(self) -> dict[str, Blocks]:
         spec = self.spec
         query, key = (spec.num_q_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim)
         mix = (spec.num_q_heads, self.profiles.shape[1])
-        return BiasedAttention(
-            spec.divided(ranks.size),
-            in_proj=ranks.rows(self.in_proj, [query, key, key, mix]),
-            o_proj=ranks.summed_columns(self.o_proj, spec.num_q_heads),
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            conv_weight=ranks.parameter(self.conv_weight, [key, key]),
-            profiles=self.profiles,
-            log_floor=self.log_floor,
-            log_alpha=self.log_alpha,
-        )
+        return {
+            "in_proj": [query, key, key, mix],
+            "o_proj": spec.num_q_heads,
+            "conv_weight": [key, key],
+        }
 
 
 def growth_of(plan: PagedAttentionPlan, num_tokens: int, floor: int, alpha: float) -> Tensor:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.head_linear import HeadLinear
-from torch_hybrid.layers.mixer import empty_parameter
+from torch_hybrid.layers.mixer import Blocks, Divisible, empty_parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks, own_means
 from torch_hybrid.specs import ConvolvedProjectionSpec
 
 
-class ConvolvedProjection(nn.Module):
+class ConvolvedProjection(Divisible):
     """Projection, two causal convolutions of queries and keys, and a delay of half of the values.
 
     One input projection gives ``[q | k | v]``. With heads h, filters w of channels and W of heads,
@@ -51,13 +51,18 @@ class ConvolvedProjection(nn.Module):
         parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.spec = spec
         heads, taps, width = spec.num_heads, spec.head_width, spec.head_dim
-        self._widths = [heads * width, spec.num_kv_heads * width]
         self.in_proj = nn.Linear(dim, sum(self._widths), bias=False, dtype=dtype, device=device)
         self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
         self.conv_bias = parameter(spec.conv_channels)
         self.heads = HeadLinear(parameter(heads, taps * width, width), parameter(heads, width))
         self._group_means = own_means
         self.reset_parameters()
+
+    @property
+    def _widths(self) -> list[int]:
+        return [
+            heads * self.spec.head_dim for heads in (self.spec.num_heads, self.spec.num_kv_heads)
+        ]
 
     def reset_parameters(self) -> None:
         """Initialise the convolutions as torch does; the projection has initialised itself."""
@@ -130,23 +135,21 @@ class ConvolvedProjection(nn.Module):
         means = self._group_means(groups.mean(dim=2))
         return mixed_q + groups.flatten(1, 2), mixed_k + means, v.unflatten(-1, k.shape[1:])
 
-    def shard(self, ranks: Ranks) -> ConvolvedProjection:
-        """Make this rank's layer: it has some of the heads, and keeps their inputs alone.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the heads.
-        """
+    def blocks(self) -> dict[str, Blocks]:
         spec = self.spec
         q, k, width = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
-        with on_meta():
-            part = ConvolvedProjection(self.in_proj.in_features, spec.divided(ranks.size))
-        part.in_proj = ranks.rows(self.in_proj, [(q, width), (k, width), (k, width)])
         taps = width * spec.head_width
-        blocks = [(q, taps), (k, taps), (k, width)]
-        part.conv_weight = ranks.parameter(self.conv_weight, blocks)
-        part.conv_bias = ranks.parameter(self.conv_bias, blocks)
-        part.heads = self.heads.shard(ranks, [(q, 1), (k, 1)])
-        part._group_means = partial(ranks.mean_of_groups, num_groups=k)
+        channels: Blocks = [(q, taps), (k, taps), (k, width)]
+        return {
+            "in_proj": [(q, width), (k, width), (k, width)],
+            "conv_weight": channels,
+            "conv_bias": channels,
+            "heads": [(q, 1), (k, 1)],
+        }
+
+    def shard(self, ranks: Ranks) -> Self:
+        part = super().shard(ranks)
+        part._group_means = partial(ranks.mean_of_groups, num_groups=self.spec.num_kv_heads)
         return part
 
 

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from torch_hybrid.backends.delta_rules import sizes_of
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.mixer import Mixer, empty_parameter, init_convolution, init_decays
+from torch_hybrid.layers.mixer import Blocks, Mixer, empty_parameter, init_convolution, init_decays
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.delta_rule.op_step_gated import GatedDeltaStep, gated_delta_step
-from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import DeltaRuleSpec
 
 
@@ -42,9 +40,7 @@ class GatedDeltaNet(Mixer):
         super().__init__()
         parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.spec = spec
-        widths = [spec.conv_channels, spec.v_channels, spec.num_v_heads, spec.num_v_heads]
-        self._widths = widths
-        self.in_proj = nn.Linear(dim, sum(widths), bias=False, dtype=dtype, device=device)
+        self.in_proj = nn.Linear(dim, sum(self._widths), bias=False, dtype=dtype, device=device)
         self.out_proj = nn.Linear(spec.v_channels, dim, bias=False, dtype=dtype, device=device)
 
         self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
@@ -52,6 +48,11 @@ class GatedDeltaNet(Mixer):
         self.dt_bias = parameter(spec.num_v_heads)
         self.norm_weight = parameter(spec.head_v_dim)
         self.reset_parameters()
+
+    @property
+    def _widths(self) -> list[int]:
+        spec = self.spec
+        return [spec.conv_channels, spec.v_channels, spec.num_v_heads, spec.num_v_heads]
 
     def reset_parameters(self) -> None:
         """Initialise as the published models do: decays with time constants of 1 to 1000 tokens."""
@@ -89,16 +90,14 @@ class GatedDeltaNet(Mixer):
         out: Tensor = self.out_proj(mixed)
         return out
 
-    def shard(self, ranks: Ranks) -> GatedDeltaNet:
+    def blocks(self) -> dict[str, Blocks]:
         spec = self.spec
-        with on_meta():
-            part = GatedDeltaNet(self.in_proj.in_features, spec.divided(ranks.size))
         key, value = (spec.num_k_heads, spec.head_k_dim), (spec.num_v_heads, spec.head_v_dim)
         head = (spec.num_v_heads, 1)
-        part.in_proj = ranks.rows(self.in_proj, [key, key, value, value, head, head])
-        part.out_proj = ranks.summed_columns(self.out_proj, spec.num_v_heads)
-        part.conv_weight = ranks.parameter(self.conv_weight, [key, key, value])
-        part.A_log = ranks.parameter(self.A_log, [head])
-        part.dt_bias = ranks.parameter(self.dt_bias, [head])
-        part.norm_weight = self.norm_weight
-        return part
+        return {
+            "in_proj": [key, key, value, value, head, head],
+            "out_proj": spec.num_v_heads,
+            "conv_weight": [key, key, value],
+            "A_log": [head],
+            "dt_bias": [head],
+        }

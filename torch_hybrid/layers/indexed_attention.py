@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -12,49 +14,33 @@ from torch_hybrid.backends.indexed_attention import (
     pick,
 )
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.mixer import Blocks, Divisible
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
-from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import IndexedAttentionSpec
 
 
-class IndexedAttention(nn.Module):
-    """Projections, norms and rotation, attention to the blocks an indexer picks, gate, projection.
+@dataclass(eq=False, repr=False)
+class IndexedAttention(Divisible):
+    """Projections, norms and rotation, attention to picked blocks, gate, projection."""
 
-    Args:
-        spec: the mixer's facts.
-        q_proj: projection to ``[query | gate]`` of each head.
-        k_proj, v_proj: projections to keys and values.
-        o_proj: projection from the gated values of all heads.
-        q_norm, k_norm: norms of each head's queries and keys.
-        index_proj: projection to the indexer's queries, then to a token's index key.
-        index_q_norm, index_k_norm: norms of each index head, and of a block's key.
-    """
+    spec: IndexedAttentionSpec  # the mixer's facts
+    q_proj: nn.Linear  # projection to ``[query | gate]`` of each head
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear  # projection from the gated values of all heads
+    q_norm: nn.Module  # norm of each head's queries
+    k_norm: nn.Module  # norm of each head's keys
+    index_proj: nn.Linear  # projection to the indexer's queries, then to a token's index key
+    index_q_norm: nn.Module  # norm of each index head
+    index_k_norm: nn.Module  # norm of a block's key
 
-    def __init__(
-        self,
-        spec: IndexedAttentionSpec,
-        *,
-        q_proj: nn.Linear,
-        k_proj: nn.Linear,
-        v_proj: nn.Linear,
-        o_proj: nn.Linear,
-        q_norm: nn.Module,
-        k_norm: nn.Module,
-        index_proj: nn.Linear,
-        index_q_norm: nn.Module,
-        index_k_norm: nn.Module,
-    ) -> None:
-        super().__init__()
-        self.spec = spec
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = q_proj, k_proj, v_proj, o_proj
-        self.q_norm, self.k_norm, self.index_proj = q_norm, k_norm, index_proj
-        self.index_q_norm, self.index_k_norm = index_q_norm, index_k_norm
-        shape = (spec.conv_channels, spec.conv_width)
-        taps = torch.zeros(shape, dtype=k_proj.weight.dtype, device="cpu")
-        taps[: spec.index_dim] = 1 / spec.block_size
-        taps[spec.index_dim :, 0] = 1
-        self.taps = nn.Buffer(taps.to(k_proj.weight.device), persistent=False)
+    def __post_init__(self) -> None:
+        shape = (self.spec.conv_channels, self.spec.conv_width)
+        taps = torch.zeros(shape, dtype=self.k_proj.weight.dtype, device="cpu")
+        taps[: self.spec.index_dim] = 1 / self.spec.block_size
+        taps[self.spec.index_dim :, 0] = 1
+        self.taps = nn.Buffer(taps.to(self.k_proj.weight.device), persistent=False)
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, rotary: Rotary, plan: IndexedPlan, cache: LayerCache) -> Tensor:
@@ -99,25 +85,13 @@ class IndexedAttention(nn.Module):
         keys = rotate_halves(self.index_k_norm(mean)[:, None], Rotary(cos, sin))[:, 0]
         return pick(rotate_halves(q, rotary), keys, spec, plan, cache)
 
-    def shard(self, ranks: Ranks) -> IndexedAttention:
-        """Make this rank's layer: some of the heads, and all of the indexer.
-
-        Every rank thus picks the same blocks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the heads.
-        """
+    def blocks(self) -> dict[str, Blocks]:
+        """Divide the heads; each rank has all of the indexer, so that all pick the same blocks."""
         spec = self.spec
-        key = (spec.num_kv_heads, spec.head_dim)
-        return IndexedAttention(
-            spec.divided(ranks.size),
-            q_proj=ranks.rows(self.q_proj, [(spec.num_q_heads, 2 * spec.head_dim)]),
-            k_proj=ranks.rows(self.k_proj, [key]),
-            v_proj=ranks.rows(self.v_proj, [key]),
-            o_proj=ranks.summed_columns(self.o_proj, spec.num_q_heads),
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            index_proj=self.index_proj,
-            index_q_norm=self.index_q_norm,
-            index_k_norm=self.index_k_norm,
-        )
+        key: Blocks = [(spec.num_kv_heads, spec.head_dim)]
+        return {
+            "q_proj": [(spec.num_q_heads, 2 * spec.head_dim)],
+            "k_proj": key,
+            "v_proj": key,
+            "o_proj": spec.num_q_heads,
+        }

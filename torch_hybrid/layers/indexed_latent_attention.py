@@ -2,63 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.indexed_attention import IndexedPlan, attend_to_blocks, pick_pooled
 from torch_hybrid.backends.latent_attention import by_head
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.mixer import Blocks, Divisible
 from torch_hybrid.layers.own_dtype import in_own_dtype
-from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import IndexedLatentSpec
 
 
-class IndexedLatentAttention(nn.Module):
+@dataclass(eq=False, repr=False)
+class IndexedLatentAttention(Divisible):
     """Projections and norms, absorbed attention to the blocks that an indexer picks, projection.
 
     Absorbed queries attend to latents themselves (MLA).
-
-    Args:
-        spec: the mixer's facts.
-        q_a_proj, q_a_norm: projection to the latent of queries, and its norm.
-        q_b_proj: projection from the latent of queries to the queries of all heads.
-        kv_a_proj, kv_a_norm: projection to the latents of keys and values, and its norm.
-        kv_b_proj: projection from latents to the keys and values of all heads, weight [num_heads *
-            (nope_dim + v_dim), latent_rank].
-        o_proj: projection from the values of all heads.
-        index_q_proj: projection from the latent of queries to the indexer's queries.
-        index_k_proj, index_k_norm: projection to a token's index key, and its norm.
-        index_gate_proj: projection to the gates that weigh a block's tokens.
-        index_head_proj: projection to the weights of the indexer's heads.
-        gate_bias: [block_size, index_dim], added to the gates.
     """
 
-    def __init__(
-        self,
-        spec: IndexedLatentSpec,
-        *,
-        q_a_proj: nn.Linear,
-        q_a_norm: nn.Module,
-        q_b_proj: nn.Linear,
-        kv_a_proj: nn.Linear,
-        kv_a_norm: nn.Module,
-        kv_b_proj: nn.Linear,
-        o_proj: nn.Linear,
-        index_q_proj: nn.Linear,
-        index_k_proj: nn.Linear,
-        index_k_norm: nn.Module,
-        index_gate_proj: nn.Linear,
-        index_head_proj: nn.Linear,
-        gate_bias: nn.Parameter,
-    ) -> None:
-        super().__init__()
-        self.spec = spec
-        self.q_a_proj, self.q_a_norm, self.q_b_proj = q_a_proj, q_a_norm, q_b_proj
-        self.kv_a_proj, self.kv_a_norm, self.kv_b_proj = kv_a_proj, kv_a_norm, kv_b_proj
-        self.o_proj, self.index_q_proj = o_proj, index_q_proj
-        self.index_k_proj, self.index_k_norm = index_k_proj, index_k_norm
-        self.index_gate_proj, self.index_head_proj = index_gate_proj, index_head_proj
-        self.gate_bias = gate_bias
+    spec: IndexedLatentSpec  # the mixer's facts
+    q_a_proj: nn.Linear  # projection to the latent of queries
+    q_a_norm: nn.Module
+    q_b_proj: nn.Linear  # projection from the latent of queries to the queries of all heads
+    kv_a_proj: nn.Linear  # projection to the latents of keys and values
+    kv_a_norm: nn.Module
+    kv_b_proj: nn.Linear  # weight [num_heads * (nope_dim + v_dim), latent_rank]
+    o_proj: nn.Linear  # projection from the values of all heads
+    index_q_proj: nn.Linear  # projection from the latent of queries to the indexer's queries
+    index_k_proj: nn.Linear  # projection to a token's index key
+    index_k_norm: nn.Module
+    index_gate_proj: nn.Linear  # projection to the gates that weigh a block's tokens
+    index_head_proj: nn.Linear  # projection to the weights of the indexer's heads
+    gate_bias: nn.Parameter  # [block_size, index_dim], added to the gates
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: IndexedPlan, cache: LayerCache) -> Tensor:
@@ -100,28 +77,14 @@ class IndexedLatentAttention(nn.Module):
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32)).contiguous()
         return pick_pooled(q, keys, gates, self.gate_bias, weights, spec, plan, cache)
 
-    def shard(self, ranks: Ranks) -> IndexedLatentAttention:
-        """Make this rank's layer: some of the heads, all latents, and all of the indexer.
+    def blocks(self) -> dict[str, Blocks]:
+        """Divide the heads; each rank has all latents, and all of the indexer.
 
         Every rank thus picks the same blocks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the heads.
         """
         spec = self.spec
-        return IndexedLatentAttention(
-            spec.divided(ranks.size),
-            q_a_proj=self.q_a_proj,
-            q_a_norm=self.q_a_norm,
-            q_b_proj=ranks.rows(self.q_b_proj, [(spec.num_heads, spec.nope_dim)]),
-            kv_a_proj=self.kv_a_proj,
-            kv_a_norm=self.kv_a_norm,
-            kv_b_proj=ranks.rows(self.kv_b_proj, [(spec.num_heads, spec.nope_dim + spec.v_dim)]),
-            o_proj=ranks.summed_columns(self.o_proj, spec.num_heads),
-            index_q_proj=self.index_q_proj,
-            index_k_proj=self.index_k_proj,
-            index_k_norm=self.index_k_norm,
-            index_gate_proj=self.index_gate_proj,
-            index_head_proj=self.index_head_proj,
-            gate_bias=self.gate_bias,
-        )
+        return {
+            "q_b_proj": [(spec.num_heads, spec.nope_dim)],
+            "kv_b_proj": [(spec.num_heads, spec.nope_dim + spec.v_dim)],
+            "o_proj": spec.num_heads,
+        }

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from torch_hybrid.backends.delta_rules import sizes_of
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.mixer import Mixer, empty_parameter, init_convolution, init_decays
+from torch_hybrid.layers.mixer import Blocks, Mixer, empty_parameter, init_convolution, init_decays
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.delta_rule.op_step_kimi import KimiDeltaStep, kimi_delta_step
-from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import KimiDeltaSpec
 
 
@@ -45,16 +43,13 @@ class KimiDeltaAttention(Mixer):
         super().__init__()
         parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.spec, self._gate_rank = spec, gate_rank
-        gates = [spec.k_channels, spec.v_channels]
-        ranks = gates if gate_rank is None else [gate_rank, gate_rank]
-        self._widths = [spec.conv_channels, *ranks, spec.num_heads]
         self.in_proj = nn.Linear(dim, sum(self._widths), bias=False, dtype=dtype, device=device)
         self.f_b_proj: nn.Module = nn.Identity()
         self.g_b_proj: nn.Module = nn.Identity()
         if gate_rank is not None:
             self.f_b_proj, self.g_b_proj = (
                 nn.Linear(gate_rank, width, bias=False, dtype=dtype, device=device)
-                for width in gates
+                for width in (spec.k_channels, spec.v_channels)
             )
         self.out_proj = nn.Linear(spec.v_channels, dim, bias=False, dtype=dtype, device=device)
         self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
@@ -62,6 +57,12 @@ class KimiDeltaAttention(Mixer):
         self.dt_bias = parameter(spec.num_heads, spec.head_k_dim)
         self.norm_weight = parameter(spec.head_v_dim)
         self.reset_parameters()
+
+    @property
+    def _widths(self) -> list[int]:
+        spec, rank = self.spec, self._gate_rank
+        gates = [spec.k_channels, spec.v_channels] if rank is None else [rank, rank]
+        return [spec.conv_channels, *gates, spec.num_heads]
 
     def reset_parameters(self) -> None:
         """Initialise as the published models do: decays with time constants of 1 to 1000 tokens."""
@@ -99,22 +100,17 @@ class KimiDeltaAttention(Mixer):
         out: Tensor = self.out_proj(mixed)
         return out
 
-    def shard(self, ranks: Ranks) -> KimiDeltaAttention:
+    def blocks(self) -> dict[str, Blocks]:
         spec, rank = self.spec, self._gate_rank
-        with on_meta():
-            part = KimiDeltaAttention(
-                self.in_proj.in_features, spec.divided(ranks.size), gate_rank=rank
-            )
         key, value = (spec.num_heads, spec.head_k_dim), (spec.num_heads, spec.head_v_dim)
         head = (spec.num_heads, 1)
         gates = [key, value] if rank is None else [(1, rank), (1, rank)]
-        part.in_proj = ranks.rows(self.in_proj, [key, key, value, *gates, head])
-        if rank is not None:
-            part.f_b_proj = ranks.rows(self.f_b_proj, [key])  # type: ignore[arg-type]
-            part.g_b_proj = ranks.rows(self.g_b_proj, [value])  # type: ignore[arg-type]
-        part.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)
-        part.conv_weight = ranks.parameter(self.conv_weight, [key, key, value])
-        part.A_log = ranks.parameter(self.A_log, [head])
-        part.dt_bias = ranks.parameter(self.dt_bias, [head])
-        part.norm_weight = self.norm_weight
-        return part
+        second: dict[str, Blocks] = {} if rank is None else {"f_b_proj": [key], "g_b_proj": [value]}
+        return {
+            "in_proj": [key, key, value, *gates, head],
+            **second,
+            "out_proj": spec.num_heads,
+            "conv_weight": [key, key, value],
+            "A_log": [head],
+            "dt_bias": [head],
+        }

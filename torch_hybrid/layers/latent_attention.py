@@ -13,12 +13,12 @@ from torch_hybrid.backends.latent_attention import (
     by_head,
 )
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.mixer import Blocks, Divisible
 from torch_hybrid.layers.own_dtype import in_own_dtype
-from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LatentSpec
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Divisible):
     """Attention that writes new latents into pages, then reads all tokens of each sequence.
 
     Projections to queries and latents, norms and rotary embedding belong to the model.
@@ -69,15 +69,9 @@ class LatentAttention(nn.Module):
         out = attend_absorbed(q_latent, q_rope, latent, k_rope, spec, plan, cache)
         return by_head(out, w_uv, plan.statics)
 
-    def shard(self, ranks: Ranks) -> LatentAttention:
-        """Make this rank's layer: some of the heads, and all latents.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the heads.
-        """
-        spec = self.spec
-        heads = [(spec.num_heads, spec.nope_dim + spec.v_dim)]
-        return LatentAttention(spec.divided(ranks.size), ranks.rows(self.kv_b_proj, heads))
+    def blocks(self) -> dict[str, Blocks]:
+        """Divide the heads; each rank has all latents."""
+        return {"kv_b_proj": [(self.spec.num_heads, self.spec.nope_dim + self.spec.v_dim)]}
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         """Split the projection from latents into those to keys [H, nope, rank] and values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.backends.ssd import lightning_sizes
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.mixer import Mixer
+from torch_hybrid.layers.mixer import Blocks, Mixer
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary
 from torch_hybrid.layers.side_by_side import columns
@@ -132,18 +132,15 @@ class LightningAttention(Mixer):
         out: Tensor = self.out_proj(y if gated else self._gated_norm(y, gate))
         return out
 
-    def shard(self, ranks: Ranks) -> LightningAttention:
-        spec = self.spec
-        head = [(spec.num_heads, spec.head_dim)]
-        slopes = ranks.cut(self.slopes, [(spec.num_heads, 1)])
-        with on_meta():
-            part = LightningAttention(self.in_proj.in_features, spec.divided(ranks.size), slopes)
-        part.in_proj = ranks.rows(self.in_proj, head * 4)
-        part.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)
-        part.q_norm_weight, part.k_norm_weight = self.q_norm_weight, self.k_norm_weight
-        part.norm_weight = ranks.parameter(self.norm_weight, head)
-        part._group_means = partial(ranks.mean_of_groups, num_groups=spec.norm_groups)
-        part._shares_groups = spec.norm_groups % ranks.size != 0
+    def blocks(self) -> dict[str, Blocks]:
+        head = [(self.spec.num_heads, self.spec.head_dim)]
+        return {"in_proj": head * 4, "out_proj": self.spec.num_heads, "norm_weight": head}
+
+    def shard(self, ranks: Ranks) -> Self:
+        part, groups = super().shard(ranks), self.spec.norm_groups
+        part.slopes = ranks.cut(self.slopes, [(self.spec.num_heads, 1)])
+        part._group_means = partial(ranks.mean_of_groups, num_groups=groups)
+        part._shares_groups = groups % ranks.size != 0
         return part
 
     def _gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.backends.selective_scan import apply_selective_scan
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.head_linear import HeadLinear
-from torch_hybrid.layers.mixer import Mixer, empty_parameter, init_convolution
+from torch_hybrid.layers.mixer import Blocks, Mixer, empty_parameter, init_convolution
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import MambaSpec
 
 
@@ -58,7 +56,7 @@ class Mamba(Mixer):
                 return nn.Identity()
             return nn.RMSNorm(width, eps=spec.norm_eps, dtype=dtype, device=device)
 
-        self._widths = [spec.dt_rank, spec.state_dim, spec.state_dim]
+        self._widths = [spec.dt_rank, spec.state_dim, spec.state_dim]  # whole on every rank
         self.in_proj = nn.Linear(dim, 2 * spec.channels, bias=bias, dtype=dtype, device=device)
         if spec.num_heads == 1:
             self.x_proj = nn.Linear(
@@ -125,32 +123,22 @@ class Mamba(Mixer):
         steps = self.dt_proj(self.dt_norm(dt)).flatten(1)
         return steps, self.B_norm(B).contiguous(), self.C_norm(C).contiguous()
 
-    def shard(self, ranks: Ranks) -> Mamba:
-        """Make this rank's layer: it keeps the states of its channels, and sums outputs over ranks.
+    def blocks(self) -> dict[str, Blocks]:
+        """Say how the weights are divided.
 
-        With one head, it also sums ``[dt | B | C]`` over ranks, since all channels contribute.
-        Several heads are divided among ranks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the channels, or several heads.
+        With one head, all channels contribute to ``[dt | B | C]``, whose parts are summed over
+        ranks. Several heads are divided among ranks.
         """
-        channels = (self.spec.channels, 1)
-        with on_meta():
-            part = Mamba(self.in_proj.in_features, self.spec.divided(ranks.size), conv_bias=False)
-        part.in_proj = ranks.rows(self.in_proj, [channels] * 2)
-        if isinstance(self.x_proj, HeadLinear) and isinstance(self.dt_proj, HeadLinear):
-            heads = [(self.spec.num_heads, 1)]
-            part.x_proj = self.x_proj.shard(ranks, heads)
-            part.dt_proj = self.dt_proj.shard(ranks, heads)
-        else:
-            part.x_proj = ranks.summed_columns(self.x_proj, self.spec.channels)  # type: ignore[arg-type]
-            part.dt_proj = ranks.rows(self.dt_proj, [channels])  # type: ignore[arg-type]
-        part.out_proj = ranks.summed_columns(self.out_proj, self.spec.channels)
-        part.dt_norm, part.B_norm, part.C_norm = self.dt_norm, self.B_norm, self.C_norm
-        part.conv_weight = ranks.parameter(self.conv_weight, [channels])
-        if self.conv_bias is not None:
-            part.conv_bias = ranks.parameter(self.conv_bias, [channels])
-        part.dt_bias = ranks.parameter(self.dt_bias, [channels])
-        part.A_log = ranks.parameter(self.A_log, [channels])
-        part.D = ranks.parameter(self.D, [channels])
-        return part
+        channels, heads = (self.spec.channels, 1), (self.spec.num_heads, 1)
+        has_one = self.spec.num_heads == 1
+        return {
+            "in_proj": [channels] * 2,
+            "x_proj": self.spec.channels if has_one else [heads],
+            "dt_proj": [channels] if has_one else [heads],
+            "out_proj": self.spec.channels,
+            "conv_weight": [channels],
+            "conv_bias": [channels],
+            "dt_bias": [channels],
+            "A_log": [channels],
+            "D": [channels],
+        }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.backends.ssd import sizes_of
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.mixer import Mixer, empty_parameter, init_convolution, init_decays
+from torch_hybrid.layers.mixer import Blocks, Mixer, empty_parameter, init_convolution, init_decays
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.ssd.gated_norm import gate_with_norm
@@ -52,7 +52,6 @@ class Mamba2(Mixer):
         self.spec = spec
         self._group_means: Callable[[Tensor], Tensor] = own_means
         self._shares_groups = False  # True if several ranks share a group of the norm
-        self._widths = [spec.inner_dim, spec.conv_channels, spec.num_heads]
         self.in_proj = nn.Linear(dim, sum(self._widths), bias=bias, dtype=dtype, device=device)
         self.out_proj = nn.Linear(spec.inner_dim, dim, bias=bias, dtype=dtype, device=device)
 
@@ -63,6 +62,10 @@ class Mamba2(Mixer):
         self.D = parameter(spec.num_heads)
         self.norm_weight = parameter(spec.inner_dim) if spec.gate != "no_norm" else None
         self.reset_parameters()
+
+    @property
+    def _widths(self) -> list[int]:
+        return [self.spec.inner_dim, self.spec.conv_channels, self.spec.num_heads]
 
     def reset_parameters(self) -> None:
         """Initialise as the published models do: steps of 0.001 to 0.1, decay rates of 1 to 16."""
@@ -103,24 +106,25 @@ class Mamba2(Mixer):
         out: Tensor = self.out_proj(y if gated else self._gate(y, z))
         return out
 
-    def shard(self, ranks: Ranks) -> Mamba2:
+    def blocks(self) -> dict[str, Blocks]:
         spec = self.spec
-        with on_meta():
-            part = Mamba2(self.in_proj.in_features, spec.divided(ranks.size), conv_bias=False)
         inner, group = (spec.num_heads, spec.head_dim), (spec.num_groups, spec.state_dim)
         head = (spec.num_heads, 1)
-        part.in_proj = ranks.rows(self.in_proj, [inner, inner, group, group, head])
-        part.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)
-        part.conv_weight = ranks.parameter(self.conv_weight, [inner, group, group])
-        if self.conv_bias is not None:
-            part.conv_bias = ranks.parameter(self.conv_bias, [inner, group, group])
-        part.A_log = ranks.parameter(self.A_log, [head])
-        part.dt_bias = ranks.parameter(self.dt_bias, [head])
-        part.D = ranks.parameter(self.D, [head])
-        if self.norm_weight is not None:
-            part.norm_weight = ranks.parameter(self.norm_weight, [inner])
-        part._group_means = partial(ranks.mean_of_groups, num_groups=spec.norm_groups)
-        part._shares_groups = spec.gate != "no_norm" and spec.norm_groups % ranks.size != 0
+        return {
+            "in_proj": [inner, inner, group, group, head],
+            "out_proj": spec.num_heads,
+            "conv_weight": [inner, group, group],
+            "conv_bias": [inner, group, group],
+            "A_log": [head],
+            "dt_bias": [head],
+            "D": [head],
+            "norm_weight": [inner],
+        }
+
+    def shard(self, ranks: Ranks) -> Self:
+        part, groups = super().shard(ranks), self.spec.norm_groups
+        part._group_means = partial(ranks.mean_of_groups, num_groups=groups)
+        part._shares_groups = self.spec.gate != "no_norm" and groups % ranks.size != 0
         return part
 
     def _gate(self, o: Tensor, z: Tensor) -> Tensor:

@@ -13,11 +13,9 @@ from torch_hybrid.backends.recurrent import At, RecurrentPlan
 from torch_hybrid.backends.replay import walk
 from torch_hybrid.backends.ssd import apply_ssd
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.mixer import Mixer, empty_parameter
+from torch_hybrid.layers.mixer import Blocks, Mixer, empty_parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import MlstmSpec
 
 
@@ -52,13 +50,16 @@ class Mlstm(Mixer):
         super().__init__()
         parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.spec = spec
-        k, v, heads = spec.k_channels, spec.v_channels, spec.num_heads
-        self._widths = [k, k, v, v, 2 * heads]
         self.in_proj = nn.Linear(dim, sum(self._widths), bias=False, dtype=dtype, device=device)
-        self.out_proj = nn.Linear(v, dim, bias=False, dtype=dtype, device=device)
-        self.gate_bias = parameter(2 * heads)
-        self.norm_weight = nn.Parameter(torch.ones(v, dtype=dtype, device=device))
+        self.out_proj = nn.Linear(spec.v_channels, dim, bias=False, dtype=dtype, device=device)
+        self.gate_bias = parameter(2 * spec.num_heads)
+        self.norm_weight = nn.Parameter(torch.ones(spec.v_channels, dtype=dtype, device=device))
         self.reset_parameters()
+
+    @property
+    def _widths(self) -> list[int]:
+        k, v = self.spec.k_channels, self.spec.v_channels
+        return [k, k, v, v, 2 * self.spec.num_heads]
 
     def reset_parameters(self) -> None:
         """Initialise as the published models do: tokens are hardly written, hardly forgotten."""
@@ -116,15 +117,14 @@ class Mlstm(Mixer):
         normed = F.layer_norm(h, h.shape[-1:], eps=self.spec.norm_eps)
         return normed.flatten(1) * self.norm_weight.float()
 
-    def shard(self, ranks: Ranks) -> Mlstm:
+    def blocks(self) -> dict[str, Blocks]:
         spec = self.spec
-        with on_meta():
-            part = Mlstm(self.in_proj.in_features, spec.divided(ranks.size))
         head, keys, values = (
             (spec.num_heads, width) for width in (1, spec.head_k_dim, spec.head_v_dim)
         )
-        part.in_proj = ranks.rows(self.in_proj, [keys, keys, values, values, head, head])
-        part.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)
-        part.gate_bias = ranks.parameter(self.gate_bias, [head, head])
-        part.norm_weight = ranks.parameter(self.norm_weight, [values])
-        return part
+        return {
+            "in_proj": [keys, keys, values, values, head, head],
+            "out_proj": spec.num_heads,
+            "gate_bias": [head, head],
+            "norm_weight": [values],
+        }

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, run_rule
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.head_linear import HeadLinear
-from torch_hybrid.layers.mixer import Mixer, empty_parameter, init_convolution
+from torch_hybrid.layers.mixer import Blocks, Mixer, empty_parameter, init_convolution
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.rg_lru import rg_lru
-from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import RgLruSpec
 
 _SHARPNESS = 8.0  # c in a = exp(-c r softplus(a_param))
@@ -76,15 +74,14 @@ class RgLru(Mixer):
         out: Tensor = self.out_proj(h * F.gelu(y, approximate="tanh"))
         return out
 
-    def shard(self, ranks: Ranks) -> RgLru:
+    def blocks(self) -> dict[str, Blocks]:
         spec = self.spec
-        with on_meta():
-            part = RgLru(self.in_proj.in_features, spec.divided(ranks.size))
-        head, channels = (spec.num_heads, 1), (spec.num_heads, spec.head_dim)
-        part.in_proj = ranks.rows(self.in_proj, [channels] * 2)
-        part.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)
-        part.conv_weight = ranks.parameter(self.conv_weight, [channels])
-        part.conv_bias = ranks.parameter(self.conv_bias, [channels])
-        part.gates = self.gates.shard(ranks, [head])
-        part.a_param = ranks.parameter(self.a_param, [channels])
-        return part
+        channels = (spec.num_heads, spec.head_dim)
+        return {
+            "in_proj": [channels] * 2,
+            "out_proj": spec.num_heads,
+            "conv_weight": [channels],
+            "conv_bias": [channels],
+            "gates": [(spec.num_heads, 1)],
+            "a_param": [channels],
+        }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,3 +37,17 @@ def rotate_pairs(x: Tensor, rotary: Rotary) -> Tensor:
 def _rotate(a: Tensor, b: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
     cos, sin = (table[:, None].to(a.dtype) for table in rotary)
     return a * cos - b * sin, b * cos + a * sin
+
+
+def rope_type(scaling: Mapping[str, Any] | None) -> str:
+    """Look up the kind of scaling, under its new name or its old one."""
+    given = scaling or {}
+    return str(given.get("rope_type", given.get("type", "default")))
+
+
+def mscale(scaling: Mapping[str, Any] | None, field: str) -> float:
+    """Compute YaRN's attention scale for ``field``; 1 if that is not set."""
+    if rope_type(scaling) == "default" or not scaling or not scaling.get(field):
+        return 1.0
+    factor: float = scaling.get("factor", 1.0)
+    return 0.1 * scaling[field] * math.log(factor) + 1.0 if factor > 1 else 1.0

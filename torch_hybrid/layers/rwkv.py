@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, run_rule
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.mixer import Mixer, empty_parameter
+from torch_hybrid.layers.mixer import Blocks, Mixer, empty_parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.ops.wkv import wkv
-from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs.rwkv import TOKEN_SHIFT, ChannelMixSpec, TimeMixSpec
 
 
@@ -114,18 +113,10 @@ class TimeMix(Mixer):
         out: Tensor = self.out_proj(self.receptance(for_receptance).sigmoid() * mean)
         return out
 
-    def shard(self, ranks: Ranks) -> TimeMix:
-        channels = [(self.spec.channels, 1)]
-        with on_meta():
-            part = TimeMix(self.spec.divided(ranks.size))
-        part.shift = self.shift
-        part.key = ranks.rows(self.key, channels)
-        part.value = ranks.rows(self.value, channels)
-        part.receptance = ranks.rows(self.receptance, channels)
-        part.out_proj = ranks.summed_columns(self.out_proj, self.spec.channels)
-        part.time_decay = ranks.parameter(self.time_decay, channels)
-        part.time_first = ranks.parameter(self.time_first, channels)
-        return part
+    def blocks(self) -> dict[str, Blocks]:
+        channels: Blocks = [(self.spec.channels, 1)]
+        names = ("key", "value", "receptance", "time_decay", "time_first")
+        return {**dict.fromkeys(names, channels), "out_proj": self.spec.channels}
 
 
 class ChannelMix(Mixer):
@@ -159,17 +150,6 @@ class ChannelMix(Mixer):
         out: Tensor = self.receptance(for_receptance).sigmoid() * self.value(units)
         return out
 
-    def shard(self, ranks: Ranks) -> ChannelMix:
-        """Make this rank's layer: its part of the units, and all receptances.
-
-        The receptances gate the sum over the ranks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the units.
-        """
-        with on_meta():
-            part = ChannelMix(self.spec.divided(ranks.size))
-        part.shift, part.receptance = self.shift, self.receptance
-        part.key = ranks.rows(self.key, [(self.spec.width, 1)])
-        part.value = ranks.summed_columns(self.value, self.spec.width)
-        return part
+    def blocks(self) -> dict[str, Blocks]:
+        """Divide the units; each rank has all receptances, which gate the sum over the ranks."""
+        return {"key": [(self.spec.width, 1)], "value": self.spec.width}

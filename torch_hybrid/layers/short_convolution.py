@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.mixer import Mixer, empty_parameter, init_convolution
+from torch_hybrid.layers.mixer import Blocks, Mixer, empty_parameter, init_convolution
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import ShortConvolutionSpec
 
 
@@ -71,13 +69,11 @@ class ShortConvolution(Mixer):
         out: Tensor = self.out_proj(y)
         return out
 
-    def shard(self, ranks: Ranks) -> ShortConvolution:
+    def blocks(self) -> dict[str, Blocks]:
         channels = (self.spec.channels, 1)
-        with on_meta():
-            part = ShortConvolution(self.in_proj.in_features, self.spec.divided(ranks.size))
-        part.in_proj = ranks.rows(self.in_proj, [channels] * 3)
-        part.out_proj = ranks.summed_columns(self.out_proj, self.spec.channels)
-        part.conv_weight = ranks.parameter(self.conv_weight, [channels])
-        if self.conv_bias is not None:
-            part.conv_bias = ranks.parameter(self.conv_bias, [channels])
-        return part
+        return {
+            "in_proj": [channels] * 3,
+            "out_proj": self.spec.channels,
+            "conv_weight": [channels],
+            "conv_bias": [channels],
+        }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,55 +12,35 @@ from torch_hybrid.backends.paged_attention import PagedAttentionPlan, attend_wit
 from torch_hybrid.backends.recurrent import RecurrentPlan
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.biased_attention import convolved, growth_of
+from torch_hybrid.layers.mixer import Blocks, Divisible
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ranks import Block, Ranks
+from torch_hybrid.ranks import Block
 from torch_hybrid.specs import AttentionSpec
 
 
-class SinkAttention(nn.Module):
+@dataclass(eq=False, repr=False)
+class SinkAttention(Divisible):
     """Projection, convolution of keys and values, clips, attention with sinks, gate, projection.
 
     The convolution is added to keys and values. Queries, keys and mixes are clipped, values normed.
     A query and head has a bias for each distance: the mix of ``profiles`` by its ``mix``. It also
     has a sink: one more logit, whose value is zero. From ``log_floor`` tokens on, queries and
     biases grow by a factor ``1 + log_alpha * log((position + 1) / log_floor)``.
-
-    Args:
-        spec: the mixer's facts.
-        in_proj: projection to ``[q | mix | gate | sink | k | v]``, each by head.
-        o_proj: projection with weight [dim, heads * head_dim].
-        q_scale, mix_scale: [heads, head_dim] and [heads, mixed], factors of q and mix before clips.
-        qk_clip, mix_clip: the largest norms of a head of queries or keys, and of mixes.
-        norm_eps: epsilon of the norm of values.
-        conv_weight: [2 * key heads * head_dim, width], filters of keys, then of values.
-        profiles: [reach, mixed], profiles of biases by distance.
-        log_floor, log_alpha: growth of queries and biases; None: no growth.
     """
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        *,
-        in_proj: nn.Linear,
-        o_proj: nn.Linear,
-        q_scale: nn.Parameter,
-        mix_scale: nn.Parameter,
-        qk_clip: float,
-        mix_clip: float,
-        norm_eps: float,
-        conv_weight: nn.Parameter,
-        profiles: nn.Parameter,
-        log_floor: int | None = None,
-        log_alpha: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.spec = spec
-        self.in_proj, self.o_proj = in_proj, o_proj
-        self.q_scale, self.mix_scale = q_scale, mix_scale
-        self.qk_clip, self.mix_clip, self.norm_eps = qk_clip, mix_clip, norm_eps
-        self.conv_weight, self.profiles = conv_weight, profiles
-        self.log_floor, self.log_alpha = log_floor, log_alpha
+    spec: AttentionSpec  # the mixer's facts
+    in_proj: nn.Linear  # projection to ``[q | mix | gate | sink | k | v]``, each by head
+    o_proj: nn.Linear  # projection with weight [dim, heads * head_dim]
+    q_scale: nn.Parameter  # [heads, head_dim], factor of q before its clip
+    mix_scale: nn.Parameter  # [heads, mixed], factor of mix before its clip
+    qk_clip: float  # the largest norm of a head of queries or keys
+    mix_clip: float  # the largest norm of a mix
+    norm_eps: float  # epsilon of the norm of values
+    conv_weight: nn.Parameter  # [2 * key heads * head_dim, width], filters of keys, then of values
+    profiles: nn.Parameter  # [reach, mixed], profiles of biases by distance
+    log_floor: int | None = None  # growth of queries and biases; None: no growth
+    log_alpha: float = 0.0
 
     @in_own_dtype(1)
     def forward(
@@ -123,58 +103,27 @@ class SinkAttention(nn.Module):
         out: Tensor = self.o_proj(gated.to(kv.dtype))
         return out
 
-    def shard(self, ranks: Ranks) -> SinkAttention:
-        """Make this rank's layer: it caches the keys of its heads, and sums outputs over ranks.
-
-        Raises:
-            UnsupportedError: the ranks do not divide the heads.
-        """
-        key = (self.spec.num_kv_heads, self.spec.head_dim)
-        in_proj = ranks.rows(self.in_proj, [*self._query_blocks, key, key])
-        return SinkAttention(in_proj=in_proj, **self._shared(ranks))
-
-    def _shared(self, ranks: Ranks) -> dict[str, Any]:
-        """Collect this rank's arguments of the constructor, except the input projections."""
-        spec = self.spec
-        key = (spec.num_kv_heads, spec.head_dim)
+    def blocks(self) -> dict[str, Blocks]:
+        heads, key = self.spec.num_q_heads, (self.spec.num_kv_heads, self.spec.head_dim)
         return {
-            "spec": spec.divided(ranks.size),
-            "o_proj": ranks.summed_columns(self.o_proj, spec.num_q_heads),
-            "q_scale": ranks.parameter(self.q_scale, [(spec.num_q_heads, 1)]),
-            "mix_scale": ranks.parameter(self.mix_scale, [(spec.num_q_heads, 1)]),
-            "qk_clip": self.qk_clip,
-            "mix_clip": self.mix_clip,
-            "norm_eps": self.norm_eps,
-            "conv_weight": ranks.parameter(self.conv_weight, [key, key]),
-            "profiles": self.profiles,
-            "log_floor": self.log_floor,
-            "log_alpha": self.log_alpha,
+            "in_proj": [*self._query_blocks, key, key],
+            "o_proj": heads,
+            "q_scale": [(heads, 1)],
+            "mix_scale": [(heads, 1)],
+            "conv_weight": [key, key],
         }
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DynamicSinkAttention(SinkAttention):
     """Sink attention with separate inputs for queries, keys and values, and dynamic filters.
 
     Each token adds taps of its own to the convolution's filters, for each head of keys and values.
-
-    Args:
-        in_proj: projection to ``[q | mix | gate | sink]``, each by head.
-        k_proj: projection to ``[k | taps]`` by head, the taps oldest first.
-        v_proj: projection to ``[v | taps]`` by head.
-        options: other arguments of ``SinkAttention``.
+    ``in_proj`` gives ``[q | mix | gate | sink]``.
     """
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        *,
-        in_proj: nn.Linear,
-        k_proj: nn.Linear,
-        v_proj: nn.Linear,
-        **options: Any,
-    ) -> None:
-        super().__init__(spec, in_proj=in_proj, **options)
-        self.k_proj, self.v_proj = k_proj, v_proj
+    k_proj: nn.Linear  # projection to ``[k | taps]`` by head, the taps oldest first
+    v_proj: nn.Linear  # projection to ``[v | taps]`` by head
 
     @in_own_dtype(3)
     def forward(  # type: ignore[override]
@@ -214,14 +163,10 @@ class DynamicSinkAttention(SinkAttention):
         spec = self.spec
         return [(spec.num_kv_heads, width) for width in (spec.head_dim, self.conv_weight.shape[1])]
 
-    def shard(self, ranks: Ranks) -> DynamicSinkAttention:
-        """Make this rank's layer; see ``SinkAttention.shard``."""
-        return DynamicSinkAttention(
-            in_proj=ranks.rows(self.in_proj, self._query_blocks),
-            k_proj=ranks.rows(self.k_proj, self._key_blocks),
-            v_proj=ranks.rows(self.v_proj, self._key_blocks),
-            **self._shared(ranks),
-        )
+    def blocks(self) -> dict[str, Blocks]:
+        keys: Blocks = self._key_blocks
+        own: dict[str, Blocks] = {"in_proj": self._query_blocks, "k_proj": keys, "v_proj": keys}
+        return super().blocks() | own
 
 
 def _clipped(x: Tensor, longest: float) -> Tensor:

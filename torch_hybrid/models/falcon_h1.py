@@ -11,9 +11,17 @@ from typing import Any, ClassVar
 from torch import nn
 
 from torch_hybrid.layers.mamba2 import Mamba2
-from torch_hybrid.models.family import ROPE_TYPES, Family, Logits, Swap, head_dim_of, require
+from torch_hybrid.models.family import (
+    ROPE_TYPES,
+    Family,
+    Logits,
+    Swap,
+    attention_spec,
+    head_dim_of,
+    require,
+)
 from torch_hybrid.models.mamba2 import mamba2_from, mamba2_spec
-from torch_hybrid.specs import AttentionSpec, LayerSpec, Mamba2Spec
+from torch_hybrid.specs import LayerSpec, Mamba2Spec
 
 
 def _mixer(module: Any, spec: Mamba2Spec) -> Mamba2:
@@ -34,12 +42,7 @@ class FalconH1Family(Family):
     def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
         rope_type = (config.rope_parameters or {}).get("rope_type", "default")
         require(config, "rope_parameters.rope_type", rope_type, ROPE_TYPES)
-        attention = AttentionSpec(
-            num_q_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim_of(config),
-            scale=head_dim_of(config) ** -0.5,
-        )
+        attention = attention_spec(config, head_dim=head_dim_of(config))
         gate = "after_norm" if config.mamba_norm_before_gate else "before_norm"
         linear = mamba2_spec(config, gate=gate if config.mamba_rms_norm else "no_norm")
         return [(attention, linear)] * config.num_hidden_layers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -14,10 +13,12 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.layers.rotary import mscale
 from torch_hybrid.models.backbone import Backbone
 from torch_hybrid.models.mtp import MtpLayout
 from torch_hybrid.models.tower import Modality
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
+from torch_hybrid.ranks import linear_of
 from torch_hybrid.specs import (
     AttentionSpec,
     DeltaRuleSpec,
@@ -159,16 +160,21 @@ def listed(config: Any, known: Mapping[str, S]) -> list[S]:
     return [known[layer_type] for layer_type in config.layer_types]
 
 
-def attention_specs(
-    config: Any, *, head_dim: int, scale: float | None = None
-) -> dict[str, LayerSpec]:
-    """Return the specs of attention by layer type: to all keys, and to those of a window."""
-    full = AttentionSpec(
+def attention_spec(config: Any, *, head_dim: int, scale: float | None = None) -> AttentionSpec:
+    """Return the spec of attention to all keys, by the usual scale if none is given."""
+    return AttentionSpec(
         num_q_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5 if scale is None else scale,
     )
+
+
+def attention_specs(
+    config: Any, *, head_dim: int, scale: float | None = None
+) -> dict[str, LayerSpec]:
+    """Return the specs of attention by layer type: to all keys, and to those of a window."""
+    full = attention_spec(config, head_dim=head_dim, scale=scale)
     if "sliding_attention" not in config.layer_types:
         return {"full_attention": full}
     if not config.sliding_window:
@@ -229,11 +235,7 @@ def parameter(weight: Tensor) -> nn.Parameter:
 
 def joined_projection(rows: Sequence[Tensor]) -> nn.Linear:
     """Join projections of one input to one, without a bias."""
-    weight = torch.cat(list(rows))
-    width, dim = weight.shape
-    joined = nn.Linear(dim, width, bias=False, dtype=weight.dtype, device="meta")
-    joined.weight = parameter(weight)
-    return joined
+    return linear_of(torch.cat(list(rows)))
 
 
 def latent_spec(config: Any, rope: Mapping[str, Any]) -> LatentSpec:
@@ -243,14 +245,13 @@ def latent_spec(config: Any, rope: Mapping[str, Any]) -> LatentSpec:
     """
     require(config, "rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
     qk_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    mscale = yarn_mscale(rope)
     return LatentSpec(
         num_heads=config.num_attention_heads,
         latent_rank=config.kv_lora_rank,
         nope_dim=config.qk_nope_head_dim,
         rope_dim=config.qk_rope_head_dim,
         v_dim=config.v_head_dim,
-        scale=qk_dim**-0.5 * mscale * mscale,
+        scale=qk_dim**-0.5 * mscale(rope, "mscale_all_dim") ** 2,
     )
 
 
@@ -259,12 +260,3 @@ def require_fields(config: Any, **fields: object) -> None:
     given = config.to_dict()
     for name, value in fields.items():
         require(config, name, given.get(name, value), [value])
-
-
-def yarn_mscale(rope: Mapping[str, Any]) -> float:
-    """Return YaRN's factor (``mscale_all_dim``) on queries and on keys, each; 1 without it."""
-    factor: float = rope.get("factor", 1.0)
-    mscale: float = rope.get("mscale_all_dim", 0)
-    if rope.get("rope_type", "default") == "default" or not mscale or factor <= 1:
-        return 1.0
-    return 0.1 * mscale * math.log(factor) + 1.0

@@ -20,15 +20,12 @@ from torch_hybrid.models.kimi_delta import kimi_delta_spec
 from torch_hybrid.models.kimi_linear import kimi_linear_mixer
 from torch_hybrid.models.tower import IMAGES_AND_VIDEOS_OF_IMAGES
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
+from torch_hybrid.ranks import linear_of
 from torch_hybrid.specs import IndexedLatentSpec, LayerSpec
 
 
 def _indexed_latent_attention(module: Any, spec: IndexedLatentSpec) -> IndexedLatentAttention:
     indexer = module.indexer
-    gate = indexer.index_kpool_compress_gate
-    sizes = indexer.hidden_size, spec.index_dim
-    gate_proj = nn.Linear(*sizes, bias=False, device="meta", dtype=gate.dtype)
-    gate_proj.weight = gate
     return IndexedLatentAttention(
         spec,
         q_a_proj=module.q_a_proj,
@@ -41,20 +38,10 @@ def _indexed_latent_attention(module: Any, spec: IndexedLatentSpec) -> IndexedLa
         index_q_proj=indexer.wq_b,
         index_k_proj=indexer.wk,
         index_k_norm=indexer.k_norm,
-        index_gate_proj=gate_proj,
+        index_gate_proj=linear_of(indexer.index_kpool_compress_gate),
         index_head_proj=indexer.weights_proj,
         gate_bias=indexer.index_kpool_compress_ape,
     )
-
-
-class _KimiDeltaAdapter(LinearAttentionAdapter):
-    """Our mixer, for a decoder layer that also hands it the tokens."""
-
-    def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, *, step: LayerStep, **_options: object
-    ) -> Tensor:
-        """Map [1, T, dim] to [1, T, dim]."""
-        return super().forward(hidden_states, step=step)
 
 
 class _IndexedLatentAdapter(LinearAttentionAdapter):
@@ -92,9 +79,7 @@ def _text_class() -> type[nn.Module]:
 class Glm5NextFamily(Family):
     model_types = ("glm5_next", "glm5_next_text")
     swaps: ClassVar = {
-        "kimi_delta_attention": Swap(
-            attribute="self_attn", make=kimi_linear_mixer, adapter=_KimiDeltaAdapter
-        ),
+        "kimi_delta_attention": Swap(attribute="self_attn", make=kimi_linear_mixer),
         "indexed_latent_attention": Swap(
             attribute="self_attn", make=_indexed_latent_attention, adapter=_IndexedLatentAdapter
         ),

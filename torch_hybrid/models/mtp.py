@@ -28,6 +28,7 @@ from torch_hybrid.backends.previous_hidden import (
 from torch_hybrid.backends.step import Step
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.layers.mixer import Composed
 from torch_hybrid.models.checkpoint.content import Stored
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.specs import LayerTable, PreviousHiddenSpec
@@ -73,33 +74,17 @@ def next_layer(norm: str) -> MtpLayout:
     )
 
 
-class MtpHead(nn.Module):
-    """A head and its layers, without the embedding and the output that are the model's.
+@dataclass(eq=False, repr=False)
+class MtpHead(Composed):
+    """A head and its layers, without the embedding and the output that are the model's."""
 
-    Args:
-        fc: projection from ``[embedding | hidden]`` to hidden.
-        embedding_norm, hidden_norm: norms before ``fc``.
-        layers: decoder layers of transformers, with hooks that hand them the step.
-        norm: norm after the layers.
-        first_layer: number of the first of them in the model's table.
-        kinds: kinds of their mixers.
-    """
-
-    def __init__(
-        self,
-        *,
-        fc: nn.Module,
-        embedding_norm: nn.Module,
-        hidden_norm: nn.Module,
-        layers: nn.ModuleList,
-        norm: nn.Module,
-        first_layer: int,
-        kinds: frozenset[str],
-    ) -> None:
-        super().__init__()
-        self.fc, self.embedding_norm, self.hidden_norm = fc, embedding_norm, hidden_norm
-        self.layers, self.norm = layers, norm
-        self.first_layer, self.kinds = first_layer, kinds
+    fc: nn.Module  # projection from ``[embedding | hidden]`` to hidden
+    embedding_norm: nn.Module
+    hidden_norm: nn.Module
+    layers: nn.ModuleList  # decoder layers of transformers, with hooks that hand them the step
+    norm: nn.Module  # norm after the layers
+    first_layer: int  # number of the first of them in the model's table
+    kinds: frozenset[str]  # kinds of their mixers
 
     def forward(self, embedded: Tensor, hidden: Tensor, step: Step, **options: Any) -> Tensor:
         """Predict the token after each one, as hidden states for the model's head.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch_hybrid.layers.fused_experts import FusedExperts
-from torch_hybrid.models.family import Family, Swap, listed, require, require_fields
+from torch_hybrid.models.family import Family, Swap, attention_spec, listed, require, require_fields
 from torch_hybrid.models.mamba2 import mamba2_from
 from torch_hybrid.models.mtp import MtpLayout
-from torch_hybrid.specs import AttentionSpec, LayerSpec, Mamba2Spec
+from torch_hybrid.specs import LayerSpec, Mamba2Spec
 
 
 def _head_types(config: Any) -> list[str]:
@@ -54,12 +54,7 @@ class NemotronHFamily(Family):
             require(config, "mlp_hidden_act", config.mlp_hidden_act, ["relu2"])
         mixers: dict[str, LayerSpec | tuple[LayerSpec, ...]] = {
             "linear_attention": _mamba2_spec(config),
-            "full_attention": AttentionSpec(
-                num_q_heads=config.num_attention_heads,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-                scale=config.head_dim**-0.5,
-            ),
+            "full_attention": attention_spec(config, head_dim=config.head_dim),
             "mlp": (),
             "moe": (),
         }

@@ -15,7 +15,7 @@ from torch_hybrid.layers.side_by_side import SideBySide
 from torch_hybrid.models.checkpoint.scales import has_scales, numbers_and_scales, stretches
 from torch_hybrid.models.checkpoint.unread import Unread
 from torch_hybrid.ops.fused_experts.op import HAS_GATE
-from torch_hybrid.ranks import SummedLinear, SumOverRanks
+from torch_hybrid.ranks import SummedLinear, SumOverRanks, linear_of
 
 
 def hold_scales(model: nn.Module) -> None:
@@ -68,9 +68,4 @@ def _part(rows: Unread, keeps_scales: bool, bias: Tensor | None) -> nn.Linear | 
     if keeps_scales:
         numbers, scales = numbers_and_scales(rows)
         return ScaledLinear(numbers, scales, bias, dtype=rows.dtype)
-    outputs, inputs = rows.shape
-    plain = nn.Linear(inputs, outputs, bias=bias is not None, dtype=rows.dtype, device="meta")
-    plain.weight = nn.Parameter(rows, requires_grad=False)
-    if bias is not None:
-        plain.bias = nn.Parameter(bias, requires_grad=False)
-    return plain
+    return linear_of(rows, bias)

@@ -159,18 +159,7 @@ class LinearAttentionAdapter(nn.Module):
         super().__init__()
         self.mixer, self.kind = mixer, kind
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        step: LayerStep,
-        cache_params: object = None,
-        past_key_values: None = None,
-        attention_mask: None = None,
-        position_embeddings: object = None,
-        position_ids: object = None,
-        use_cache: bool = False,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *, step: LayerStep, **_options: object) -> Tensor:
         """Map [1, T, dim] to [1, T, dim], the rows packed as the step's plan says."""
         _, plan, cache = step.mixer(self.kind)
         output: Tensor = self.mixer(hidden_states[0], plan, cache)  # type: ignore[arg-type]
@@ -191,15 +180,7 @@ class LinearAttentionPairAdapter(LinearAttentionAdapter):
     """A mixer of ours that the decoder layer calls as it calls full attention."""
 
     def forward(  # type: ignore[override]
-        self,
-        hidden_states: Tensor,
-        *,
-        step: LayerStep,
-        past_key_values: None = None,
-        attention_mask: None = None,
-        position_embeddings: object = None,
-        position_ids: object = None,
-        use_cache: bool = False,
+        self, hidden_states: Tensor, *, step: LayerStep, **_options: object
     ) -> tuple[Tensor, None]:
         """Map [1, T, dim] to [1, T, dim] and no attention weights."""
         return super().forward(hidden_states, step=step), None

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.mamba import Mamba
-from torch_hybrid.models.family import Family, Swap, listed, parameter, require
+from torch_hybrid.models.family import Family, Swap, attention_spec, listed, parameter, require
 from torch_hybrid.models.zamba2 import share_children
-from torch_hybrid.specs import AttentionSpec, LayerSpec, MambaSpec
+from torch_hybrid.specs import LayerSpec, MambaSpec
 
 
 def _mixer(module: Any, spec: MambaSpec) -> Mamba:
@@ -52,12 +52,8 @@ class ZambaFamily(Family):
 
     def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:
         require(config, "hidden_mamba_act", config.hidden_mamba_act, ["silu"])
-        attention = AttentionSpec(
-            num_q_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.attention_head_dim,
-            scale=(config.attention_head_dim / 2) ** -0.5,
-        )
+        head_dim = config.attention_head_dim
+        attention = attention_spec(config, head_dim=head_dim, scale=(head_dim / 2) ** -0.5)
         mamba = MambaSpec(
             channels=config.mamba_expand * config.hidden_size,
             state_dim=config.mamba_d_state,

@@ -11,10 +11,18 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from torch_hybrid.models.family import ROPE_TYPES, Family, Swap, listed, require, require_fields
+from torch_hybrid.models.family import (
+    ROPE_TYPES,
+    Family,
+    Swap,
+    attention_spec,
+    listed,
+    require,
+    require_fields,
+)
 from torch_hybrid.models.mamba2 import mamba2_from
 from torch_hybrid.models.taken_weights import weights_say_all
-from torch_hybrid.specs import AttentionSpec, LayerSpec, Mamba2Spec
+from torch_hybrid.specs import LayerSpec, Mamba2Spec
 
 NORM_EPS = 1e-5  # of the gated norm: fixed by the model, whatever config.rms_norm_eps says
 _ADAPTERS = {
@@ -45,12 +53,8 @@ class Zamba2Family(Family):
         if config.use_shared_attention_adapter:  # as wide for keys as for queries
             num_heads = config.num_attention_heads
             require(config, "num_key_value_heads", config.num_key_value_heads, [num_heads])
-        attention = AttentionSpec(
-            num_q_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.attention_head_dim,
-            scale=(config.attention_head_dim / 2) ** -0.5,
-        )
+        head_dim = config.attention_head_dim
+        attention = attention_spec(config, head_dim=head_dim, scale=(head_dim / 2) ** -0.5)
         linear = Mamba2Spec(
             num_heads=config.n_mamba_heads,
             head_dim=config.mamba_headdim,

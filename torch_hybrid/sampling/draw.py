@@ -41,9 +41,8 @@ def sample_on_host(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         draws: N draws.
 
     Returns:
-        N token ids; ``NOT_FINITE`` for a row with NaN or infinity among its logits (minus infinity
-            bars
-        a token and is allowed beside finite ones).
+        N token ids; ``NOT_FINITE`` for a row with NaN or infinity among its logits. Minus infinity
+        bars a token, and is allowed beside finite ones.
     """
     likeliest, token_ids = logits.max(dim=-1)  # NaN wins every comparison, so it surfaces here
     tokens: list[int] = token_ids.tolist()

@@ -83,9 +83,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         draws: N draws.
 
     Returns:
-        N token ids; ``NOT_FINITE`` for a row with NaN or infinity among its logits (minus infinity
-            bars
-        a token and is allowed beside finite ones).
+        N token ids; ``NOT_FINITE`` for a row with NaN or infinity among its logits. Minus infinity
+        bars a token, and is allowed beside finite ones.
     """
     if logits.device.type == "cpu":
         return sample_on_host(logits, draws)

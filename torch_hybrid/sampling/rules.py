@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,20 +12,16 @@ from torch import Tensor
 from torch_hybrid.sampling.parameters import Sampling
 
 
+@dataclass(eq=False)
 class LogitsRules:
-    """Penalties, bias, barred tokens and the caller's own processor, for one request.
+    """Penalties, bias, barred tokens and the caller's own processor, for one request."""
 
-    Args:
-        sampling: options of the request.
-        num_prompt: number of tokens of its prompt.
-        end_token_ids: tokens barred until ``min_new_tokens`` are generated.
-    """
+    sampling: Sampling  # options of the request
+    num_prompt: int  # number of tokens of its prompt
+    end_token_ids: frozenset[int]  # tokens barred until ``min_new_tokens`` are generated
 
-    def __init__(
-        self, sampling: Sampling, *, num_prompt: int, end_token_ids: frozenset[int]
-    ) -> None:
-        self._sampling, self._num_prompt = sampling, num_prompt
-        self._end_token_ids = sorted(end_token_ids)
+    def __post_init__(self) -> None:
+        self._end_token_ids = sorted(self.end_token_ids)
         self._num_counted = 0
         self._seen: Tensor | None = None  # [vocab_size] bool: in the prompt or the output
         self._counts: Tensor | None = None  # [vocab_size] float32: how often in the output
@@ -61,20 +58,20 @@ class LogitsRules:
             TypeError, ValueError: the processor returned no logits of that shape. Other errors of
                 the processor pass through.
         """
-        sampling = self._sampling
+        sampling = self.sampling
         row = logits.to(torch.float32, copy=True)
         self._penalize(row, tokens)
         if sampling.logit_bias:
             ids, values = self._bias_on(row.device)
             row.index_add_(0, ids, values)
-        if len(tokens) - self._num_prompt < sampling.min_new_tokens:
+        if len(tokens) - self.num_prompt < sampling.min_new_tokens:
             row[self._end_token_ids] = -math.inf
         if sampling.logits_processor is None:
             return row
         return _checked(sampling.logits_processor(list(tokens), row), row.shape)
 
     def _penalize(self, row: Tensor, tokens: Sequence[int]) -> None:
-        sampling = self._sampling
+        sampling = self.sampling
         repetition = sampling.repetition_penalty
         by_count = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
         if repetition == 1 and not by_count:
@@ -95,7 +92,7 @@ class LogitsRules:
             self._counts = torch.zeros_like(row)
         new = torch.tensor(tokens[self._num_counted :], dtype=torch.int64, device=row.device)
         self._seen[new] = True
-        generated = new[max(0, self._num_prompt - self._num_counted) :]
+        generated = new[max(0, self.num_prompt - self._num_counted) :]
         ones = torch.ones_like(generated, dtype=row.dtype)
         self._counts.index_add_(0, generated, ones)
         self._num_counted = len(tokens)
@@ -103,7 +100,7 @@ class LogitsRules:
 
     def _bias_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._bias is None:
-            bias = self._sampling.logit_bias
+            bias = self.sampling.logit_bias
             ids = torch.tensor(list(bias), dtype=torch.int64, device=device)
             values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
             self._bias = ids, values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 UNFINISHED = "\ufffd"  # what decoders write for bytes of an unfinished or invalid character
@@ -33,26 +34,24 @@ class _NamesTokens(Protocol):
     def convert_tokens_to_ids(self, tokens: list[str]) -> Any: ...
 
 
+@dataclass(eq=False)
 class Detokenizer:
     """The growing text of one request: the pieces add up to what decoding all tokens gives.
 
     A token's text depends on its neighbours, so each token is decoded with the last few tokens.
     Only text that is final is emitted: a later token may change the bytes of an unfinished run, and
     spaces that a clean-up takes. The cost of a token does not grow with the text.
-
-    Args:
-        tokenizer: decodes.
-        stop: texts that end the request; ``text`` then ends before the first of them. Special
-            tokens do not appear in ``text``, but a special token that is a stop text ends the
-            request.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    tokenizer: Tokenizer  # decodes
+    # texts that end the request; ``text`` then ends before the first of them. Special tokens do not
+    # appear in ``text``, but a special token that is a stop text ends the request
+    stop: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
         self.text = ""
         self.is_stopped = False
-        self._tokenizer = tokenizer
-        self._stop = stop
-        self._run_breaker = _run_breaker(tokenizer)
+        self._run_breaker = _run_breaker(self.tokenizer)
         self._tokens: list[int] = []  # the last few
         self._decoded = ""  # text of those tokens
         self._num_taken = 0  # characters of ``_decoded`` that are in ``text``
@@ -62,7 +61,7 @@ class Detokenizer:
         """Take a token; return the text that has become final."""
         decoded = self._decode([*self._tokens, token])
         if decoded == self._decoded and (special := self._special_text(token)):
-            if special in self._stop:  # other special tokens are not in any text
+            if special in self.stop:  # other special tokens are not in any text
                 self._take(len(decoded))
                 self.is_stopped = True
         else:
@@ -90,7 +89,7 @@ class Detokenizer:
             certain = max(len(whole), len(decoded) - _MOST_BYTES)
         else:  # one byte may invalidate all bytes of its run, or complete invalid ones
             broken = self._decode([*self._tokens, self._run_breaker])
-            certain = min(len(whole), _num_alike(decoded, broken))
+            certain = min(len(whole), num_alike(decoded, broken))
         changing = _OPEN_SPACES.search(decoded[:certain])
         return certain if changing is None else changing.start()
 
@@ -100,11 +99,11 @@ class Detokenizer:
         A stop text in the rest counts too: the request ends there, so nothing that follows can
         change it. An unfinished character does not count.
         """
-        longest = max(map(len, self._stop), default=1)
+        longest = max(map(len, self.stop), default=1)
         start = max(0, len(self.text) - longest + 1)
         end = max(certain, len(self._decoded.rstrip(UNFINISHED)))
         seen = self.text + self._decoded[self._num_taken : end]
-        found = [at for at in (seen.find(stop, start) for stop in self._stop) if at >= 0]
+        found = [at for at in (seen.find(stop, start) for stop in self.stop) if at >= 0]
         if found:
             self.text = seen[: min(found)]
             self.is_stopped = True
@@ -135,7 +134,7 @@ class Detokenizer:
         """Return the text of a special token; "" for every other token."""
         if self._decode([token]):
             return ""
-        return self._tokenizer.decode([token], skip_special_tokens=False)
+        return self.tokenizer.decode([token], skip_special_tokens=False)
 
     def _num_withheld(self) -> int:
         """Count the characters at the end that may begin a stop text."""
@@ -143,7 +142,7 @@ class Detokenizer:
             return 0
         lengths = [
             length
-            for stop in self._stop
+            for stop in self.stop
             for length in range(1, len(stop))
             if self.text.endswith(stop[:length])
         ]
@@ -155,13 +154,13 @@ class Detokenizer:
         return piece
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def _num_alike(text: str, other: str) -> int:
-    """Count the characters of the common prefix of two texts."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((at for at, (x, y) in pairs if x != y), min(len(text), len(other)))
+def num_alike(one: Sequence[object], other: Sequence[object]) -> int:
+    """Count the characters, or tokens, of the common prefix of two texts."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (x, y) in pairs if x != y), min(len(one), len(other)))
 
 
 def _run_breaker(tokenizer: Tokenizer) -> int | None:

@@ -11,6 +11,7 @@ import hashlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -25,31 +26,28 @@ if TYPE_CHECKING:
 _KEY_BYTES = 8
 
 
+@dataclass(eq=False)
 class Images:
     """Images of a prompt, shared by its requests.
-
-    Args:
-        tower: the model's tower.
-        prompt: tokens, placeholders included.
-        inputs: inputs of the tower.
-        num_requests: number of requests of the prompt.
 
     Raises:
         ValueError: inputs are incomplete, or give more or fewer rows than there are placeholders.
     """
 
-    def __init__(
-        self, tower: Tower, prompt: Sequence[int], inputs: Inputs, num_requests: int
-    ) -> None:
-        tower.check(prompt, inputs)
-        self._tower, self._prompt, self.inputs = tower, prompt, inputs
-        self._places = tower.places(prompt, inputs)
+    tower: Tower  # the model's tower
+    prompt: Sequence[int]  # tokens, placeholders included
+    inputs: Inputs  # inputs of the tower
+    num_requests: int  # number of requests of the prompt
+
+    def __post_init__(self) -> None:
+        self.tower.check(self.prompt, self.inputs)
+        self._places = self.tower.places(self.prompt, self.inputs)
         self._rows: Tensor | None = None
-        self._left = set(range(num_requests))  # requests that have not passed the images yet
+        self._left = set(range(self.num_requests))  # requests that have not passed the images yet
         self._positions: Tensor | None = None
         self._delta = 0
-        if tower.has_positions:
-            self._positions, self._delta = tower.positions(prompt, inputs)
+        if self.tower.has_positions:
+            self._positions, self._delta = self.tower.positions(self.prompt, self.inputs)
 
     @cached_property
     def path(self) -> array[int]:
@@ -57,8 +55,8 @@ class Images:
 
         Prompts share a prefix of this path only if they share its images.
         """
-        path = array("q", self._prompt)
-        for places, images in self._tower.digests(self._prompt, self.inputs):
+        path = array("q", self.prompt)
+        for places, images in self.tower.digests(self.prompt, self.inputs):
             keys = [key for digest, count in images for key in _keys(digest, count)]
             for place, key in zip(places, keys, strict=True):
                 path[place] = key
@@ -73,7 +71,7 @@ class Images:
         """Compute the rows of the images, unless they are there."""
         if self._rows is None:
             with isolated():
-                rows = self._tower.rows(self._prompt, self.inputs)
+                rows = self.tower.rows(self.prompt, self.inputs)
             if len(rows) != len(self._places):
                 raise ValueError(
                     f"the tower made {len(rows)} rows of images for {len(self._places)} places"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,34 +35,23 @@ if TYPE_CHECKING:
     from torch_hybrid.models.tower import Tower
 
 
+@dataclass(eq=False)
 class Intake:
-    """Factory of an engine's requests.
+    """Factory of an engine's requests."""
 
-    Args:
-        runner: the runner that serves them.
-        tokenizer: encodes and decodes texts; None serves tokens alone.
-        eos_token_ids: tokens that end every request which does not ignore them.
-        processor: encodes conversations, with images or without; None serves texts alone.
-        finds_messages: find where the last message of a conversation ends.
-    """
+    runner: Runner  # the runner that serves them
+    tokenizer: Tokenizer | None  # encodes and decodes texts; None serves tokens alone
+    eos_token_ids: frozenset[int]  # tokens that end every request which does not ignore them
+    # encodes conversations, with images or without; None serves texts alone
+    processor: Processor | None = None
+    finds_messages: bool = False  # find where the last message of a conversation ends
 
-    def __init__(
-        self,
-        runner: Runner,
-        tokenizer: Tokenizer | None,
-        eos_token_ids: frozenset[int],
-        *,
-        processor: Processor | None = None,
-        finds_messages: bool = False,
-    ) -> None:
+    def __post_init__(self) -> None:
         self._tower: Tower | None = None
-        if runner.takes_embeds:
-            self._tower = getattr(runner.model, "vision", None)
-        self._processor = processor
-        self._sight = _sight(self._tower, processor)
-        self._vocab_size, self._max_seq_len = runner.vocab_size, runner.max_seq_len
-        self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
-        self._finds_messages = finds_messages
+        if self.runner.takes_embeds:
+            self._tower = getattr(self.runner.model, "vision", None)
+        self._sight = _sight(self._tower, self.processor)
+        self._vocab_size, self._max_seq_len = self.runner.vocab_size, self.runner.max_seq_len
         self._grammars: Compiler | None = None  # made by the first grammar
 
     def requests(
@@ -92,15 +82,15 @@ class Intake:
             tokens, inputs = self._encoded(prompt)
         sampling = sampling.for_prompt(len(tokens))
         packed = self._checked(tokens, packed, sampling)
-        message_end = self._message_end(prompt, tokens) if self._finds_messages else None
+        message_end = self._message_end(prompt, tokens) if self.finds_messages else None
         images = None
         if self._tower is not None and inputs:
             images = Images(self._tower, tokens, inputs, sampling.n)
-        eos = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
+        eos = frozenset[int]() if sampling.ignore_eos else self.eos_token_ids
         ends = eos.union(sampling.stop_token_ids)
         # A config may name ids outside of the vocabulary; no set of the whole vocabulary is built.
         barred = frozenset(token for token in ends if 0 <= token < self._vocab_size)
-        tokenizer = self._tokenizer if stream or sampling.stop else None
+        tokenizer = self.tokenizer if stream or sampling.stop else None
         return [
             Request(
                 index=index,
@@ -108,7 +98,7 @@ class Intake:
                 prompt=tokens,
                 sampling=sampling,
                 stop_token_ids=ends,
-                tokenizer=self._tokenizer,
+                tokenizer=self.tokenizer,
                 detokenizer=None if tokenizer is None else Detokenizer(tokenizer, sampling.stop),
                 numbers=RandomNumbers.of(sampling, sample),
                 rules=LogitsRules.of(sampling, num_prompt=len(tokens), end_token_ids=barred),
@@ -125,31 +115,31 @@ class Intake:
         if sampling.grammar is None:
             return None
         if self._grammars is None:
-            self._grammars = Compiler(self._tokenizer, self._vocab_size)
+            self._grammars = Compiler(self.tokenizer, self._vocab_size)
         return self._grammars.matcher(sampling.grammar, num_prompt=num_prompt, end_token_ids=ends)
 
     def _encoded(self, prompt: Prompt) -> tuple[list[int], Mapping[str, Tensor]]:
         """Encode a prompt: its tokens, and the tower inputs of its images."""
-        if self._processor is not None and is_conversation(prompt):
-            prompt = process(list(prompt), self._processor)
+        if self.processor is not None and is_conversation(prompt):
+            prompt = process(list(prompt), self.processor)
         if isinstance(prompt, Mapping):
             if self._tower is None and has_images(prompt):
                 raise ValueError(f"a prompt has images, and {NO_SIGHT.otherwise}")
             if self._tower is not None and not prompt.keys().isdisjoint(self._tower.input_names):
                 return with_images(prompt, self._tower.input_names)
-        return prompt_tokens(prompt, self._tokenizer), {}
+        return prompt_tokens(prompt, self.tokenizer), {}
 
     @property
     def _template(self) -> object:
         """Chat template that writes conversations."""
-        if self._processor is not None:
-            return self._processor.chat_template
-        return template_of(self._tokenizer)
+        if self.processor is not None:
+            return self.processor.chat_template
+        return template_of(self.tokenizer)
 
     def _message_end(self, prompt: Prompt, tokens: list[int]) -> int | None:
-        if self._processor is not None and is_conversation(prompt):
-            return processed_message_tokens(list(prompt), tokens, self._processor)
-        return message_tokens(prompt, tokens, self._tokenizer)
+        if self.processor is not None and is_conversation(prompt):
+            return processed_message_tokens(list(prompt), tokens, self.processor)
+        return message_tokens(prompt, tokens, self.tokenizer)
 
     def _checked(
         self, tokens: list[int], packed: array[int] | None, sampling: Sampling
@@ -179,7 +169,7 @@ class Intake:
                 f"hold up to {longest} tokens, and a sequence can hold {self._max_seq_len}; "
                 f"the runner's kv_tokens raises this"
             )
-        if sampling.stop and self._tokenizer is None:
+        if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop texts need a tokenizer, got stop={list(sampling.stop)!r}")
         return packed
 

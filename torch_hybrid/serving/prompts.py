@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from operator import index as index_of
 from typing import Any, Protocol, SupportsIndex, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.serving.detokenizer import Tokenizer
+from torch_hybrid.serving.detokenizer import Tokenizer, num_alike
 from torch_hybrid.serving.messages import (
     Message,
     check_unicode,
@@ -266,8 +265,7 @@ def message_tokens(prompt: Prompt, tokens: list[int], tokenizer: Tokenizer | Non
     if messages[-1]["role"] == "assistant":
         return None
     alone = _conversation_tokens(messages, tokenizer, asks=False)
-    equal = takewhile(lambda pair: pair[0] == pair[1], zip(alone, tokens, strict=False))
-    length = sum(1 for _ in equal)
+    length = num_alike(alone, tokens)
     return length if 0 < length < len(tokens) else None
 
 

@@ -110,28 +110,17 @@ class Schedule(Generic[JobT]):
     starts: Sequence[Start] = ()  # of the admitted jobs
 
 
+@dataclass(eq=False)
 class Scheduler(Generic[JobT]):
-    """Two queues in order of arrival: waiting jobs, and running jobs that hold a sequence.
+    """Two queues in order of arrival: waiting jobs, and running jobs that hold a sequence."""
 
-    Args:
-        max_tokens: the most new tokens in one step.
-        page_size: tokens in a page.
-        max_passes: how many later jobs may be admitted before one that waits for pages.
-        starts: the prefix cache; None: every job starts from nothing.
-    """
+    max_tokens: int  # the most new tokens in one step
+    page_size: int  # tokens in a page
+    # how many later jobs may be admitted before one that waits for pages
+    max_passes: int = MAX_PASSES
+    starts: Starts[JobT] | None = None  # the prefix cache; None: every job starts from nothing
 
-    def __init__(
-        self,
-        *,
-        max_tokens: int,
-        page_size: int,
-        max_passes: int = MAX_PASSES,
-        starts: Starts[JobT] | None = None,
-    ) -> None:
-        self.max_tokens = max_tokens
-        self.page_size = page_size
-        self.max_passes = max_passes
-        self._starts = starts
+    def __post_init__(self) -> None:
         self.waiting: deque[JobT] = deque()
         self.running: list[JobT] = []
 
@@ -221,8 +210,8 @@ class Scheduler(Generic[JobT]):
             if any(j.num_passes + len(rows) - before >= self.max_passes for j, before in left):
                 break
             start = FROM_NOTHING
-            if self._starts is not None:
-                found = self._starts.start(job, [job for job, _, _ in rows])
+            if self.starts is not None:
+                found = self.starts.start(job, [job for job, _, _ in rows])
                 if found is None:
                     continue
                 start = found
@@ -242,13 +231,13 @@ class Scheduler(Generic[JobT]):
     def _chunk(self, job: JobT, num_held: int, budget: int) -> int:
         """Count the tokens of a job to run in one step, after those that it holds."""
         chunk = min(job.num_tokens - num_held, budget)
-        return chunk if self._starts is None else self._starts.limit(job, num_held, chunk)
+        return chunk if self.starts is None else self.starts.limit(job, num_held, chunk)
 
     def _num_freed_by(self, job: JobT) -> int:
         """Count the pages that preempting a running job frees."""
-        if self._starts is None:
+        if self.starts is None:
             return self._num_pages(job.num_held)
-        return self._starts.num_freed_by(job)
+        return self.starts.num_freed_by(job)
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch_hybrid.errors import CapacityError
@@ -22,30 +23,17 @@ if TYPE_CHECKING:
     from torch_hybrid.graphs.runner import Runner
 
 
+@dataclass(eq=False)
 class StepLoop:
-    """Loop over the steps of a scheduler's requests; its caller holds the runner's lock.
+    """Loop over the steps of a scheduler's requests; its caller holds the runner's lock."""
 
-    Args:
-        runner: holds the sequences.
-        scheduler: chooses the rows of each step.
-        prefixes: the prefix cache, if any.
-        speculator: drafts tokens; None without speculation.
-        runs_ahead: whether a step starts before the tokens of the previous step are known.
-    """
+    runner: Runner  # holds the sequences
+    scheduler: Scheduler[Request]  # chooses the rows of each step
+    prefixes: Prefixes | None  # the prefix cache, if any
+    speculator: Speculator | None  # drafts tokens; None without speculation
+    runs_ahead: bool  # whether a step starts before the tokens of the previous step are known
 
-    def __init__(
-        self,
-        runner: Runner,
-        scheduler: Scheduler[Request],
-        *,
-        prefixes: Prefixes | None,
-        speculator: Speculator | None,
-        runs_ahead: bool,
-    ) -> None:
-        self._runner, self._scheduler = runner, scheduler
-        self._prefixes, self._speculator = prefixes, speculator
-        self._runs_ahead = runs_ahead
-        # The oldest first; between steps at most one.
+    def __post_init__(self) -> None:
         self._flights: deque[InFlight] = deque()
         self._late_events: list[TokenEvent] = []  # of requests that ended outside of a step
         self.num_steps = self.num_tokens = self.num_preemptions = 0
@@ -53,7 +41,7 @@ class StepLoop:
     @property
     def has_unfinished(self) -> bool:
         """True if a step would do any work."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         return bool(scheduler.running or scheduler.waiting or self._flights or self._late_events)
 
     def take_late_events(self) -> list[TokenEvent]:
@@ -68,7 +56,7 @@ class StepLoop:
 
     def advance(self) -> list[TokenEvent]:
         """Start the next step unless it is under way, and the one after it; finish the first."""
-        speculator = self._speculator
+        speculator = self.speculator
         began = 0.0 if speculator is None else speculator.clock()
         if not self._flights:
             rows = self._prepare()
@@ -77,7 +65,7 @@ class StepLoop:
             self._note_start(self._start(rows))
         flight = self._flights[0]
         if flight.was_launched and (rows := self._prepare_ahead()):
-            self._note_start(launch(self._runner, rows))
+            self._note_start(launch(self.runner, rows))
         events = self._finish(flight)
         if speculator is not None:
             speculator.note(flight, speculator.clock() - began)
@@ -85,31 +73,31 @@ class StepLoop:
 
     def _start(self, rows: Rows) -> InFlight:
         """Start a step: verify drafts, run ahead of the host, or wait for its logits."""
-        drafts = None if self._speculator is None else self._speculator.drafts(rows)
+        drafts = None if self.speculator is None else self.speculator.drafts(rows)
         if drafts is None and self._may_launch(rows):
-            return launch(self._runner, rows)
-        return run(self._runner, rows, drafts)
+            return launch(self.runner, rows)
+        return run(self.runner, rows, drafts)
 
     def _may_launch(self, rows: Rows) -> bool:
         """Tell whether the next step can start before the host knows the tokens of this one."""
-        if not (self._runs_ahead and may_launch(rows)):
+        if not (self.runs_ahead and may_launch(rows)):
             return False
-        return self._speculator is None or not self._speculator.may_draft(rows)
+        return self.speculator is None or not self.speculator.may_draft(rows)
 
     def _note_start(self, flight: InFlight) -> None:
         """Record a started step, and take its snapshots before the next one starts."""
         self._flights.append(flight)
         self.num_steps += 1
-        if self._prefixes is not None:
-            self._prefixes.run(flight.requests)
+        if self.prefixes is not None:
+            self.prefixes.run(flight.requests)
 
     def _finish(self, flight: InFlight) -> list[TokenEvent]:
         """Finish the oldest step under way, and free ended requests that the next one does not
         use."""
         events = flight.finish()
         self.num_tokens += sum(event.token is not None for event in events)
-        if self._prefixes is not None:
-            self._prefixes.finish(flight.sampled)
+        if self.prefixes is not None:
+            self.prefixes.finish(flight.sampled)
         self.retire(flight.ended, landed=flight)
         self._flights.popleft()
         return events
@@ -121,7 +109,7 @@ class StepLoop:
 
     def _prepare(self) -> Rows:
         """Choose the rows of a step and give each a sequence; free preempted requests."""
-        runner, scheduler = self._runner, self._scheduler
+        runner, scheduler = self.runner, self.scheduler
         chosen = scheduler.schedule(free_slots=runner.free_slots, free_pages=runner.free_pages)
         self._preempt(chosen.preempted)
         self._admit(chosen)
@@ -140,7 +128,7 @@ class StepLoop:
 
         No rows mean that the step must wait: a request would be preempted, or needs the host.
         """
-        runner, scheduler = self._runner, self._scheduler
+        runner, scheduler = self.runner, self.scheduler
         chosen = scheduler.choose(free_slots=runner.free_slots, free_pages=runner.free_pages)
         if chosen.preempted or not self._may_launch(chosen.rows):
             return ()
@@ -163,19 +151,19 @@ class StepLoop:
         return kept
 
     def _admit(self, chosen: Schedule[Request]) -> None:
-        if self._prefixes is not None:
-            self._prefixes.begin(chosen.admitted, chosen.starts)
+        if self.prefixes is not None:
+            self.prefixes.begin(chosen.admitted, chosen.starts)
             return
         for request in chosen.admitted:
-            (request.sequence,) = self._runner.new_sequences(1)
+            (request.sequence,) = self.runner.new_sequences(1)
 
     def _preempt(self, requests: Sequence[Request]) -> None:
         """Free preempted requests, which wait again; the prefix cache may keep snapshots."""
         self.num_preemptions += len(requests)
         for request in requests:
-            if self._prefixes is not None:
-                self._prefixes.leave(request)
-                self._prefixes.wait_again(request)
+            if self.prefixes is not None:
+                self.prefixes.leave(request)
+                self.prefixes.wait_again(request)
         self._free(requests)
 
     def retire(self, requests: Sequence[Request], *, landed: InFlight | None = None) -> None:
@@ -183,38 +171,38 @@ class StepLoop:
         flights = [flight for flight in self._flights if flight is not landed]
         under_way = {request for flight in flights for request in flight.requests}
         done = [request for request in requests if request not in under_way]
-        if self._prefixes is not None:
+        if self.prefixes is not None:
             for request in done:
-                self._prefixes.leave(request)
-                self._prefixes.discard(request)
+                self.prefixes.leave(request)
+                self.prefixes.discard(request)
         self._free(done)
         for request in requests:
-            self._scheduler.discard(request)
-            if self._speculator is not None:
-                self._speculator.forget(request)
+            self.scheduler.discard(request)
+            if self.speculator is not None:
+                self.speculator.forget(request)
 
     def restart(self) -> None:
         """Free every sequence after an exception; unfinished requests wait to be recomputed."""
         flying = [request for flight in self._flights for request in flight.requests]
-        requests = [*self._scheduler.running, *self._scheduler.waiting, *flying]
-        for request in {*self._scheduler.running, *flying}:
+        requests = [*self.scheduler.running, *self.scheduler.waiting, *flying]
+        for request in {*self.scheduler.running, *flying}:
             request.num_restarts += 1
         try:
-            self._runner.wait()  # steps under way still write into their sequences
+            self.runner.wait()  # steps under way still write into their sequences
         finally:
             self._flights.clear()
             self._free(list(dict.fromkeys(requests)))
             for request in requests:
                 request.num_in_flight = 0  # their tokens are sampled again
                 if request.output is not None:
-                    self._scheduler.discard(request)
-                if self._prefixes is not None:
-                    self._prefixes.give_up(request)
-            self._scheduler.restart()
+                    self.scheduler.discard(request)
+                if self.prefixes is not None:
+                    self.prefixes.give_up(request)
+            self.scheduler.restart()
 
     def _free(self, requests: Sequence[Request]) -> None:
         sequences = [request.sequence for request in requests if request.sequence is not None]
         if sequences:
-            self._runner.free(sequences)
+            self.runner.free(sequences)
         for request in requests:
             request.sequence = None

@@ -7,7 +7,8 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.models.ring_2_5.rotary import RotarySpec, mscale
+from torch_hybrid.layers.rotary import mscale
+from torch_hybrid.models.ring_2_5.rotary import RotarySpec
 from torch_hybrid.specs import LatentSpec, LayerSpec, LayerTable, LightningSpec
 
 ARCHITECTURE = "BailingMoeV2_5ForCausalLM"

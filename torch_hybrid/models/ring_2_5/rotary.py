@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.layers.rotary import Rotary
+from torch_hybrid.layers.rotary import Rotary, mscale, rope_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +28,6 @@ class RotarySpec:
             raise UnsupportedError(
                 f"rope_scaling must be of type 'default' or 'yarn', got {kind!r}"
             )
-
-
-def rope_type(scaling: Mapping[str, Any] | None) -> str:
-    """Look up the kind of scaling, under its new name or its old one."""
-    given = scaling or {}
-    return str(given.get("rope_type", given.get("type", "default")))
-
-
-def mscale(scaling: Mapping[str, Any] | None, field: str) -> float:
-    """Compute YaRN's attention scale for ``field``; 1 if that is not set."""
-    if rope_type(scaling) == "default" or not scaling or not scaling.get(field):
-        return 1.0
-    factor: float = scaling["factor"]
-    return 0.1 * scaling[field] * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 class RotaryTable(nn.Module):

@@ -33,33 +33,22 @@ class Vocabulary:
         return -(-self.tokenizer.vocab_size // 32)
 
 
+@dataclass(eq=False)
 class Matcher:
-    """State of one request in its grammar.
+    """State of one request in its grammar."""
 
-    Args:
-        state: at the grammar's beginning; only this matcher uses it.
-        vocabulary: tokens of the engine.
-        num_prompt: tokens of the prompt, which the grammar does not cover.
-        end_token_ids: tokens that end the request where the grammar is complete.
-        after: token that the grammar begins after; None: it begins with the output.
-    """
+    state: LLMatcher  # at the grammar's beginning; only this matcher uses it
+    vocabulary: Vocabulary  # tokens of the engine
+    num_prompt: int  # tokens of the prompt, which the grammar does not cover
+    end_token_ids: frozenset[int]  # tokens that end the request where the grammar is complete
+    after: int | None  # token that the grammar begins after; None: it begins with the output
 
-    def __init__(
-        self,
-        state: LLMatcher,
-        vocabulary: Vocabulary,
-        *,
-        num_prompt: int,
-        end_token_ids: frozenset[int],
-        after: int | None,
-    ) -> None:
-        self.state, self.vocabulary = state, vocabulary
-        self._num_seen = num_prompt
-        self._end_token_ids, self._after = end_token_ids, after
-        self._has_begun = after is None
+    def __post_init__(self) -> None:
+        self._num_seen = self.num_prompt
+        self._has_begun = self.after is None
         self._failed: str | None = None
-        self._ends = _bits(end_token_ids, vocabulary.num_words)
-        self._not_complete = ~_bits([vocabulary.complete], vocabulary.num_words)
+        self._ends = _bits(self.end_token_ids, self.vocabulary.num_words)
+        self._not_complete = ~_bits([self.vocabulary.complete], self.vocabulary.num_words)
 
     def advance(self, history: Sequence[int]) -> None:
         """Follow the tokens of a history that are new since the last call; none ends the
@@ -68,7 +57,7 @@ class Matcher:
             if self._has_begun:
                 self.state.consume_token(token)
             else:
-                self._has_begun = token == self._after
+                self._has_begun = token == self.after
         self._num_seen = len(history)
 
     @property
@@ -91,7 +80,7 @@ class Matcher:
         """Count the next tokens that come before the grammar; more than the drafts if all do."""
         if self._has_begun:
             return 0
-        return drafts.index(self._after) + 1 if self._after in drafts else len(drafts) + 1
+        return drafts.index(self.after) + 1 if self.after in drafts else len(drafts) + 1
 
     def finish_rows(self, rows: Tensor, num_free: int) -> None:
         """Let the request end where its grammar is complete, and only there.

@@ -50,29 +50,29 @@ class _Use:
     made: list[Node] = field(default_factory=list)  # nodes of its uncommitted snapshots
 
 
+@dataclass(eq=False)
 class Prefixes:
     """The prefixes that an engine keeps on its runner.
-
-    Args:
-        runner: the engine's runner, which takes kept pages and slots back when it runs short.
-        options: options of the cache.
 
     Raises:
         ValueError: the model has states, and the runner keeps no snapshots.
     """
 
-    def __init__(self, runner: Runner, options: PrefixCache) -> None:
-        self._runner, self._cache, self._options = runner, runner.cache, options
-        self._has_states = runner.cache.table.has_states
-        if self._has_states and not runner.max_snapshots:
+    runner: Runner  # the engine's runner, which takes kept pages and slots back when it runs short
+    options: PrefixCache  # options of the cache
+
+    def __post_init__(self) -> None:
+        self._cache = self.runner.cache
+        self._has_states = self._cache.table.has_states
+        if self._has_states and not self.runner.max_snapshots:
             raise ValueError(
                 "a prefix cache of states needs room: "
                 "the runner's max_snapshots must be at least 1, got 0"
             )
-        self._tree = Tree(_TREE_TOKENS * runner.max_seq_len)
+        self._tree = Tree(_TREE_TOKENS * self.runner.max_seq_len)
         self._uses: dict[Request, _Use] = {}
         self._makers: dict[Request, None] = {}  # requests that started, and got no token yet
-        self._kept = DeviceTier(runner, options.host_bytes)
+        self._kept = DeviceTier(self.runner, self.options.host_bytes)
         self._num_hits = self._num_hit_tokens = self._num_start_tokens = self._num_returned = 0
 
     @property
@@ -116,11 +116,11 @@ class Prefixes:
         cache, sizes = self._cache, self._cache.sizes
         scales = {layer_id: worth.tolist() for layer_id, worth in cache.scales.items()}
         return file.facts_of(
-            self._runner.model,
+            self.runner.model,
             (cache.table, scales),
             page_size=sizes.page_size,
             dtype=sizes.dtype,
-            batch_invariant=self._runner.batch_invariant,
+            batch_invariant=self.runner.batch_invariant,
         )
 
     # Events of a request, in order.
@@ -145,13 +145,13 @@ class Prefixes:
         found = self._deepest(job)
         length = 0 if found is None else found[1]
         expected = max((self._reach(job, maker) for maker in (*self._makers, *admitted)), default=0)
-        if expected - length >= self._options.min_tokens:
+        if expected - length >= self.options.min_tokens:
             return None
-        if found is None or length < self._options.min_tokens:
+        if found is None or length < self.options.min_tokens:
             return FROM_NOTHING
         snapshot = found[0].snapshot
         if snapshot is None:  # on the host: all pages are allocated, and the last one is copied
-            size = self._runner.page_size
+            size = self.runner.page_size
             return Start(length, length // size - -(-length // size))
         return Start(length, self._cache.snapshots.num_shared_pages(snapshot, length), snapshot)
 
@@ -167,7 +167,7 @@ class Prefixes:
             if _is_on_host(start):
                 snapshot = self._return(request, length)
                 length = 0 if snapshot is None else length
-            (request.sequence,) = self._runner.new_sequences(
+            (request.sequence,) = self.runner.new_sequences(
                 1, start=snapshot, length=None if snapshot is None else length
             )
             self._note_start(request, length)
@@ -199,7 +199,7 @@ class Prefixes:
         if chunk == 1 or not self._has_states:
             return chunk
         end = num_held + chunk
-        if (every := self._options.every) is not None:
+        if (every := self.options.every) is not None:
             end = min(end, (num_held // every + 1) * every)
         due = [node.depth for node in self._due(self._uses[job].node) if node.depth > num_held]
         return min([*due, end]) - num_held
@@ -217,7 +217,7 @@ class Prefixes:
             if request not in self._makers:
                 continue
             end, held = self._uses[request].node, request.num_held
-            every = self._options.every
+            every = self.options.every
             if held == end.depth:
                 self._make(end, request)
             elif self._has_states and held < end.depth:
@@ -246,7 +246,7 @@ class Prefixes:
         is_certain = request not in self._makers and not _has_failed(request)
         if sequence is None or not request.is_finite or not (is_certain or request.output is None):
             return
-        length = self._runner.length(sequence)
+        length = self.runner.length(sequence)
         if 0 < length <= len(request.history):  # else the host does not know its last token yet
             node, _ = self._tree.insert(request.path[:length])
             self._make(node, request)
@@ -284,7 +284,7 @@ class Prefixes:
 
     def _want(self, tokens: array[int], depth: int) -> None:
         """Mark where the next request to run these tokens makes a snapshot."""
-        if depth >= self._options.min_tokens:
+        if depth >= self.options.min_tokens:
             self._tree.insert(tokens[:depth])[0].is_wanted = True
 
     def _due(self, end: Node) -> Iterator[Node]:
@@ -294,7 +294,7 @@ class Prefixes:
                 yield node
 
     def _saves_enough(self, node: Node) -> bool:
-        return node.depth - depth_before(node) >= self._options.min_tokens
+        return node.depth - depth_before(node) >= self.options.min_tokens
 
     def _deepest(self, request: Request) -> tuple[Node, int] | None:
         """Find the deepest node to start a request from, and how many tokens that saves.
@@ -340,7 +340,7 @@ class Prefixes:
             node.last_used = self._kept.now
         if node.snapshot is not None or not self._saves_enough(node):
             return
-        self._runner.flush([request.sequence])
+        self.runner.flush([request.sequence])
         try:
             snapshot = self._cache.snapshot(request.sequence, spare=True)
         except CapacityError:  # the user holds all of them
