@@ -14,12 +14,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import Capability, Implementation
+from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Index, OneOf, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
 from torch_hybrid.ops.core.registration import check_groups
-from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
-from torch_hybrid.ops.implementations import CUDA, HALVES, INVARIANT, in_cpp, in_torch, in_triton
+from torch_hybrid.ops.implementations import CUDA, INVARIANT, in_cpp, in_torch, in_triton
 
 _FOLDER = "torch_hybrid.ops.delta_rule"
 _PLANNER = f"{_FOLDER}._triton_scan:plan"
@@ -53,26 +52,11 @@ GATED_IMPLEMENTATIONS = in_forms(
         "triton": _TRITON_BY_TOKEN,
         "torch": _TORCH_BY_TOKEN,
     },
-    chunk=with_flashinfer(
-        "gated_delta_rule",
-        {
-            "cpp": in_cpp(f"{_FOLDER}._cpu_gated:chunk_gated_delta_rule"),
-            **_triton_chunk(f"{_FOLDER}._triton_gated:chunk_gated_delta_rule", limit=256),
-            "torch": _TORCH_BY_CHUNK,
-        },
-        Implementation(
-            capability=Capability(
-                devices=CUDA,
-                dtypes=HALVES,
-                one_of={"head_k_dim": (128,), "head_v_dim": (128,)},
-                cuda_graph=True,
-                available=flashinfer_missing(capabilities=HOPPER, cutlass_dsl=True),
-            ),
-            launcher=f"{_FOLDER}._flashinfer:chunk_gated_delta_rule",
-            planner=f"{_FOLDER}._flashinfer:plan",
-            by_name="its states are good to 16 bits, those of the others to float32",
-        ),
-    ),
+    chunk={
+        "cpp": in_cpp(f"{_FOLDER}._cpu_gated:chunk_gated_delta_rule"),
+        **_triton_chunk(f"{_FOLDER}._triton_gated:chunk_gated_delta_rule", limit=256),
+        "torch": _TORCH_BY_CHUNK,
+    },
 )
 KIMI_IMPLEMENTATIONS = in_forms(
     recurrent={
@@ -143,7 +127,7 @@ class GatedDeltaRule(DeltaRule):
         qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
         impl: a name in GATED_IMPLEMENTATIONS: "recurrent_..." walks by token, "chunk_..." by chunk.
         chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. Walks
-            by token ignore it; "chunk_triton" and "chunk_flashinfer" take chunks of their own.
+            by token ignore it; "chunk_triton" takes chunks of its own.
         planned: for an implementation that plans, what its planner made for these lengths: its
             tensors, and its values as a tensor on the host.
 
