@@ -16,7 +16,7 @@ from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton, invari
 
 _PACKAGE = "torch_hybrid.ops.block_attention"
 
-_CPP = in_cpp(f"{_PACKAGE}._cpu:block_attention", multiples={"head_dim": 16})
+_CPP = in_cpp(f"{_PACKAGE}._cpu.cpp:block_attention", multiples={"head_dim": 16})
 _TRITON = in_triton(f"{_PACKAGE}._triton:block_attention", limits={"head_dim": 512})
 IMPLEMENTATIONS = {
     "cpp": _CPP,
@@ -142,4 +142,10 @@ block_attention = define(
     limited={"head_dim": "D"},
     names_ndim=True,
     flops="4 * T * Hq * D * K * x.block_size",
+    cpp_sizes="Hq=num_q_heads D=head_dim K=top_k",
+    cpp_values={
+        "num_pages": "x.kv.shape[0 if x.v is None else 1]",
+        "page_size": "x.kv.shape[1 if x.v is None else 2]",
+        "num_kv_heads": "1 if x.v is None else x.kv.shape[3]",
+    },
 )

@@ -17,7 +17,7 @@ MIN_WIDTH, MAX_WIDTH = 2, 16
 _PACKAGE = "torch_hybrid.ops.causal_conv1d"
 
 IMPLEMENTATIONS = {
-    "cpp": in_cpp(f"{_PACKAGE}._cpu:causal_conv1d", features=INVARIANT),
+    "cpp": in_cpp(f"{_PACKAGE}._cpu.cpp:causal_conv1d", features=INVARIANT),
     "triton": in_triton(f"{_PACKAGE}._triton:causal_conv1d", features=INVARIANT),
     "torch": in_torch(f"{_PACKAGE}._torch:causal_conv1d", dtypes=FLOATS_AND_FLOAT64),
 }
@@ -105,4 +105,10 @@ class CausalConv1d(StatefulOp):
         return 1 if self.token_taps is None else self.token_taps.shape[1]
 
 
-causal_conv1d = define(CausalConv1d, IMPLEMENTATIONS, returns=like("x"), flops="2 * T * C * W")
+causal_conv1d = define(
+    CausalConv1d,
+    IMPLEMENTATIONS,
+    returns=like("x"),
+    flops="2 * T * C * W",
+    cpp_sizes="C=channels W=width",
+)

@@ -56,7 +56,12 @@ from typing import (
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, NO_FEATURES, Implementation
+from torch_hybrid.ops.core.capability import (
+    CPP_LOADERS,
+    FLOATS_AND_FLOAT64,
+    NO_FEATURES,
+    Implementation,
+)
 from torch_hybrid.ops.core.recurrence import has_dense_rows
 from torch_hybrid.ops.core.registration import (
     LAUNCHERS,
@@ -72,7 +77,7 @@ from torch_hybrid.ops.core.registration import (
 )
 from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native import cpu_tuning
-from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.native.call import declared_fields, kernel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -282,6 +287,7 @@ _PLANNED = "planned"  # field
 
 DECLARED: dict[str, Declaration] = {}  # by the op's name, in the order of definition
 
+_CPP_SIZES = ("T=num_tokens", "N=num_seqs", "S=num_slots", "P=num_pages", "M=max_pages")
 _SCHEMA_TYPES = {
     float: "float",
     int: "int",
@@ -309,6 +315,8 @@ def define(
     flops: str = "0",
     backward: Callable[..., Any] | None = None,
     saves_results: bool = False,
+    cpp_sizes: str = "",
+    cpp_values: Mapping[str, str] | None = None,
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.
 
@@ -324,8 +332,14 @@ def define(
             and of ``x``, an instance of ``op``.
         backward: of an op without pools; see ``autograd.register_with_backward``.
         saves_results: likewise.
+        cpp_sizes: names that a C++ kernel has for sizes, ``"D//2=half_dim"``; T, N, S, P and M
+            are ``num_tokens``, ``num_seqs``, ``num_slots``, ``num_pages`` and ``max_pages``.
+        cpp_values: likewise, expressions of ``x``, an instance of ``op``, by name.
     """
     declaration = Declaration(cast(type[Op], op))
+    CPP_LOADERS[declaration.name] = partial(
+        _load_cpp, declaration, returns, sizes=cpp_sizes, values=cpp_values or {}
+    )
     DECLARED[declaration.name] = declaration
     cls, first, make_fake = declaration.cls, declaration.first, returns.fake
 
@@ -683,7 +697,11 @@ def cpp_launcher(
             return f"{guard}x.{wide}.dtype is float32"
         rows = re.fullmatch(r"(\w+?)(?:_stride|_token|_row|(_head)(?:_stride)?)", name)
         if rows is None or rows[1] not in declaration.kinds:
-            return name if name == "is_invariant" else f"x.{name}"
+            if name == "is_invariant":
+                return name
+            if name not in dir(cls):
+                raise TypeError(f"{source} takes {name}, which no argument is named like")
+            return f"x.{name}"
         stride = f"x.{rows[1]}.stride({int(rows[2] is not None)})"
         is_optional = rows[1] in declaration.optional
         return f"0 if x.{rows[1]} is None else {stride}" if is_optional else stride
@@ -704,6 +722,36 @@ def cpp_launcher(
     scope = {"run": run, "bf16": torch.bfloat16, "float32": torch.float32, "make": out}
     scope |= {"num_threads": torch.get_num_threads, "cpu_tuning": cpu_tuning}
     return compile_function("\n".join(lines), declaration.name, scope)
+
+
+def _load_cpp(
+    declaration: Declaration,
+    returns: Returns[Any],
+    source: Path,
+    *,
+    sizes: str,
+    values: Mapping[str, str],
+) -> Callable[..., Any]:
+    """Build a C++ kernel and make its launcher, of fields that the kernel's struct declares."""
+    fields = declared_fields(declaration.name, source)
+    tensors, integers, numbers = (
+        " ".join(name for name, kind in fields if kind == wanted)
+        for wanted in ("tensor", "integer", "number")
+    )
+    results = [name for name in tensors.split() if name not in declaration.kinds]
+    pairs = (f"{name}={of}" for name, of in zip(results, returns.like, strict=False))
+    usual = " ".join(size for size in _CPP_SIZES if size[0] in declaration.bound)
+    return cpp_launcher(
+        declaration.cls,
+        source,
+        sizes=f"{usual} {sizes}",
+        values=values,
+        tensors=tensors,
+        integers=integers,
+        numbers=numbers,
+        out=returns.fake or " ".join(pairs),
+        results=" ".join(results),
+    )
 
 
 def _metadata(hint: Any) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_tri
 _PACKAGE = "torch_hybrid.ops.gated_pooling"
 
 IMPLEMENTATIONS = {
-    "cpp": in_cpp(f"{_PACKAGE}._cpu:gated_pooling", features=INVARIANT),
+    "cpp": in_cpp(f"{_PACKAGE}._cpu.cpp:gated_pooling", features=INVARIANT),
     "triton": in_triton(
         f"{_PACKAGE}._triton:gated_pooling", limits={"block_size": 64}, features=INVARIANT
     ),
@@ -81,5 +81,9 @@ class GatedPooling(StatefulOp):
 
 
 gated_pooling = define(
-    GatedPooling, IMPLEMENTATIONS, returns=like("keys"), limited={"block_size": "B"}
+    GatedPooling,
+    IMPLEMENTATIONS,
+    returns=like("keys"),
+    limited={"block_size": "B"},
+    cpp_sizes="D=dim B=block_size",
 )

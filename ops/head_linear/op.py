@@ -14,7 +14,7 @@ from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_tri
 _PACKAGE = "torch_hybrid.ops.head_linear"
 
 IMPLEMENTATIONS = {
-    "cpp": in_cpp(f"{_PACKAGE}._cpu:head_linear", features=INVARIANT, checks_indices=False),
+    "cpp": in_cpp(f"{_PACKAGE}._cpu.cpp:head_linear", features=INVARIANT, checks_indices=False),
     "triton": in_triton(f"{_PACKAGE}._triton:head_linear", features=INVARIANT),
     "torch": in_torch(f"{_PACKAGE}._torch:head_linear", dtypes=FLOATS_AND_FLOAT64, cuda_graph=True),
 }
@@ -67,4 +67,10 @@ head_linear = define(
     returns=made(HeadLinear.empty),
     floats=frozenset(),
     flops="2 * T * H * K * N",
+    cpp_sizes="T H N K",
+    cpp_values={
+        "weight_head": "x.weight.stride(0)",
+        "weight_row": "x.weight.stride(1)",
+        "weight_column": "x.weight.stride(2)",
+    },
 )

@@ -14,7 +14,7 @@ from torch_hybrid.ops.implementations import in_cpp, in_torch
 
 IMPLEMENTATIONS = {
     "cpp": in_cpp(
-        "torch_hybrid.ops.merge_states._cpu:merge_states",
+        "torch_hybrid.ops.merge_states._cpu.cpp:merge_states",
         multiples={"v_head_dim": 16},
         checks_indices=False,
     ),
@@ -67,4 +67,6 @@ merge_states = define(
     returns=pair_like("o_a", "lse_a"),
     limited={"v_head_dim": "Dv"},
     floats=FLOATS,
+    cpp_sizes="Dv=dim",
+    cpp_values={"rows": "x.lse_a.numel()"},
 )

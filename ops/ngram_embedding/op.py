@@ -16,7 +16,7 @@ _PACKAGE = "torch_hybrid.ops.ngram_embedding"
 
 IMPLEMENTATIONS = {
     "cpp": in_cpp(
-        f"{_PACKAGE}._cpu:ngram_embedding", dtypes=FLOATS_AND_FLOAT64, features=INVARIANT
+        f"{_PACKAGE}._cpu.cpp:ngram_embedding", dtypes=FLOATS_AND_FLOAT64, features=INVARIANT
     ),
     "triton": in_triton(f"{_PACKAGE}._triton:ngram_embedding", features=INVARIANT),
     "torch": in_torch(f"{_PACKAGE}._torch:ngram_embedding", dtypes=FLOATS_AND_FLOAT64),
@@ -107,4 +107,13 @@ class NgramEmbedding(StatefulOp):
         return self.tokens.new_empty(shape, dtype=self.table.dtype)
 
 
-ngram_embedding = define(NgramEmbedding, IMPLEMENTATIONS, returns=made(NgramEmbedding.empty))
+ngram_embedding = define(
+    NgramEmbedding,
+    IMPLEMENTATIONS,
+    returns=made(NgramEmbedding.empty),
+    cpp_sizes="R=num_rows H=num_heads",
+    cpp_values={
+        "row_bytes": "x.table.shape[1] * x.table.element_size()",
+        "num_back": "x.history.shape[1]",
+    },
+)

@@ -47,7 +47,7 @@ _OWN_FEATURES = FEATURES | {fp8_kv.FEATURE, RELATIVE_BIAS}
 
 _PACKAGE = "torch_hybrid.ops.paged_attention"
 _CPP = in_cpp(
-    f"{_PACKAGE}._cpu:paged_attention_with_lse",
+    f"{_PACKAGE}._cpu.cpp:paged_attention_with_lse",
     multiples={"head_dim": 16},
     features=_OWN_FEATURES,
 )
@@ -240,4 +240,6 @@ paged_attention_with_lse = define(
     limited={"head_dim": "D"},
     names_ndim=True,
     flops=_FLOPS,
+    cpp_sizes="page_size Hq=num_q_heads Hkv=num_kv_heads D=head_dim",
+    cpp_values={"reach": "0 if x.relative_bias is None else x.relative_bias.shape[2]"},
 )

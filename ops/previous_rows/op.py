@@ -15,7 +15,7 @@ from torch_hybrid.ops.implementations import in_cpp, in_torch
 _PACKAGE = "torch_hybrid.ops.previous_rows"
 
 IMPLEMENTATIONS = {
-    "cpp": in_cpp(f"{_PACKAGE}._cpu:previous_rows", dtypes=FLOATS_AND_FLOAT64),
+    "cpp": in_cpp(f"{_PACKAGE}._cpu.cpp:previous_rows", dtypes=FLOATS_AND_FLOAT64),
     "torch": in_torch(
         f"{_PACKAGE}._torch:previous_rows", dtypes=FLOATS_AND_FLOAT64, cuda_graph=True
     ),
@@ -80,4 +80,10 @@ class PreviousRows(StatefulOp):
                 raise ValueError(f"seq_lens must be at least {new} for sequence {n}, got {total}")
 
 
-previous_rows = define(PreviousRows, IMPLEMENTATIONS, returns=like("x"))
+previous_rows = define(
+    PreviousRows,
+    IMPLEMENTATIONS,
+    returns=like("x"),
+    cpp_sizes="R=num_kept",
+    cpp_values={"row_bytes": "x.x.shape[1] * x.x.element_size()"},
+)

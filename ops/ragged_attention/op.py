@@ -31,7 +31,8 @@ _OWN = {
         planner="torch_hybrid.ops.cudnn_attention:plan",
     ),
     "cpp": in_cpp(
-        f"{_PACKAGE}._cpu:ragged_attention_with_lse", multiples={"head_dim": 16, "v_head_dim": 16}
+        f"{_PACKAGE}._cpu.cpp:ragged_attention_with_lse",
+        multiples={"head_dim": 16, "v_head_dim": 16},
     ),
     "triton": in_triton(
         f"{_PACKAGE}._triton:ragged_attention_with_lse",
@@ -136,4 +137,6 @@ ragged_attention_with_lse = define(
     limited={"head_dim": "D", "v_head_dim": "Dv"},
     names_ndim=True,
     flops="2 * T * H * (D + Dv) * num_keys // max(num_offsets - 1, 1)",
+    cpp_sizes="T=num_queries num_keys num_offsets-1=num_seqs H=num_heads Hk=num_k_heads D=head_dim "
+    "Dv=v_head_dim",
 )

@@ -15,7 +15,7 @@ from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_tri
 
 _TRITON = in_triton("torch_hybrid.ops.rg_lru._triton:rg_lru")
 IMPLEMENTATIONS = {
-    "cpp": in_cpp("torch_hybrid.ops.rg_lru._cpu:rg_lru", features=INVARIANT),
+    "cpp": in_cpp("torch_hybrid.ops.rg_lru._cpu.cpp:rg_lru", features=INVARIANT),
     "triton": _TRITON,
     "triton_invariant": invariant(_TRITON),
     "torch": in_torch("torch_hybrid.ops.rg_lru._torch:rg_lru", dtypes=FLOATS_AND_FLOAT64),
@@ -79,4 +79,4 @@ class RgLru(StatefulOp):
         check_shapes({"gates": (self.gates, shape)})
 
 
-rg_lru = define(RgLru, IMPLEMENTATIONS, returns=like("x"))
+rg_lru = define(RgLru, IMPLEMENTATIONS, returns=like("x"), cpp_sizes="H=num_heads G//2=head_dim")

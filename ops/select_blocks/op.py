@@ -18,7 +18,7 @@ _PACKAGE = "torch_hybrid.ops.select_blocks"
 _TRITON = in_triton(f"{_PACKAGE}._triton:select_blocks", limits={"index_dim": 256})
 IMPLEMENTATIONS = {
     "cpp": in_cpp(
-        f"{_PACKAGE}._cpu:select_blocks", multiples={"index_dim": 16}, features=INVARIANT
+        f"{_PACKAGE}._cpu.cpp:select_blocks", multiples={"index_dim": 16}, features=INVARIANT
     ),
     "triton": _TRITON,
     "triton_invariant": invariant(_TRITON),
@@ -101,4 +101,9 @@ select_blocks = define(
     limited={"index_dim": "D"},
     names_ndim=True,
     flops="2 * T * H * D * M * B",
+    cpp_sizes="S=num_pages H=num_heads D=index_dim",
+    cpp_values={
+        "page_size": "x.block_keys.shape[1] * x.block_size",
+        "key_token": "x.keys.stride(0)",
+    },
 )

@@ -24,14 +24,14 @@ _LIMITS = {"state_dim": 256}
 
 IMPLEMENTATIONS = in_forms(
     recurrent={
-        "cpp": in_cpp(f"{_FOLDER}._cpu:selective_scan", features=INVARIANT),
+        "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:selective_scan", features=INVARIANT),
         "triton": in_triton(
             f"{_FOLDER}._triton:selective_scan", limits=_LIMITS, features=INVARIANT
         ),
         "torch": in_torch(f"{_FOLDER}._torch:recurrent_selective_scan"),
     },
     chunk={
-        "cpp": in_cpp(f"{_FOLDER}._cpu:selective_scan"),
+        "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:selective_scan"),
         "triton": in_triton(
             f"{_FOLDER}._triton:selective_scan", limits=_LIMITS, options={"is_chunked": True}
         ),
@@ -119,4 +119,5 @@ selective_scan = define(
     returns=like("x"),
     limited={"state_dim": "M"},
     flops="4 * T * E * M",
+    cpp_sizes="E=channels G=num_groups M=state_dim",
 )

@@ -14,7 +14,7 @@ from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_tri
 
 _TRITON = in_triton("torch_hybrid.ops.wkv._triton:wkv")
 IMPLEMENTATIONS = {
-    "cpp": in_cpp("torch_hybrid.ops.wkv._cpu:wkv", features=INVARIANT),
+    "cpp": in_cpp("torch_hybrid.ops.wkv._cpu.cpp:wkv", features=INVARIANT),
     "triton": _TRITON,
     "triton_invariant": invariant(_TRITON),
     "torch": in_torch("torch_hybrid.ops.wkv._torch:wkv", dtypes=FLOATS_AND_FLOAT64),
@@ -70,4 +70,4 @@ class Wkv(StatefulOp):
     state_indices: Annotated[Tensor, Index("N", counts=True)]
 
 
-wkv = define(Wkv, IMPLEMENTATIONS, returns=like("k"))
+wkv = define(Wkv, IMPLEMENTATIONS, returns=like("k"), cpp_sizes="C=num_channels")
