@@ -48,22 +48,12 @@ class BlockAttention(PagedOp):
             names.
         blocks: [T, K] int32, contiguous, the distinct blocks of each query by number, complete at
             its position; -1 after them. As ``select_blocks`` returns them.
-        cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
-        seq_lens: [N] int32, total length of each sequence, new tokens included.
-        page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
-            page_size)``.
-        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
         block_size: tokens in a block; it divides ``page_size``.
         scale: factor of the logits, usually ``D ** -0.5``.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [T, Hq, D] in the dtype of q; rows of padding tokens, and of queries that see nothing, are
         0.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
-            an index is outside its pool.
     """
 
     q: Annotated[Tensor, Rows("Hq", "D", last_dim=True)]

@@ -41,25 +41,14 @@ class CausalConv1d(StatefulOp):
         conv_state: [S, W - 1, C] the last inputs of each sequence, oldest first, in x's dtype.
             **Mutated**: slot ``state_indices[n]`` receives the last W - 1 inputs of sequence n,
             older ones shifted in from the state when it is shorter; no other slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
-            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
-            zero state. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
         activation: "none" or "silu".
         input_gate, output_gate: [T, C] like x, or None. Those of padding tokens are not read.
         token_taps: [T, H, W] contiguous, in x's dtype: what is added to the filters of the C / H
             channels of each head, oldest tap first; or None. Without gates alone. Those of padding
             tokens are not read.
-        impl: a name in IMPLEMENTATIONS.
 
     Returns:
         [T, C] outputs in x's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``activation`` or ``impl`` is
-            unknown. Or, where reading them is free (on a CPU), an index is out of range.
 
     The short convolution of Mamba (arXiv 2312.00752), Qwen3-Next and most linear attention; with
     both gates, that of LFM2; with taps of each token, that of Inkling-2's keys and values.

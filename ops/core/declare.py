@@ -62,6 +62,7 @@ from torch_hybrid.ops.core.capability import (
     NO_FEATURES,
     Implementation,
 )
+from torch_hybrid.ops.core.docs import complete_doc
 from torch_hybrid.ops.core.recurrence import has_dense_rows
 from torch_hybrid.ops.core.registration import (
     LAUNCHERS,
@@ -87,8 +88,17 @@ R = TypeVar("R")
 class Op:
     """Arguments of one call of an op; subclasses declare them as fields.
 
-    ``impl`` names the implementation that computes it. A launcher may hand its value on to another
-    implementation: ``scale(x, impl="torch")``.
+    A launcher may hand its value on to another implementation: ``scale(x, impl="torch")``. What
+    follows stands in the docstring of every op that says nothing else of it.
+
+    Args:
+        impl: a name among the op's implementations.
+        planned: for an implementation that plans, what its planner made for these lengths: its
+            tensors, and its values as a tensor on the host.
+
+    Raises:
+        ValueError: a shape, dtype, layout or option is not as above, or ``impl`` is unknown or
+            does not take these. Or, where reading it is free (on a CPU), an index is out of range.
     """
 
     impl: str = field(kw_only=True)
@@ -113,6 +123,14 @@ class Op:
 
 class StatefulOp(Op):
     """Op that reads and writes states of sequences in slots of a pool.
+
+    Args:
+        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
+            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
+        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
+            zero state. Several may start from one slot, which no other one may then write.
+        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
+            for 0: that state is not stored.
 
     Attributes:
         pool_name: of the field that is the pool.
@@ -463,7 +481,10 @@ class Declaration:
         code = self._code(limited, has_floats=bool(known["floats"]), is_traced=is_traced)
         function: Callable[..., Any] = compile_function("\n".join(code), self.name, scope)
         call_of: Callable[..., Any] = scope["call"]
-        function.__doc__, function.__module__ = self.cls.__doc__, self.cls.__module__
+        function.__module__ = self.cls.__module__
+        every = [each for part in self._ordered() for each in part]
+        named = [*(each.name for each in [*every, *self._traced]), "impl"]
+        function.__doc__ = self.cls.__doc__ = complete_doc(self.cls, named)
         hints = self._hints
         function.__annotations__ = {e.name: _bare(hints[e.name]) for e in fields(self.cls)}
 

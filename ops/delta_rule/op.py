@@ -74,7 +74,19 @@ KIMI_IMPLEMENTATIONS = in_forms(
 
 @dataclass(slots=True, repr=False, eq=False)
 class DeltaRule(StatefulOp):
-    """Arguments that both rules have."""
+    """Arguments that both rules have.
+
+    Args:
+        q: [T, H, K] queries, the sequences packed one after the other. Float dtype; rows may lie
+            any distance apart (a slice of a projection), one row is contiguous; so for k and v.
+        k: [T, H, K] keys, in q's dtype.
+        scale: factor on q, usually ``K ** -0.5``.
+        qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
+        impl: a name among the implementations: "recurrent_..." walks by token, "chunk_..." by
+            chunk.
+        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. Walks
+            by token ignore it; "chunk_triton" takes chunks of its own.
+    """
 
     q: Annotated[Tensor, Rows("H", "K")]
     k: Annotated[Tensor, Rows("H", "K", counts=False)]
@@ -109,34 +121,14 @@ class GatedDeltaRule(DeltaRule):
     sequence does not depend on its neighbours.
 
     Args:
-        q: [T, H, K] queries, the sequences packed one after the other. Float dtype; rows may lie
-            any distance apart (a slice of a projection), one row is contiguous; so for k and v.
-        k: [T, H, K] keys, in q's dtype.
         v: [T, HV, V] values, in q's dtype; HV is a multiple of H.
         g: [T, HV] float32 natural-log decay, at most 0.
         beta: [T, HV] float32 step size, in [0, 1], or [0, 2] with negative eigenvalues.
         state: [S, HV, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
             state after the last token of sequence n; no other slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
-            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
-            zero state. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
-        scale: factor on q, usually ``K ** -0.5``.
-        qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
-        impl: a name in GATED_IMPLEMENTATIONS: "recurrent_..." walks by token, "chunk_..." by chunk.
-        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. Walks
-            by token ignore it; "chunk_triton" takes chunks of its own.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
 
     Returns:
         [T, HV, V] outputs in v's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
-            reading them is free (on a CPU), an index is out of range.
 
     From "Gated Delta Networks" (arXiv 2412.06464), as used by Qwen3-Next.
     """
@@ -160,34 +152,14 @@ class KimiDeltaAttention(DeltaRule):
     sequence does not depend on its neighbours.
 
     Args:
-        q: [T, H, K] queries, the sequences packed one after the other. Float dtype; rows may lie
-            any distance apart (a slice of a projection), one row is contiguous; so for k and v.
-        k: [T, H, K] keys, in q's dtype.
         v: [T, H, V] values, in q's dtype.
         g: [T, H, K] float32 natural-log decay of each channel, at most 0; rows as for q.
         beta: [T, H] float32 step size, in [0, 1].
         state: [S, H, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
             state after the last token of sequence n; no other slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
-            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
-            zero state. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
-        scale: factor on q, usually ``K ** -0.5``.
-        qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
-        impl: a name in KIMI_IMPLEMENTATIONS: "recurrent_..." walks by token, "chunk_..." by chunk.
-        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. Walks
-            by token ignore it; "chunk_triton" takes chunks of its own.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
 
     Returns:
         [T, H, V] outputs in v's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
-            reading them is free (on a CPU), an index is out of range.
 
     From "Kimi Linear" (arXiv 2510.26692); also the linear layers of Ling-3.
     """

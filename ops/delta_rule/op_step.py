@@ -22,6 +22,27 @@ class DeltaStep(StepOp):
     """Arguments of a delta rule's step; the ops' classes derive from it.
 
     A rule with decays by channel declares ``a``, ``dt_bias`` and ``records`` anew.
+
+    Args:
+        qkv: [T, 2 H K + HV V] inputs of the convolution, a row for each token. Float dtype; rows
+            may lie any distance apart (a slice of a projection), one row is contiguous; so for z,
+            b and a. K, V and HV are those of ``state``.
+        z: [T, HV V] gate of the output, in qkv's dtype.
+        b: [T, HV] step size before its sigmoid, in qkv's dtype.
+        conv_weight: [2 H K + HV V, W] filter of each channel, oldest tap first, in
+            qkv's dtype; W from 2 to 8.
+        conv_bias: [2 H K + HV V] in qkv's dtype, or None.
+        norm_weight: [V] in qkv's dtype or in float32.
+        conv_state: [S, W - 1, 2 H K + HV V] the last inputs of each sequence, oldest first, in
+            qkv's dtype. **Mutated**: slot ``state_indices[n]`` receives those of sequence n.
+        state: [S, HV, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
+            state after the token of sequence n. No other slot of either pool is written.
+        activation: of the convolution, "none" or "silu".
+        scale: factor on q, usually ``K ** -0.5``.
+        norm_eps: added to the mean square of o.
+        records: [S, D, R] a row ``[qkv | b | a]`` of inputs for each draft, in qkv's dtype, where
+            the step verifies drafts; else None. **Mutated**: slot ``state_indices[n]`` receives
+            those of the second token on.
     """
 
     recorded: ClassVar[tuple[str, ...]] = ("qkv", "b", "a")

@@ -39,22 +39,15 @@ class GatedPooling(StatefulOp):
             block that is not complete, by their places in it. **Mutated**: slot
             ``state_indices[n]`` receives those of sequence n; where it has no such tokens, and in
             rows of others, it stays as it is.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens from
-            ``cu_seqlens[N]`` on are padding. An empty sequence leaves its slot as it is.
         seq_lens: [N] int32, total length of each sequence, new tokens included.
         initial_indices: [N] int32 slot that has what each sequence left of its last block; 0:
             zeros.
         state_indices: [N] int32 slot that receives what each sequence leaves, distinct except for
             0: that is not stored.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [T, D] in the keys' dtype: the key of the block that a token is the last of, and 0 for other
         tokens.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
-            reading it is free (on a CPU), an index is outside its pool.
 
     The pooled keys of GLM-5.3's indexer.
     """

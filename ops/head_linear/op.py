@@ -31,13 +31,9 @@ class HeadLinear(Op):
         weight: [H, N, K] in x's dtype, or a transposed view of [H, K, N]: one of its last two dims
             is contiguous.
         bias: [H, N] contiguous, in x's dtype, added before a sum is rounded; None: nothing.
-        impl: a name in IMPLEMENTATIONS.
 
     Returns:
         [T, H, N] in x's dtype. But with "torch" a token's have the bits that they have alone.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
 
     The projections to and from latents of MLA's absorbed form (arXiv 2405.04434).
     """

@@ -100,26 +100,14 @@ class LatentAttention(PagedOp):
         pool: [pages, page_size, R + P], dtype of q_latent or float8_e4m3fn, contiguous. Mutated:
             the rows that ``slot_mapping`` names, rounded to FP8 as ``ops.fp8_kv`` says; the new
             tokens attend to what was rounded.
-        cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
-        seq_lens: [N] int32, total length of each sequence, new tokens included.
-        page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
-            page_size)``. Entries that no query sees are never read.
-        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
         scale: factor of the logits: that of the expanded head, ``(nope + P) ** -0.5``, and never
             ``(R + P) ** -0.5``.
         pool_scale: [1] float32, positive: what a number of float8_e4m3fn is worth. For a pool of 8
             bits alone.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [T, H, R] in the dtype of q_latent: latents averaged by the softmax, to be multiplied by
         ``W_UV``. Rows of padding tokens are 0.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
-            an index is outside its pool.
     """
 
     q_latent: Annotated[Tensor, Rows("H", "rank", last_dim=True)]
@@ -170,10 +158,6 @@ class StoreLatents(Op):
         slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
         cu_seqlens: [N + 1] int32; tokens from ``cu_seqlens[N]`` on are padding, and not written.
         pool_scale: as of :func:`latent_attention`.
-        impl: name in STORE_IMPLEMENTATIONS.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, on a CPU, an index is out of range.
     """
 
     latent: Annotated[Tensor, Rows("rank", dtype="any", last_dim=True)]
@@ -208,13 +192,9 @@ class GatherLatents(Op):
         rows: [Tk] int32, ``page * page_size + offset``; 0 is padding and stands for zeros.
         pool_scale: as of :func:`latent_attention`.
         dtype: of what FP8 rows are worth; for an FP8 pool alone.
-        impl: name in GATHER_IMPLEMENTATIONS.
 
     Returns:
         [Tk, R + P] in the dtype of pool, or ``dtype``.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, on a CPU, an index is out of range.
     """
 
     pool: Annotated[Tensor, Dense("P", "page_size", "width")]

@@ -35,13 +35,9 @@ class MergeStates(Op):
             ln 2 first.
         o_b: as o_a.
         lse_b: as lse_a.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         The output, [T, H, Dv] in the dtype of o_a, and its natural-log LSE, [T, H] float32.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or ``impl`` does not take it.
     """
 
     o_a: Annotated[Tensor, Strided("T", "H", "Dv")]

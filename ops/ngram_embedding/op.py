@@ -41,20 +41,13 @@ class NgramEmbedding(StatefulOp):
         head_offsets: the same, where a head's rows begin.
         history: [S, n - 1] int64, the last tokens of each sequence, oldest first. **Mutated**: slot
             ``state_indices[i]`` receives those of sequence i; no other slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens from
-            ``cu_seqlens[N]`` on are padding. An empty sequence leaves its slot as it is.
         initial_indices: [N] int32 slot that each sequence goes on from; 0: it begins.
         state_indices: [N] int32 slot that receives the last tokens of each sequence, distinct
             except for 0: these are not stored.
         eos: the token that ends a text.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [T, (n - 1) * E * D] in the table's dtype; rows of padding tokens are 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; on a CPU, also
-            an index out of range.
 
     The per-layer embeddings of Qwen4-Exp.
     """

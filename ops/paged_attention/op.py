@@ -174,11 +174,6 @@ class PagedAttention(Pages):
         kv: [2, P, page_size, Hkv, D], dtype of q or float8_e4m3fn, contiguous; keys in ``kv[0]``,
             values in ``kv[1]``. Mutated: the rows that ``slot_mapping`` names, rounded to FP8
             as ``ops.fp8_kv`` says; the new tokens attend to what was rounded.
-        cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
-        seq_lens: [N] int32, total length of each sequence, new tokens included.
-        page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
-            page_size)``. Entries that no query sees are never read.
-        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
         scale: factor of the logits, usually ``D ** -0.5``.
         window: number of keys that a query sees, itself included; 0 for all.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0.0 for none (Gemma 2).
@@ -187,16 +182,9 @@ class PagedAttention(Pages):
             nothing (Inkling). Those of padding tokens are not read.
         kv_scales: [2, Hkv] float32, positive: what a number of float8_e4m3fn is worth in the keys
             and in the values of each head. For an FP8 pool alone.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [T, Hq, D] in the dtype of q; rows of padding tokens are 0.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
-            an index is outside its pool.
     """
 
     planned: Sequence[Tensor] | None = field(default=(), kw_only=True)

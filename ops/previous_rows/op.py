@@ -41,14 +41,9 @@ class PreviousRows(StatefulOp):
         state_indices: [N] int32 slot that keeps a sequence's rows, distinct except for 0: those are
             not kept. Where it is another than the initial one, the row before the new ones is
             copied to it, also for a sequence without new tokens.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [T, D]; rows of padding tokens are 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; on a CPU, also
-            an index out of range.
     """
 
     pool_name: ClassVar[str] = "kept"

@@ -79,16 +79,11 @@ class RaggedAttentionWithLse(Op):
         scale: factor of the logits, usually ``D ** -0.5``.
         planned: for an implementation that plans, what its planner made of the lengths of a causal
             call, whose keys end where the queries do: values as a tensor on the host.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         The output, [Tq, H, Dv] in the dtype of q, and the natural-log LSE, [Tq, H] float32.
         Padding queries, and queries that see no key, hold ``(0, -inf)``, the identity of
         ``merge_states``.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, where reading them is free (on a CPU),
-            the offsets are.
     """
 
     q: Annotated[Tensor, Rows("H", "D", last_dim=True)]

@@ -42,20 +42,9 @@ class RgLru(StatefulOp):
         log_a: [C] float32 natural logarithm of a channel's decay where its gate is 1; 0 at most.
         state: [S, C] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the state after
             the last token of sequence n; no other slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
-            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot: from
-            nothing. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
-        impl: a name in IMPLEMENTATIONS.
 
     Returns:
         [T, C] states after each token in x's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
-            reading them is free (on a CPU), an index is out of range.
 
     "Griffin" (arXiv 2402.19427), as in RecurrentGemma.
     """
