@@ -44,6 +44,7 @@ def step_implementations(
     *,
     limits: Mapping[str, int],
     composed: str,
+    torch_form: str = "",
     has_invariant: bool = False,
 ) -> dict[str, Implementation]:
     """Define the implementations of a step's op: each is the function of the op's name in a module.
@@ -54,6 +55,7 @@ def step_implementations(
         step: the end of its modules' names: ``_cpu_step_gated.py`` has that of "gated".
         limits: sizes that the Triton form takes at most.
         composed: launcher that calls an op for each part of the mixer.
+        torch_form: launcher in torch, unless a module has it as the other forms do.
         has_invariant: whether there is a Triton form that gives a token the bits that it has in any
             call: the launcher's with ``is_invariant``.
     """
@@ -71,5 +73,5 @@ def step_implementations(
         without_drafts = replace(triton.capability, features=EXTEND | NO_STORE)
         forms["triton_invariant"] = invariant(replace(triton, capability=without_drafts))
     forms[COMPOSED] = composed_of(composed)
-    forms["torch"] = in_torch(f"{package}._torch_step_{step}:{op}", features=VERIFY)
+    forms["torch"] = in_torch(torch_form or f"{package}._torch_step_{step}:{op}", features=VERIFY)
     return forms

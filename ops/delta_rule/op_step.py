@@ -1,20 +1,16 @@
-"""Arguments of the delta rules' steps, their checks, and the steps' vectorised torch form."""
+"""Arguments of the delta rules' steps, and their checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.conv_step import check_activation, check_lengths, check_width, convolve
+from torch_hybrid.ops.conv_step import check_activation, check_width
 from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows
-from torch_hybrid.ops.delta_rule.unit_rows import l2_normalize
-from torch_hybrid.ops.pointwise import sigmoid
-from torch_hybrid.ops.ragged_chunks import initial_states, sequences_of, store_states
-from torch_hybrid.ops.verify import StepOp, verify_by_calls
+from torch_hybrid.ops.verify import StepOp
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -103,54 +99,3 @@ class DeltaStep(StepOp):
         """Raise ValueError for an unknown activation, and for records without counts."""
         StepOp.check(self)
         check_activation(self.activation)
-
-
-D = TypeVar("D", bound=DeltaStep)
-
-
-def step_in_torch(
-    x: DeltaStep,
-    *,
-    log_decay: Callable[[Tensor], Tensor],
-    gated_norm: Callable[[Tensor, Tensor], Tensor],
-    beta_scale: float = 1.0,
-) -> Tensor:
-    """Run all sequences that have a token together, rounding where the parts of a mixer round.
-
-    Args:
-        x: the step's arguments, without drafts; both pools are **mutated**.
-        log_decay: a [N, HV] or [N, HV K] to float32 [N, HV, 1 or K].
-        gated_norm: outputs of the rule and their gates, both [N, HV, V], to the op's.
-        beta_scale: of step sizes.
-    """
-    seqs = sequences_of(x)
-    if seqs.max_length > 1:
-        check_lengths(x.cu_seqlens)
-    token = seqs.starts
-    num_heads, v_dim, k_dim = x.state.shape[1:]
-
-    past = x.conv_state[seqs.initial].where((seqs.initial > 0)[:, None, None], 0.0)
-    window = torch.cat([past, x.qkv[token][:, None]], 1)
-    is_stored = seqs.slots > 0
-    x.conv_state[seqs.slots[is_stored]] = window[is_stored, 1:]
-    mixed = convolve(window, x.conv_weight, x.conv_bias, x.activation)
-    q, k, v = mixed.float().split(x.widths, 1)
-    q, k = (l2_normalize(part.unflatten(1, (-1, k_dim))) for part in (q, k))
-    group = num_heads // k.shape[1]
-    q, k = (q * x.scale).repeat_interleave(group, 1), k.repeat_interleave(group, 1)
-
-    beta = sigmoid(x.b[token].float()) * beta_scale
-    S = initial_states(x.state, seqs).mul_(log_decay(x.a[token]).exp()[..., None, :])
-    u = beta[..., None] * (v.unflatten(1, (num_heads, v_dim)) - (S @ k[..., None])[..., 0])
-    S.add_(u[..., None] * k[..., None, :])
-    o = (S @ q[..., None])[..., 0].to(x.z.dtype)
-    store_states(x.state, seqs, S)
-
-    out = torch.zeros_like(x.z, memory_format=torch.contiguous_format)
-    out[token] = gated_norm(o, x.z[token].view_as(o)).flatten(1)
-    return out
-
-
-def verify_by_delta_steps(step: Callable[[D], Tensor], x: D) -> Tensor:
-    """Verify drafts by a launcher of the decode step."""
-    return verify_by_calls(step, x, torch.zeros_like(x.z, memory_format=torch.contiguous_format))

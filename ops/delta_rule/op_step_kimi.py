@@ -19,6 +19,7 @@ IMPLEMENTATIONS = step_implementations(
     "kimi",
     limits={"head_k_dim": 128, "head_v_dim": 256},
     composed="torch_hybrid.ops.delta_rule._composed:kimi_delta",
+    torch_form="torch_hybrid.ops.delta_rule._composed:kimi_delta_in_torch",
     has_invariant=True,
 )
 
