@@ -48,24 +48,24 @@ def _triton_chunk(launcher: str, *, limit: int) -> dict[str, Implementation]:
 
 GATED_IMPLEMENTATIONS = in_forms(
     recurrent={
-        "cpp": in_cpp(f"{_FOLDER}._cpu_gated:recurrent_gated_delta_rule", features=INVARIANT),
+        "cpp": in_cpp(f"{_FOLDER}._cpu_gated.cpp:gated_delta_rule", features=INVARIANT),
         "triton": _TRITON_BY_TOKEN,
         "torch": _TORCH_BY_TOKEN,
     },
     chunk={
-        "cpp": in_cpp(f"{_FOLDER}._cpu_gated:chunk_gated_delta_rule"),
+        "cpp": in_cpp(f"{_FOLDER}._cpu_gated.cpp:gated_delta_rule"),
         **_triton_chunk(f"{_FOLDER}._triton_gated:chunk_gated_delta_rule", limit=256),
         "torch": _TORCH_BY_CHUNK,
     },
 )
 KIMI_IMPLEMENTATIONS = in_forms(
     recurrent={
-        "cpp": in_cpp(f"{_FOLDER}._cpu_kimi:recurrent_kimi_delta_attention"),
+        "cpp": in_cpp(f"{_FOLDER}._cpu_kimi.cpp:kimi_delta_attention"),
         "triton": _TRITON_BY_TOKEN,
         "torch": _TORCH_BY_TOKEN,
     },
     chunk={
-        "cpp": in_cpp(f"{_FOLDER}._cpu_kimi:chunk_kimi_delta_attention"),
+        "cpp": in_cpp(f"{_FOLDER}._cpu_kimi.cpp:kimi_delta_attention"),
         **_triton_chunk(f"{_FOLDER}._triton_kimi:chunk_kimi_delta_attention", limit=128),
         "torch": _TORCH_BY_CHUNK,
     },
@@ -170,12 +170,19 @@ class KimiDeltaAttention(DeltaRule):
     state: Annotated[Tensor, Pool("H", "V", "K", dtype=torch.float32)]
 
 
+_CPP_SIZES = "H=num_k_heads K=k_dim V=v_dim"
+_CPP_VALUES = {
+    "num_v_heads": "x.v.shape[1]",
+    "chunk_size": "x.chunk_size if x.impl == 'chunk_cpp' else 0",  # 0: walk by token
+}
 gated_delta_rule = define(
     GatedDeltaRule,
     GATED_IMPLEMENTATIONS,
     returns=like("v"),
     limited={"head_k_dim": "K", "head_v_dim": "V"},
     flops="6 * T * HV * V * K",
+    cpp_sizes=_CPP_SIZES,
+    cpp_values=_CPP_VALUES,
 )
 kimi_delta_attention = define(
     KimiDeltaAttention,
@@ -183,4 +190,6 @@ kimi_delta_attention = define(
     returns=like("v"),
     limited={"head_k_dim": "K"},
     flops="6 * T * H * V * K",
+    cpp_sizes=_CPP_SIZES,
+    cpp_values=_CPP_VALUES,
 )

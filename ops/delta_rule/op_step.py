@@ -99,3 +99,12 @@ class DeltaStep(StepOp):
         """Raise ValueError for an unknown activation, and for records without counts."""
         StepOp.check(self)
         check_activation(self.activation)
+
+
+CPP_SIZES = "C=channels W=width HV=num_v_heads V=v_dim K=k_dim"
+CPP_VALUES = {
+    "silu": "x.activation == 'silu'",
+    "wide_norm": "x.norm_weight.dtype is float32",
+    "num_records": "0 if x.records is None else x.records.shape[1]",
+    "record_width": "0 if x.records is None else x.records.shape[2]",
+}

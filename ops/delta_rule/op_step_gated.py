@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import define, like
-from torch_hybrid.ops.delta_rule.op_step import DeltaStep
+from torch_hybrid.ops.delta_rule.op_step import CPP_SIZES, CPP_VALUES, DeltaStep
 from torch_hybrid.ops.step_implementations import step_implementations
 
 GATES = ("silu", "sigmoid")
@@ -19,6 +19,7 @@ IMPLEMENTATIONS = step_implementations(
     "gated",
     limits={"head_k_dim": 128, "head_v_dim": 256},
     composed="torch_hybrid.ops.delta_rule._composed:gated_delta",
+    cpp="torch_hybrid.ops.delta_rule._cpu_step_gated.cpp:gated_delta_step",
     torch_form="torch_hybrid.ops.delta_rule._composed:gated_delta_in_torch",
     has_invariant=True,
 )
@@ -77,4 +78,11 @@ gated_delta_step = define(
     returns=like("z"),
     limited={"head_k_dim": "K", "head_v_dim": "V"},
     flops="2 * T * C * W + 6 * T * HV * V * K",
+    cpp_sizes=CPP_SIZES,
+    cpp_values=CPP_VALUES
+    | {
+        "gate_lower_bound": "0.0",
+        "is_bounded": "False",
+        "sigmoid_gate": "x.gate == 'sigmoid'",
+    },
 )

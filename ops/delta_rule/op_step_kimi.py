@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Dense, Pool, Rows, define, like
-from torch_hybrid.ops.delta_rule.op_step import DeltaStep
+from torch_hybrid.ops.delta_rule.op_step import CPP_SIZES, CPP_VALUES, DeltaStep
 from torch_hybrid.ops.step_implementations import step_implementations
 
 IMPLEMENTATIONS = step_implementations(
@@ -19,6 +19,7 @@ IMPLEMENTATIONS = step_implementations(
     "kimi",
     limits={"head_k_dim": 128, "head_v_dim": 256},
     composed="torch_hybrid.ops.delta_rule._composed:kimi_delta",
+    cpp="torch_hybrid.ops.delta_rule._cpu_step_kimi.cpp:kimi_delta_step",
     torch_form="torch_hybrid.ops.delta_rule._composed:kimi_delta_in_torch",
     has_invariant=True,
 )
@@ -91,4 +92,12 @@ kimi_delta_step = define(
     returns=like("z"),
     limited={"head_k_dim": "K", "head_v_dim": "V"},
     flops="2 * T * C * W + 6 * T * HV * V * K",
+    cpp_sizes=CPP_SIZES,
+    cpp_values=CPP_VALUES
+    | {
+        "beta_scale": "1.0",
+        "gate_lower_bound": "x.gate_lower_bound or 0.0",
+        "is_bounded": "x.gate_lower_bound is not None",
+        "sigmoid_gate": "False",
+    },
 )

@@ -14,7 +14,7 @@ from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Imp
 from torch_hybrid.ops.core.declare import NOTHING, Dense, Index, Op, Pool, Rows, define, like, made
 from torch_hybrid.ops.core.page_bounds import PagedOp
 from torch_hybrid.ops.core.registration import check_dtypes, check_scale
-from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing
 from torch_hybrid.ops.formats import fp8_kv
 from torch_hybrid.ops.implementations import CUDA, HALVES, in_cpp, in_torch, in_triton, invariant
 
@@ -27,7 +27,7 @@ _DTYPES_OF_POOLS = FLOATS_AND_FLOAT64 | {fp8_kv.DTYPE}
 
 def _attention(function: str) -> dict[str, Implementation]:
     cpp = in_cpp(
-        f"{_PACKAGE}._cpu:{function}",
+        f"{_PACKAGE}._cpu.cpp:{function}",
         multiples={"rank": 16, "rope_dim": 16},
         features=_OWN_FEATURES,
     )
@@ -36,15 +36,6 @@ def _attention(function: str) -> dict[str, Implementation]:
         limits={"rank": 512, "rope_dim": 64},
         features=_OWN_FEATURES,
     )
-    own = {
-        "cpp": cpp,
-        "cpp_invariant": invariant(cpp),
-        "triton": triton,
-        "triton_invariant": invariant(triton),
-        "torch": in_torch(
-            f"{_PACKAGE}._torch:{function}", dtypes=FLOATS_AND_FLOAT64, features=_OWN_FEATURES
-        ),
-    }
     flashinfer = Capability(
         devices=CUDA,
         dtypes=HALVES,
@@ -52,15 +43,20 @@ def _attention(function: str) -> dict[str, Implementation]:
         cuda_graph=True,
         available=flashinfer_missing(capabilities=HOPPER),
     )
-    return with_flashinfer(
-        "latent_attention",
-        own,
-        Implementation(
+    return {
+        "cpp": cpp,
+        "cpp_invariant": invariant(cpp),
+        "triton": triton,
+        "flashinfer": Implementation(
             capability=flashinfer,
             launcher=f"{_PACKAGE}._flashinfer:{function}",
             planner=f"{_PACKAGE}._flashinfer:plan",
         ),
-    )
+        "triton_invariant": invariant(triton),
+        "torch": in_torch(
+            f"{_PACKAGE}._torch:{function}", dtypes=FLOATS_AND_FLOAT64, features=_OWN_FEATURES
+        ),
+    }
 
 
 def _rows(function: str) -> dict[str, Implementation]:
@@ -250,18 +246,29 @@ def _empty_rows(x: GatherLatents) -> Tensor:
 latent_attention = define(
     LatentAttention,
     IMPLEMENTATIONS,
+    cpp_sizes="page_size H=num_heads rank rope_dim",
     returns=like("q_latent"),
     limited={"num_heads": "H", "rank": "rank", "rope_dim": "rope_dim", "page_size": "page_size"},
     names_ndim=True,
     flops="2 * T * H * M * page_size * (2 * rank + rope_dim)",  # values are latents
 )
 define_made_of("store_latents.made_of")
+_CPP_SIZES = "page_size P*page_size=num_slots"
+_ROW_BYTES = {"row_bytes": "x.pool.shape[2] * x.pool.element_size()"}
 store_latents = define(
     StoreLatents,
     STORE_IMPLEMENTATIONS,
     returns=NOTHING,
     floats=_DTYPES_OF_POOLS,
     names_ndim=True,
+    cpp_sizes=f"{_CPP_SIZES} T=max_tokens num_offsets-1=num_seqs",
+    cpp_values={
+        **_ROW_BYTES,
+        "latent_stride": "x.latent.stride(0) * x.pool.element_size()",
+        "latent_bytes": "x.latent.shape[1] * x.pool.element_size()",
+        "k_rope_stride": "x.k_rope.stride(0) * x.pool.element_size()",
+        "k_rope_bytes": "x.k_rope.shape[1] * x.pool.element_size()",
+    },
 )
 gather_latents = define(
     GatherLatents,
@@ -269,4 +276,6 @@ gather_latents = define(
     returns=made(_empty_rows),
     floats=_DTYPES_OF_POOLS,
     names_ndim=True,
+    cpp_sizes=f"{_CPP_SIZES} T=num_rows",
+    cpp_values=_ROW_BYTES,
 )

@@ -34,7 +34,7 @@ from torch_hybrid.ops.core.registration import (
     check_shapes,
 )
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
-from torch_hybrid.ops.flashinfer.library import flashinfer_missing, with_flashinfer
+from torch_hybrid.ops.flashinfer.library import flashinfer_missing
 from torch_hybrid.ops.formats import fp8_kv
 from torch_hybrid.ops.implementations import CUDA, HALVES, in_cpp, in_torch, in_triton, invariant
 
@@ -56,19 +56,6 @@ _TRITON = in_triton(
     limits={"head_dim": 256},
     features=_OWN_FEATURES,
 )
-WITH_LSE_IMPLEMENTATIONS = {
-    "cpp": _CPP,
-    # A token has the bits that it has alone: keys are met in blocks of 64 from the sequence's first
-    # on, one after the other, and no sequence is split.
-    "cpp_invariant": invariant(_CPP),
-    "triton": _TRITON,
-    "triton_invariant": invariant(_TRITON),
-    "torch": in_torch(
-        f"{_PACKAGE}._torch:paged_attention_with_lse",
-        dtypes=FLOATS_AND_FLOAT64,
-        features=_OWN_FEATURES,
-    ),
-}
 _CUDNN = Implementation(
     capability=Capability(
         devices=CUDA,
@@ -83,22 +70,36 @@ _CUDNN = Implementation(
     launcher=f"{_PACKAGE}._cudnn:paged_attention",
     planner="torch_hybrid.ops.cudnn_attention:plan",
 )
-IMPLEMENTATIONS = with_flashinfer(
-    "paged_attention",
-    {"cudnn": _CUDNN, **WITH_LSE_IMPLEMENTATIONS},
-    Implementation(
-        capability=Capability(
-            devices=CUDA,
-            dtypes=HALVES,
-            one_of={"head_dim": (64, 128, 256)},
-            features=FEATURES - {"lse"},
-            cuda_graph=True,
-            available=flashinfer_missing(),
-        ),
-        launcher=f"{_PACKAGE}._flashinfer:paged_attention",
-        planner=f"{_PACKAGE}._flashinfer_plan:plan",
+_FLASHINFER = Implementation(
+    capability=Capability(
+        devices=CUDA,
+        dtypes=HALVES,
+        one_of={"head_dim": (64, 128, 256)},
+        features=FEATURES - {"lse"},
+        cuda_graph=True,
+        available=flashinfer_missing(),
     ),
+    launcher=f"{_PACKAGE}._flashinfer:paged_attention",
+    planner=f"{_PACKAGE}._flashinfer_plan:plan",
 )
+IMPLEMENTATIONS = {
+    "cudnn": _CUDNN,
+    "cpp": _CPP,
+    # A token has the bits that it has alone: keys are met in blocks of 64 from the sequence's first
+    # on, one after the other, and no sequence is split.
+    "cpp_invariant": invariant(_CPP),
+    "triton": _TRITON,
+    "flashinfer": _FLASHINFER,
+    "triton_invariant": invariant(_TRITON),
+    "torch": in_torch(
+        f"{_PACKAGE}._torch:paged_attention_with_lse",
+        dtypes=FLOATS_AND_FLOAT64,
+        features=_OWN_FEATURES,
+    ),
+}
+WITH_LSE_IMPLEMENTATIONS = {
+    name: each for name, each in IMPLEMENTATIONS.items() if "lse" in each.capability.features
+}
 
 
 @dataclass(slots=True, repr=False, eq=False)

@@ -13,11 +13,11 @@ from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Imp
 from torch_hybrid.ops.core.declare import Dense, Index, Op, Rows, define, pair_made
 from torch_hybrid.ops.core.registration import check_groups, check_scale
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
-from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing
 from torch_hybrid.ops.implementations import CUDA, HALVES, in_cpp, in_torch, in_triton
 
 _PACKAGE = "torch_hybrid.ops.ragged_attention"
-_OWN = {
+IMPLEMENTATIONS = {
     "cudnn": Implementation(
         capability=Capability(
             devices=CUDA,
@@ -38,12 +38,7 @@ _OWN = {
         f"{_PACKAGE}._triton:ragged_attention_with_lse",
         limits={"head_dim": 256, "v_head_dim": 256},
     ),
-    "torch": in_torch(f"{_PACKAGE}._torch:ragged_attention_with_lse", dtypes=FLOATS_AND_FLOAT64),
-}
-IMPLEMENTATIONS = with_flashinfer(
-    "ragged_attention_with_lse",
-    _OWN,
-    Implementation(
+    "flashinfer": Implementation(
         capability=Capability(
             devices=CUDA,
             dtypes=HALVES,
@@ -55,7 +50,8 @@ IMPLEMENTATIONS = with_flashinfer(
         planner=f"{_PACKAGE}._flashinfer:plan",
         by_name="a NaN in rows that follow a sequence's keys gets into its results",
     ),
-)
+    "torch": in_torch(f"{_PACKAGE}._torch:ragged_attention_with_lse", dtypes=FLOATS_AND_FLOAT64),
+}
 
 
 @dataclass(slots=True, repr=False, eq=False)

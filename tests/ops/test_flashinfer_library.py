@@ -1,4 +1,4 @@
-"""When FlashInfer is taken for callable, and where it stands in the order of choice."""
+"""When FlashInfer is taken for callable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch_hybrid.backends.select import Backends
 from torch_hybrid.backends.step import make_backends
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.flashinfer import library
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerSpec, LayerTable
 
@@ -137,13 +136,3 @@ def test_a_runner_that_names_it_is_told_why_not(
     first, second, *_ = str(caught.value).splitlines()
     assert first == f"no implementation of {op.split()[-1]} can serve:"
     assert second.removeprefix("  ").removeprefix("chunk_") == f"flashinfer: {line}"
-
-
-def test_one_set_decides_the_order(monkeypatch: pytest.MonkeyPatch):
-    own = Implementation(capability=Capability(devices=frozenset({"cuda"})), launcher="m:f")
-    known = {"cpp": own, "triton": own, "torch": own}
-    behind = list(library.with_flashinfer("op", known, own))
-    assert behind == ["cpp", "triton", "flashinfer", "torch"]
-    monkeypatch.setattr(library, "FIRST", frozenset({"op"}))
-    first = list(library.with_flashinfer("op", known, own))
-    assert first == ["cpp", "flashinfer", "triton", "torch"]
