@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.autograd import define_made_of
-from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import NOTHING, Dense, Index, Op, Pool, Rows, define, like, made
 from torch_hybrid.ops.core.page_bounds import PagedOp
 from torch_hybrid.ops.core.registration import check_dtypes, check_scale
-from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing
 from torch_hybrid.ops.formats import fp8_kv
-from torch_hybrid.ops.implementations import CUDA, HALVES, in_cpp, in_torch, in_triton, invariant
+from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton, invariant
 
 _PACKAGE = "torch_hybrid.ops.latent_attention"
 EXTEND = frozenset({"extend"})  # queries of more than one token of a sequence
@@ -36,22 +35,10 @@ def _attention(function: str) -> dict[str, Implementation]:
         limits={"rank": 512, "rope_dim": 64},
         features=_OWN_FEATURES,
     )
-    flashinfer = Capability(
-        devices=CUDA,
-        dtypes=HALVES,
-        one_of={"rank": (128, 256, 512), "rope_dim": (64,)},
-        cuda_graph=True,
-        available=flashinfer_missing(capabilities=HOPPER),
-    )
     return {
         "cpp": cpp,
         "cpp_invariant": invariant(cpp),
         "triton": triton,
-        "flashinfer": Implementation(
-            capability=flashinfer,
-            launcher=f"{_PACKAGE}._flashinfer:{function}",
-            planner=f"{_PACKAGE}._flashinfer:plan",
-        ),
         "triton_invariant": invariant(triton),
         "torch": in_torch(
             f"{_PACKAGE}._torch:{function}", dtypes=FLOATS_AND_FLOAT64, features=_OWN_FEATURES

@@ -95,7 +95,6 @@ SIZES = PoolSizes(
 )
 GQA = AttentionSpec(num_q_heads=16, num_kv_heads=2, head_dim=256, scale=1.0)
 MLA = LatentSpec(num_heads=16, latent_rank=512, nope_dim=128, rope_dim=64, v_dim=128, scale=1.0)
-IN_DECODE = "decode latent_attention"
 
 
 @pytest.mark.parametrize(
@@ -114,8 +113,6 @@ IN_DECODE = "decode latent_attention"
             NEEDED,
             "head_dim 80 is not one of [64, 128, 256]",
         ),
-        (MLA, "latent_attention", NEEDED, "it has no extend"),
-        (replace(MLA, latent_rank=64), IN_DECODE, NEEDED, "rank 64 is not one of [128, 256, 512]"),
         (
             replace(MLA, v_dim=64),
             "ragged_attention_with_lse",
@@ -123,7 +120,7 @@ IN_DECODE = "decode latent_attention"
             "v_head_dim 64 is not one of [128]",
         ),
     ],
-    ids=["missing", "older", "GQA's heads", "MLA's prefill", "MLA's rank", "MLA's values"],
+    ids=["missing", "older", "GQA's heads", "MLA's values"],
 )
 def test_a_runner_that_names_it_is_told_why_not(
     monkeypatch: pytest.MonkeyPatch, layer: LayerSpec, op: str, installed: dict[str, str], line: str

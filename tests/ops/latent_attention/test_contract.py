@@ -385,7 +385,7 @@ q_latent must have a contiguous last dim, got (128, 1, 4)
 seq_lens must have dtype torch.int32, got torch.int64
 cu_seqlens must have shape [2], got [4]
 scale must be positive, got 0.0
-impl must be one of ['cpp', 'cpp_invariant', 'triton', 'flashinfer', 'triton_invariant', 'torch'], got 'tpu'""",  # noqa: E501
+impl must be one of ['cpp', 'cpp_invariant', 'triton', 'triton_invariant', 'torch'], got 'tpu'""",
     )
 
 
