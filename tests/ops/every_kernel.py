@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from itertools import islice, product
 from typing import Any
 from unittest import mock
@@ -42,13 +43,12 @@ from tests.ops.ngram_embedding import cases as ngrams
 from tests.ops.paged_attention import cases as paged
 from tests.ops.pooled_selection_step import cases as indexing
 from tests.ops.ragged_attention import cases as ragged
-from tests.ops.rg_lru import cases as rg_lru_cases
+from tests.ops.registered import channel_recurrences, public_ops
 from tests.ops.select_blocks import cases as selection
 from tests.ops.selective_scan import cases as scans
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd import step_lightning_cases as lightning_step_cases
 from tests.ops.ssd import step_mamba2_cases as ssd_step_cases
-from tests.ops.wkv import cases as wkv_cases
 from torch_hybrid.ops import (
     block_attention,
     causal_conv1d,
@@ -64,12 +64,10 @@ from torch_hybrid.ops import (
     pooled_selection_step,
     power_sum,
     ragged_attention,
-    rg_lru,
     route,
     select_blocks,
     selective_scan,
     top_k,
-    wkv,
 )
 from torch_hybrid.ops import ssd as ssd_ops
 from torch_hybrid.ops.core.recurrence import CHUNK, RECURRENT
@@ -157,15 +155,12 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         inputs = lightning_step_cases.make_inputs(replace(mixer, lengths=DRAFTED), dtype)
         given = with_records(inputs, 2 * mixer.num_heads * mixer.dim, torch.float32)
         yield f"{name}, drafts", partial(run, op, *given)
-    unit = rg_lru_cases.make_inputs(rg_lru_cases.Case(head_dim=19, **LENGTHS), dtype)
-    yield "rg_lru", partial(run, rg_lru.rg_lru, unit.args(), {})
     lengths = {"lengths": (150, 0, 33), "num_padding_tokens": 2}
-    unit = rg_lru_cases.make_inputs(rg_lru_cases.Case(**lengths), dtype)
-    yield "rg_lru in segments", partial(run, rg_lru.rg_lru, unit.args(), {})
-    mean = wkv_cases.make_inputs(wkv_cases.Case(num_channels=19, **LENGTHS), dtype)
-    yield "wkv", partial(run, wkv.wkv, mean.args(), {})
-    mean = wkv_cases.make_inputs(wkv_cases.Case(**lengths), dtype)
-    yield "wkv in segments", partial(run, wkv.wkv, mean.args(), {})
+    for name in channel_recurrences():
+        cases, op = import_module(f"tests.ops.{name}.cases"), public_ops()[name]
+        for sizes, how in ((LENGTHS, ""), (lengths, " in segments")):
+            walked = cases.make_inputs(replace(cases.CASES["odd"], **sizes), dtype)
+            yield name + how, partial(run, op, walked.args(), {})
     inputs = ssd.make_inputs(ssd.Case(num_groups=1, num_heads=1, **lengths), dtype)
     options = inputs.options() | {"chunk_size": 16, "impl": "chunk_triton"}
     yield "ssd in segments", partial(run, ssd_ops.ssd, inputs.args(), options)
