@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Index, Pool, Rows, define, like
+from torch_hybrid.ops.core.declare import Cpp, Index, Pool, Rows, define, like
 from torch_hybrid.ops.core.page_bounds import PagedOp
 from torch_hybrid.ops.core.registration import check_groups, check_scale, check_shapes
 from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton, invariant
@@ -132,10 +132,12 @@ block_attention = define(
     limited={"head_dim": "D"},
     names_ndim=True,
     flops="4 * T * Hq * D * K * x.block_size",
-    cpp_sizes="Hq=num_q_heads D=head_dim K=top_k",
-    cpp_values={
-        "num_pages": "x.kv.shape[0 if x.v is None else 1]",
-        "page_size": "x.kv.shape[1 if x.v is None else 2]",
-        "num_kv_heads": "1 if x.v is None else x.kv.shape[3]",
-    },
+    cpp=Cpp(
+        "Hq=num_q_heads D=head_dim K=top_k",
+        {
+            "num_pages": "x.kv.shape[0 if x.v is None else 1]",
+            "page_size": "x.kv.shape[1 if x.v is None else 2]",
+            "num_kv_heads": "1 if x.v is None else x.kv.shape[3]",
+        },
+    ),
 )

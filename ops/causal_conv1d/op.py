@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 MIN_WIDTH, MAX_WIDTH = 2, 16
@@ -99,5 +99,5 @@ causal_conv1d = define(
     IMPLEMENTATIONS,
     returns=like("x"),
     flops="2 * T * C * W",
-    cpp_sizes="C=channels W=width",
+    cpp=Cpp("C=channels W=width"),
 )

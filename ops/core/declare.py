@@ -296,6 +296,20 @@ def several_made(
     return Returns(fake=fake, num_tensors=count)
 
 
+@dataclass(frozen=True, slots=True)
+class Cpp:
+    """Names that the struct of a C++ kernel has for what the op calls otherwise.
+
+    Attributes:
+        sizes: letters, or expressions of them without blanks: ``"D//2=half_dim"``. T, N, S, P and M
+            are ``num_tokens``, ``num_seqs``, ``num_slots``, ``num_pages`` and ``max_pages``.
+        values: expressions of ``x``, an instance of the op's class, by name.
+    """
+
+    sizes: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+
+
 NOTHING: Returns[None] = Returns(num_tensors=0)
 NO_DEFAULT = "no default in the schema"  # beside an option's type
 MUTATED = "mutated"  # beside the type of tensors of any number
@@ -333,8 +347,7 @@ def define(
     flops: str = "0",
     backward: Callable[..., Any] | None = None,
     saves_results: bool = False,
-    cpp_sizes: str = "",
-    cpp_values: Mapping[str, str] | None = None,
+    cpp: Cpp | None = None,
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.
 
@@ -350,14 +363,10 @@ def define(
             and of ``x``, an instance of ``op``.
         backward: of an op without pools; see ``autograd.register_with_backward``.
         saves_results: likewise.
-        cpp_sizes: names that a C++ kernel has for sizes, ``"D//2=half_dim"``; T, N, S, P and M
-            are ``num_tokens``, ``num_seqs``, ``num_slots``, ``num_pages`` and ``max_pages``.
-        cpp_values: likewise, expressions of ``x``, an instance of ``op``, by name.
+        cpp: names of a C++ kernel that do not follow from the fields.
     """
     declaration = Declaration(cast(type[Op], op))
-    CPP_LOADERS[declaration.name] = partial(
-        _load_cpp, declaration, returns, sizes=cpp_sizes, values=cpp_values or {}
-    )
+    CPP_LOADERS[declaration.name] = partial(_load_cpp, declaration, returns, cpp or Cpp())
     DECLARED[declaration.name] = declaration
     cls, first, make_fake = declaration.cls, declaration.first, returns.fake
 
@@ -748,10 +757,8 @@ def cpp_launcher(
 def _load_cpp(
     declaration: Declaration,
     returns: Returns[Any],
+    cpp: Cpp,
     source: Path,
-    *,
-    sizes: str,
-    values: Mapping[str, str],
 ) -> Callable[..., Any]:
     """Build a C++ kernel and make its launcher, of fields that the kernel's struct declares."""
     fields = declared_fields(declaration.name, source)
@@ -765,8 +772,8 @@ def _load_cpp(
     return cpp_launcher(
         declaration.cls,
         source,
-        sizes=f"{usual} {sizes}",
-        values=values,
+        sizes=f"{usual} {cpp.sizes}",
+        values=cpp.values,
         tensors=tensors,
         integers=integers,
         numbers=numbers,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.core.declare import Index, OneOf, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import Cpp, Index, OneOf, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import CUDA, INVARIANT, in_cpp, in_torch, in_triton
@@ -181,8 +181,7 @@ gated_delta_rule = define(
     returns=like("v"),
     limited={"head_k_dim": "K", "head_v_dim": "V"},
     flops="6 * T * HV * V * K",
-    cpp_sizes=_CPP_SIZES,
-    cpp_values=_CPP_VALUES,
+    cpp=Cpp(_CPP_SIZES, _CPP_VALUES),
 )
 kimi_delta_attention = define(
     KimiDeltaAttention,
@@ -190,6 +189,5 @@ kimi_delta_attention = define(
     returns=like("v"),
     limited={"head_k_dim": "K"},
     flops="6 * T * H * V * K",
-    cpp_sizes=_CPP_SIZES,
-    cpp_values=_CPP_VALUES,
+    cpp=Cpp(_CPP_SIZES, _CPP_VALUES),
 )

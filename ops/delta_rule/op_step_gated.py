@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.core.declare import define, like
+from torch_hybrid.ops.core.declare import Cpp, define, like
 from torch_hybrid.ops.delta_rule.op_step import CPP_SIZES, CPP_VALUES, DeltaStep
 from torch_hybrid.ops.step_implementations import step_implementations
 
@@ -78,11 +78,13 @@ gated_delta_step = define(
     returns=like("z"),
     limited={"head_k_dim": "K", "head_v_dim": "V"},
     flops="2 * T * C * W + 6 * T * HV * V * K",
-    cpp_sizes=CPP_SIZES,
-    cpp_values=CPP_VALUES
-    | {
-        "gate_lower_bound": "0.0",
-        "is_bounded": "False",
-        "sigmoid_gate": "x.gate == 'sigmoid'",
-    },
+    cpp=Cpp(
+        CPP_SIZES,
+        CPP_VALUES
+        | {
+            "gate_lower_bound": "0.0",
+            "is_bounded": "False",
+            "sigmoid_gate": "x.gate == 'sigmoid'",
+        },
+    ),
 )

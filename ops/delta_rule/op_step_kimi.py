@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.core.declare import Dense, Pool, Rows, define, like
+from torch_hybrid.ops.core.declare import Cpp, Dense, Pool, Rows, define, like
 from torch_hybrid.ops.delta_rule.op_step import CPP_SIZES, CPP_VALUES, DeltaStep
 from torch_hybrid.ops.step_implementations import step_implementations
 
@@ -92,12 +92,14 @@ kimi_delta_step = define(
     returns=like("z"),
     limited={"head_k_dim": "K", "head_v_dim": "V"},
     flops="2 * T * C * W + 6 * T * HV * V * K",
-    cpp_sizes=CPP_SIZES,
-    cpp_values=CPP_VALUES
-    | {
-        "beta_scale": "1.0",
-        "gate_lower_bound": "x.gate_lower_bound or 0.0",
-        "is_bounded": "x.gate_lower_bound is not None",
-        "sigmoid_gate": "False",
-    },
+    cpp=Cpp(
+        CPP_SIZES,
+        CPP_VALUES
+        | {
+            "beta_scale": "1.0",
+            "gate_lower_bound": "x.gate_lower_bound or 0.0",
+            "is_bounded": "x.gate_lower_bound is not None",
+            "sigmoid_gate": "False",
+        },
+    ),
 )

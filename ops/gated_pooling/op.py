@@ -8,7 +8,7 @@ from typing import Annotated
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 _PACKAGE = "torch_hybrid.ops.gated_pooling"
@@ -78,5 +78,5 @@ gated_pooling = define(
     IMPLEMENTATIONS,
     returns=like("keys"),
     limited={"block_size": "B"},
-    cpp_sizes="D=dim B=block_size",
+    cpp=Cpp("D=dim B=block_size"),
 )

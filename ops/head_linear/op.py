@@ -8,7 +8,7 @@ from typing import Annotated
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Op, Strided, define, made
+from torch_hybrid.ops.core.declare import Cpp, Dense, Op, Strided, define, made
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 _PACKAGE = "torch_hybrid.ops.head_linear"
@@ -63,10 +63,12 @@ head_linear = define(
     returns=made(HeadLinear.empty),
     floats=frozenset(),
     flops="2 * T * H * K * N",
-    cpp_sizes="T H N K",
-    cpp_values={
-        "weight_head": "x.weight.stride(0)",
-        "weight_row": "x.weight.stride(1)",
-        "weight_column": "x.weight.stride(2)",
-    },
+    cpp=Cpp(
+        "T H N K",
+        {
+            "weight_head": "x.weight.stride(0)",
+            "weight_row": "x.weight.stride(1)",
+            "weight_column": "x.weight.stride(2)",
+        },
+    ),
 )

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.autograd import define_made_of
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import NOTHING, Dense, Index, Op, Pool, Rows, define, like, made
+from torch_hybrid.ops.core.declare import (
+    NOTHING,
+    Cpp,
+    Dense,
+    Index,
+    Op,
+    Pool,
+    Rows,
+    define,
+    like,
+    made,
+)
 from torch_hybrid.ops.core.page_bounds import PagedOp
 from torch_hybrid.ops.core.registration import check_dtypes, check_scale
 from torch_hybrid.ops.formats import fp8_kv
@@ -233,7 +244,7 @@ def _empty_rows(x: GatherLatents) -> Tensor:
 latent_attention = define(
     LatentAttention,
     IMPLEMENTATIONS,
-    cpp_sizes="page_size H=num_heads rank rope_dim",
+    cpp=Cpp("page_size H=num_heads rank rope_dim"),
     returns=like("q_latent"),
     limited={"num_heads": "H", "rank": "rank", "rope_dim": "rope_dim", "page_size": "page_size"},
     names_ndim=True,
@@ -248,14 +259,16 @@ store_latents = define(
     returns=NOTHING,
     floats=_DTYPES_OF_POOLS,
     names_ndim=True,
-    cpp_sizes=f"{_CPP_SIZES} T=max_tokens num_offsets-1=num_seqs",
-    cpp_values={
-        **_ROW_BYTES,
-        "latent_stride": "x.latent.stride(0) * x.pool.element_size()",
-        "latent_bytes": "x.latent.shape[1] * x.pool.element_size()",
-        "k_rope_stride": "x.k_rope.stride(0) * x.pool.element_size()",
-        "k_rope_bytes": "x.k_rope.shape[1] * x.pool.element_size()",
-    },
+    cpp=Cpp(
+        f"{_CPP_SIZES} T=max_tokens num_offsets-1=num_seqs",
+        {
+            **_ROW_BYTES,
+            "latent_stride": "x.latent.stride(0) * x.pool.element_size()",
+            "latent_bytes": "x.latent.shape[1] * x.pool.element_size()",
+            "k_rope_stride": "x.k_rope.stride(0) * x.pool.element_size()",
+            "k_rope_bytes": "x.k_rope.shape[1] * x.pool.element_size()",
+        },
+    ),
 )
 gather_latents = define(
     GatherLatents,
@@ -263,6 +276,5 @@ gather_latents = define(
     returns=made(_empty_rows),
     floats=_DTYPES_OF_POOLS,
     names_ndim=True,
-    cpp_sizes=f"{_CPP_SIZES} T=num_rows",
-    cpp_values=_ROW_BYTES,
+    cpp=Cpp(f"{_CPP_SIZES} T=num_rows", _ROW_BYTES),
 )

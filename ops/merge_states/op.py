@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS
-from torch_hybrid.ops.core.declare import Op, Strided, define, pair_like
+from torch_hybrid.ops.core.declare import Cpp, Op, Strided, define, pair_like
 from torch_hybrid.ops.implementations import in_cpp, in_torch
 
 IMPLEMENTATIONS = {
@@ -63,6 +63,5 @@ merge_states = define(
     returns=pair_like("o_a", "lse_a"),
     limited={"v_head_dim": "Dv"},
     floats=FLOATS,
-    cpp_sizes="Dv=dim",
-    cpp_values={"rows": "x.lse_a.numel()"},
+    cpp=Cpp("Dv=dim", {"rows": "x.lse_a.numel()"}),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, StatefulOp, define, made
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, StatefulOp, define, made
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 _PACKAGE = "torch_hybrid.ops.ngram_embedding"
@@ -104,9 +104,11 @@ ngram_embedding = define(
     NgramEmbedding,
     IMPLEMENTATIONS,
     returns=made(NgramEmbedding.empty),
-    cpp_sizes="R=num_rows H=num_heads",
-    cpp_values={
-        "row_bytes": "x.table.shape[1] * x.table.element_size()",
-        "num_back": "x.history.shape[1]",
-    },
+    cpp=Cpp(
+        "R=num_rows H=num_heads",
+        {
+            "row_bytes": "x.table.shape[1] * x.table.element_size()",
+            "num_back": "x.history.shape[1]",
+        },
+    ),
 )

@@ -17,6 +17,7 @@ from torch_hybrid.ops.core.capability import (
 )
 from torch_hybrid.ops.core.declare import (
     NO_DEFAULT,
+    Cpp,
     Dense,
     Index,
     Pool,
@@ -229,6 +230,8 @@ paged_attention_with_lse = define(
     limited={"head_dim": "D"},
     names_ndim=True,
     flops=_FLOPS,
-    cpp_sizes="page_size Hq=num_q_heads Hkv=num_kv_heads D=head_dim",
-    cpp_values={"reach": "0 if x.relative_bias is None else x.relative_bias.shape[2]"},
+    cpp=Cpp(
+        "page_size Hq=num_q_heads Hkv=num_kv_heads D=head_dim",
+        {"reach": "0 if x.relative_bias is None else x.relative_bias.shape[2]"},
+    ),
 )

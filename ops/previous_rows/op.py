@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, StatefulOp, define, like
 from torch_hybrid.ops.implementations import in_cpp, in_torch
 
 _PACKAGE = "torch_hybrid.ops.previous_rows"
@@ -79,6 +79,5 @@ previous_rows = define(
     PreviousRows,
     IMPLEMENTATIONS,
     returns=like("x"),
-    cpp_sizes="R=num_kept",
-    cpp_values={"row_bytes": "x.x.shape[1] * x.x.element_size()"},
+    cpp=Cpp("R=num_kept", {"row_bytes": "x.x.shape[1] * x.x.element_size()"}),
 )

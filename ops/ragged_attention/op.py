@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
-from torch_hybrid.ops.core.declare import Dense, Index, Op, Rows, define, pair_made
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Op, Rows, define, pair_made
 from torch_hybrid.ops.core.registration import check_groups, check_scale
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing
@@ -128,6 +128,8 @@ ragged_attention_with_lse = define(
     limited={"head_dim": "D", "v_head_dim": "Dv"},
     names_ndim=True,
     flops="2 * T * H * (D + Dv) * num_keys // max(num_offsets - 1, 1)",
-    cpp_sizes="T=num_queries num_keys num_offsets-1=num_seqs H=num_heads Hk=num_k_heads D=head_dim "
-    "Dv=v_head_dim",
+    cpp=Cpp(
+        "T=num_queries num_keys num_offsets-1=num_seqs H=num_heads Hk=num_k_heads D=head_dim "
+        "Dv=v_head_dim"
+    ),
 )

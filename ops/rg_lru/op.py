@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.core.registration import check_shapes
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton, invariant
 
@@ -68,4 +68,4 @@ class RgLru(StatefulOp):
         check_shapes({"gates": (self.gates, shape)})
 
 
-rg_lru = define(RgLru, IMPLEMENTATIONS, returns=like("x"), cpp_sizes="H=num_heads G//2=head_dim")
+rg_lru = define(RgLru, IMPLEMENTATIONS, returns=like("x"), cpp=Cpp("H=num_heads G//2=head_dim"))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, define, made
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, define, made
 from torch_hybrid.ops.core.page_bounds import PagedOp
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton, invariant
 
@@ -91,9 +91,11 @@ select_blocks = define(
     limited={"index_dim": "D"},
     names_ndim=True,
     flops="2 * T * H * D * M * B",
-    cpp_sizes="S=num_pages H=num_heads D=index_dim",
-    cpp_values={
-        "page_size": "x.block_keys.shape[1] * x.block_size",
-        "key_token": "x.keys.stride(0)",
-    },
+    cpp=Cpp(
+        "S=num_pages H=num_heads D=index_dim",
+        {
+            "page_size": "x.block_keys.shape[1] * x.block_size",
+            "key_token": "x.keys.stride(0)",
+        },
+    ),
 )

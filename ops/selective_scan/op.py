@@ -14,7 +14,17 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.declare import Dense, Index, OneOf, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import (
+    Cpp,
+    Dense,
+    Index,
+    OneOf,
+    Pool,
+    Rows,
+    StatefulOp,
+    define,
+    like,
+)
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
@@ -109,5 +119,5 @@ selective_scan = define(
     returns=like("x"),
     limited={"state_dim": "M"},
     flops="4 * T * E * M",
-    cpp_sizes="E=channels G=num_groups M=state_dim",
+    cpp=Cpp("E=channels G=num_groups M=state_dim"),
 )

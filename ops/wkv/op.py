@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton, invariant
 
 _TRITON = in_triton("torch_hybrid.ops.wkv._triton:wkv")
@@ -61,4 +61,4 @@ class Wkv(StatefulOp):
     state_indices: Annotated[Tensor, Index("N", counts=True)]
 
 
-wkv = define(Wkv, IMPLEMENTATIONS, returns=like("k"), cpp_sizes="C=num_channels")
+wkv = define(Wkv, IMPLEMENTATIONS, returns=like("k"), cpp=Cpp("C=num_channels"))
