@@ -51,8 +51,9 @@ def without_padding(out: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def run_in_torch(step: Callable[[S], Tensor], x: S, *ops: str) -> Tensor:
     """Run "composed" with each op in vectorised torch."""
-    torch_forms = ((op, next(n for n in REGISTERED[op] if n.endswith("torch"))) for op in ops)
-    out = step(replace(x, parts=Parts(impls=tuple(torch_forms))))
+    forms = ((op, next(n for n in REGISTERED[op] if n.endswith("torch"))) for op in ops)
+    given: dict[str, Any] = {"parts": Parts(impls=tuple(forms))}
+    out = step(replace(x, **given))
     return without_padding(out, x.cu_seqlens)
 
 
