@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.registration import first_impl
+from torch_hybrid.ops.core.declare import StatefulOp
+from torch_hybrid.ops.core.registration import REGISTERED, first_impl
 from torch_hybrid.ops.replay import Replay
 
 COMPOSED = "composed"
+S = TypeVar("S", bound=StatefulOp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,14 @@ def without_padding(out: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Set rows of no sequence to 0, whatever gates they have; those of a runner are finite."""
     rows = torch.arange(out.shape[0], dtype=torch.int64, device=out.device)
     return out.where((rows < cu_seqlens[-1])[:, None], 0.0)
+
+
+def run_in_torch(step: Callable[[S], Tensor], x: S, *ops: str) -> Tensor:
+    """Run "composed" with each op in vectorised torch."""
+    forms = ((op, next(n for n in REGISTERED[op] if n.endswith("torch"))) for op in ops)
+    given: dict[str, Any] = {"parts": Parts(impls=tuple(forms))}
+    out = step(replace(x, **given))
+    return without_padding(out, x.cu_seqlens)
 
 
 def first_parts(x: Tensor, *ops: str) -> Parts:

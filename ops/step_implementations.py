@@ -44,6 +44,8 @@ def step_implementations(
     *,
     limits: Mapping[str, int],
     composed: str,
+    cpp: str = "",
+    torch_form: str = "",
     has_invariant: bool = False,
 ) -> dict[str, Implementation]:
     """Define the implementations of a step's op: each is the function of the op's name in a module.
@@ -54,6 +56,7 @@ def step_implementations(
         step: the end of its modules' names: ``_cpu_step_gated.py`` has that of "gated".
         limits: sizes that the Triton form takes at most.
         composed: launcher that calls an op for each part of the mixer.
+        cpp, torch_form: launchers in C++ and torch, unless modules have them as the other form has.
         has_invariant: whether there is a Triton form that gives a token the bits that it has in any
             call: the launcher's with ``is_invariant``.
     """
@@ -61,7 +64,7 @@ def step_implementations(
     triton = in_triton(f"{package}._triton_step_{step}:{op}", limits=limits, features=VERIFY)
     forms = {
         "cpp": in_cpp(
-            f"{package}._cpu_step_{step}:{op}",
+            cpp or f"{package}._cpu_step_{step}:{op}",
             features=EXTEND | VERIFY | INVARIANT,
             figures="torch_hybrid.ops.native.cpu_tuning:state_figures",
         ),
@@ -71,5 +74,5 @@ def step_implementations(
         without_drafts = replace(triton.capability, features=EXTEND | NO_STORE)
         forms["triton_invariant"] = invariant(replace(triton, capability=without_drafts))
     forms[COMPOSED] = composed_of(composed)
-    forms["torch"] = in_torch(f"{package}._torch_step_{step}:{op}", features=VERIFY)
+    forms["torch"] = in_torch(torch_form or f"{package}._torch_step_{step}:{op}", features=VERIFY)
     return forms

@@ -43,14 +43,28 @@ class StepOp(StatefulOp):
     A step that verifies drafts is given records and how many of them are accepted, a plain one
     neither. An op names its implementations and declares its records once more, with their width.
 
+    Args:
+        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has one token, or
+            none, which leaves its slot as it is. Implementations with the feature "extend" take
+            several, of sequences that have a slot: as so many calls would, bit by bit; those with
+            "no_store" also of others. Tokens at or past ``cu_seqlens[N]`` are padding.
+        impl: a name among the op's implementations; with records, of one that has the feature
+            "verify".
+        records: [S, D, R] inputs of up to D drafts of each slot. **Mutated**.
+        accepted: [N] int32, 0 to D: the records in slot ``initial_indices[n]`` that are certain.
+            Given where records are.
+        parts: of the implementation "composed"; None leaves the choice to it.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as above, an option is unknown, or records are
+            given without counts. On a CPU an index or a count is out of range, or a sequence has
+            more tokens than the implementation takes.
+
     Attributes:
         implementations: of the op, by name.
         recorded: fields that a record is made of, side by side.
         read: fields of tokens that outputs alone depend on; they may be None.
         pools: fields of the states.
-        records: [S, D, R] inputs of up to D drafts of each slot. **Mutated**.
-        accepted: [N] int32, 0 to D: the records in slot ``initial_indices[n]`` that are certain.
-        parts: of the implementation "composed"; None leaves the choice to it.
     """
 
     implementations: ClassVar[Mapping[str, Implementation]]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Index, Pool, Rows, define, like
+from torch_hybrid.ops.core.declare import Cpp, Index, Pool, Rows, define, like
 from torch_hybrid.ops.core.page_bounds import PagedOp
 from torch_hybrid.ops.core.registration import check_groups, check_scale, check_shapes
 from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton, invariant
 
 _PACKAGE = "torch_hybrid.ops.block_attention"
 
-_CPP = in_cpp(f"{_PACKAGE}._cpu:block_attention", multiples={"head_dim": 16})
+_CPP = in_cpp(f"{_PACKAGE}._cpu.cpp:block_attention", multiples={"head_dim": 16})
 _TRITON = in_triton(f"{_PACKAGE}._triton:block_attention", limits={"head_dim": 512})
 IMPLEMENTATIONS = {
     "cpp": _CPP,
@@ -48,22 +48,12 @@ class BlockAttention(PagedOp):
             names.
         blocks: [T, K] int32, contiguous, the distinct blocks of each query by number, complete at
             its position; -1 after them. As ``select_blocks`` returns them.
-        cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
-        seq_lens: [N] int32, total length of each sequence, new tokens included.
-        page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
-            page_size)``.
-        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
         block_size: tokens in a block; it divides ``page_size``.
         scale: factor of the logits, usually ``D ** -0.5``.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [T, Hq, D] in the dtype of q; rows of padding tokens, and of queries that see nothing, are
         0.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
-            an index is outside its pool.
     """
 
     q: Annotated[Tensor, Rows("Hq", "D", last_dim=True)]
@@ -142,4 +132,12 @@ block_attention = define(
     limited={"head_dim": "D"},
     names_ndim=True,
     flops="4 * T * Hq * D * K * x.block_size",
+    cpp=Cpp(
+        "Hq=num_q_heads D=head_dim K=top_k",
+        {
+            "num_pages": "x.kv.shape[0 if x.v is None else 1]",
+            "page_size": "x.kv.shape[1 if x.v is None else 2]",
+            "num_kv_heads": "1 if x.v is None else x.kv.shape[3]",
+        },
+    ),
 )

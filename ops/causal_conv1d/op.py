@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 MIN_WIDTH, MAX_WIDTH = 2, 16
@@ -17,7 +17,7 @@ MIN_WIDTH, MAX_WIDTH = 2, 16
 _PACKAGE = "torch_hybrid.ops.causal_conv1d"
 
 IMPLEMENTATIONS = {
-    "cpp": in_cpp(f"{_PACKAGE}._cpu:causal_conv1d", features=INVARIANT),
+    "cpp": in_cpp(f"{_PACKAGE}._cpu.cpp:causal_conv1d", features=INVARIANT),
     "triton": in_triton(f"{_PACKAGE}._triton:causal_conv1d", features=INVARIANT),
     "torch": in_torch(f"{_PACKAGE}._torch:causal_conv1d", dtypes=FLOATS_AND_FLOAT64),
 }
@@ -41,25 +41,14 @@ class CausalConv1d(StatefulOp):
         conv_state: [S, W - 1, C] the last inputs of each sequence, oldest first, in x's dtype.
             **Mutated**: slot ``state_indices[n]`` receives the last W - 1 inputs of sequence n,
             older ones shifted in from the state when it is shorter; no other slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
-            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
-            zero state. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
         activation: "none" or "silu".
         input_gate, output_gate: [T, C] like x, or None. Those of padding tokens are not read.
         token_taps: [T, H, W] contiguous, in x's dtype: what is added to the filters of the C / H
             channels of each head, oldest tap first; or None. Without gates alone. Those of padding
             tokens are not read.
-        impl: a name in IMPLEMENTATIONS.
 
     Returns:
         [T, C] outputs in x's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``activation`` or ``impl`` is
-            unknown. Or, where reading them is free (on a CPU), an index is out of range.
 
     The short convolution of Mamba (arXiv 2312.00752), Qwen3-Next and most linear attention; with
     both gates, that of LFM2; with taps of each token, that of Inkling-2's keys and values.
@@ -105,4 +94,10 @@ class CausalConv1d(StatefulOp):
         return 1 if self.token_taps is None else self.token_taps.shape[1]
 
 
-causal_conv1d = define(CausalConv1d, IMPLEMENTATIONS, returns=like("x"), flops="2 * T * C * W")
+causal_conv1d = define(
+    CausalConv1d,
+    IMPLEMENTATIONS,
+    returns=like("x"),
+    flops="2 * T * C * W",
+    cpp=Cpp("C=channels W=width"),
+)

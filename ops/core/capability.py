@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ NO_FEATURES: frozenset[str] = frozenset()
 # Each row of a result has an order of additions of its own: it has the same bits whatever other
 # rows a call has, and however a sequence's tokens are cut into calls.
 BATCH_INVARIANT = "batch_invariant"
+# What makes the launcher of a C++ source, by the op that ``define`` declares.
+CPP_LOADERS: dict[str, Callable[[Path], Callable[..., Any]]] = {}
 _LOADED: dict[str, Callable[..., Any]] = {}
 
 
@@ -105,7 +108,8 @@ class Implementation:
 
     ``launcher`` is ``"package.module:function"``, imported when first called, so that an
     implementation which is never used costs no import, no build and no memory. The module may be a
-    script or a notebook; what stands in none is given as a function itself. ``planner``, found
+    script or a notebook; what stands in none is given as a function itself. A C++ kernel of a
+    declared op is named as a module is: ``"package._cpu.cpp:op"``. ``planner``, found
     alike, makes what the launcher wants beside the op's own arguments, on the host and before each
     step; see ``ops.planning``. The launcher is then given it as ``planned``; one without
     ``needs_plan`` goes by shapes where it is not. ``figures``, found alike, says for a dtype in
@@ -144,11 +148,21 @@ class Implementation:
         return "" if self.figures is None else str(_load(self.figures)(dtype))
 
 
+def source_of(name: str) -> Path:
+    """Find the C++ source that is named ``package.stem.cpp``."""
+    package, stem, _ = name.rsplit(".", 2)
+    [folder] = importlib.import_module(package).__path__
+    return Path(folder, f"{stem}.cpp")
+
+
 def _load(launcher: str) -> Callable[..., Any]:
     loaded = _LOADED.get(launcher)
     if loaded is not None:
         return loaded
     name, _, function = launcher.partition(":")
+    if name.endswith(".cpp"):
+        _LOADED[launcher] = CPP_LOADERS[function](source_of(name))
+        return _LOADED[launcher]
     module = importlib.import_module(name)
     found: Callable[..., Any] | None = getattr(module, function, None)
     if found is None:

@@ -56,7 +56,13 @@ from typing import (
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, NO_FEATURES, Implementation
+from torch_hybrid.ops.core.capability import (
+    CPP_LOADERS,
+    FLOATS_AND_FLOAT64,
+    NO_FEATURES,
+    Implementation,
+)
+from torch_hybrid.ops.core.docs import complete_doc
 from torch_hybrid.ops.core.recurrence import has_dense_rows
 from torch_hybrid.ops.core.registration import (
     LAUNCHERS,
@@ -72,7 +78,7 @@ from torch_hybrid.ops.core.registration import (
 )
 from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native import cpu_tuning
-from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.native.call import declared_fields, kernel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,8 +88,17 @@ R = TypeVar("R")
 class Op:
     """Arguments of one call of an op; subclasses declare them as fields.
 
-    ``impl`` names the implementation that computes it. A launcher may hand its value on to another
-    implementation: ``scale(x, impl="torch")``.
+    A launcher may hand its value on to another implementation: ``scale(x, impl="torch")``. What
+    follows stands in the docstring of every op that says nothing else of it.
+
+    Args:
+        impl: a name among the op's implementations.
+        planned: for an implementation that plans, what its planner made for these lengths: its
+            tensors, and its values as a tensor on the host.
+
+    Raises:
+        ValueError: a shape, dtype, layout or option is not as above, or ``impl`` is unknown or
+            does not take these. Or, where reading it is free (on a CPU), an index is out of range.
     """
 
     impl: str = field(kw_only=True)
@@ -108,6 +123,14 @@ class Op:
 
 class StatefulOp(Op):
     """Op that reads and writes states of sequences in slots of a pool.
+
+    Args:
+        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
+            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
+        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
+            zero state. Several may start from one slot, which no other one may then write.
+        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
+            for 0: that state is not stored.
 
     Attributes:
         pool_name: of the field that is the pool.
@@ -273,6 +296,20 @@ def several_made(
     return Returns(fake=fake, num_tensors=count)
 
 
+@dataclass(frozen=True, slots=True)
+class Cpp:
+    """Names that the struct of a C++ kernel has for what the op calls otherwise.
+
+    Attributes:
+        sizes: letters, or expressions of them without blanks: ``"D//2=half_dim"``. T, N, S, P and M
+            are ``num_tokens``, ``num_seqs``, ``num_slots``, ``num_pages`` and ``max_pages``.
+        values: expressions of ``x``, an instance of the op's class, by name.
+    """
+
+    sizes: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+
+
 NOTHING: Returns[None] = Returns(num_tensors=0)
 NO_DEFAULT = "no default in the schema"  # beside an option's type
 MUTATED = "mutated"  # beside the type of tensors of any number
@@ -282,6 +319,7 @@ _PLANNED = "planned"  # field
 
 DECLARED: dict[str, Declaration] = {}  # by the op's name, in the order of definition
 
+_CPP_SIZES = ("T=num_tokens", "N=num_seqs", "S=num_slots", "P=num_pages", "M=max_pages")
 _SCHEMA_TYPES = {
     float: "float",
     int: "int",
@@ -309,6 +347,7 @@ def define(
     flops: str = "0",
     backward: Callable[..., Any] | None = None,
     saves_results: bool = False,
+    cpp: Cpp | None = None,
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.
 
@@ -324,8 +363,10 @@ def define(
             and of ``x``, an instance of ``op``.
         backward: of an op without pools; see ``autograd.register_with_backward``.
         saves_results: likewise.
+        cpp: names of a C++ kernel that do not follow from the fields.
     """
     declaration = Declaration(cast(type[Op], op))
+    CPP_LOADERS[declaration.name] = partial(_load_cpp, declaration, returns, cpp or Cpp())
     DECLARED[declaration.name] = declaration
     cls, first, make_fake = declaration.cls, declaration.first, returns.fake
 
@@ -449,7 +490,10 @@ class Declaration:
         code = self._code(limited, has_floats=bool(known["floats"]), is_traced=is_traced)
         function: Callable[..., Any] = compile_function("\n".join(code), self.name, scope)
         call_of: Callable[..., Any] = scope["call"]
-        function.__doc__, function.__module__ = self.cls.__doc__, self.cls.__module__
+        function.__module__ = self.cls.__module__
+        every = [each for part in self._ordered() for each in part]
+        named = [*(each.name for each in [*every, *self._traced]), "impl"]
+        function.__doc__ = self.cls.__doc__ = complete_doc(self.cls, named)
         hints = self._hints
         function.__annotations__ = {e.name: _bare(hints[e.name]) for e in fields(self.cls)}
 
@@ -683,7 +727,11 @@ def cpp_launcher(
             return f"{guard}x.{wide}.dtype is float32"
         rows = re.fullmatch(r"(\w+?)(?:_stride|_token|_row|(_head)(?:_stride)?)", name)
         if rows is None or rows[1] not in declaration.kinds:
-            return name if name == "is_invariant" else f"x.{name}"
+            if name == "is_invariant":
+                return name
+            if name not in dir(cls):
+                raise TypeError(f"{source} takes {name}, which no argument is named like")
+            return f"x.{name}"
         stride = f"x.{rows[1]}.stride({int(rows[2] is not None)})"
         is_optional = rows[1] in declaration.optional
         return f"0 if x.{rows[1]} is None else {stride}" if is_optional else stride
@@ -704,6 +752,34 @@ def cpp_launcher(
     scope = {"run": run, "bf16": torch.bfloat16, "float32": torch.float32, "make": out}
     scope |= {"num_threads": torch.get_num_threads, "cpu_tuning": cpu_tuning}
     return compile_function("\n".join(lines), declaration.name, scope)
+
+
+def _load_cpp(
+    declaration: Declaration,
+    returns: Returns[Any],
+    cpp: Cpp,
+    source: Path,
+) -> Callable[..., Any]:
+    """Build a C++ kernel and make its launcher, of fields that the kernel's struct declares."""
+    fields = declared_fields(declaration.name, source)
+    tensors, integers, numbers = (
+        " ".join(name for name, kind in fields if kind == wanted)
+        for wanted in ("tensor", "integer", "number")
+    )
+    results = [name for name in tensors.split() if name not in declaration.kinds]
+    pairs = (f"{name}={of}" for name, of in zip(results, returns.like, strict=False))
+    usual = " ".join(size for size in _CPP_SIZES if size[0] in declaration.bound)
+    return cpp_launcher(
+        declaration.cls,
+        source,
+        sizes=f"{usual} {cpp.sizes}",
+        values=cpp.values,
+        tensors=tensors,
+        integers=integers,
+        numbers=numbers,
+        out=returns.fake or " ".join(pairs),
+        results=" ".join(results),
+    )
 
 
 def _metadata(hint: Any) -> tuple[Any, ...]:

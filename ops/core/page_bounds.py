@@ -10,7 +10,15 @@ from torch_hybrid.ops.core.declare import Op
 
 
 class PagedOp(Op):
-    """Op on pages of a pool, of which a table names those of each sequence."""
+    """Op on pages of a pool, of which a table names those of each sequence.
+
+    Args:
+        cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
+        seq_lens: [N] int32, total length of each sequence, new tokens included.
+        page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
+            page_size)``. Entries that no query sees are never read.
+        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
+    """
 
     __slots__ = ()
 

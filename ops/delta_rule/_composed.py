@@ -1,5 +1,5 @@
 """Implementation "composed" of the mixers of delta rules: an op for the convolution and one for the
-rule, with compiled code between and after them.
+rule, with compiled code between and after them. "torch" is the same with both ops in torch.
 """
 
 from __future__ import annotations
@@ -11,17 +11,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
-from torch_hybrid.ops.composed import Parts, first_parts, without_padding
+from torch_hybrid.ops.composed import Parts, first_parts, run_in_torch, without_padding
 from torch_hybrid.ops.delta_rule.op import gated_delta_rule, kimi_delta_attention
 from torch_hybrid.ops.delta_rule.op_step import DeltaStep
 from torch_hybrid.ops.delta_rule.op_step_gated import GatedDeltaStep
 from torch_hybrid.ops.delta_rule.op_step_kimi import KimiDeltaStep
 from torch_hybrid.ops.verify import verify_by_replay
 
+_GATED = ("gated_delta_rule", "causal_conv1d")
+_KIMI = ("kimi_delta_attention", "causal_conv1d")
+
+
+def gated_delta_in_torch(x: GatedDeltaStep) -> Tensor:
+    """Launch ``torch_hybrid::gated_delta_step`` by its parts in torch."""
+    return run_in_torch(gated_delta, x, *_GATED)
+
+
+def kimi_delta_in_torch(x: KimiDeltaStep) -> Tensor:
+    """Launch ``torch_hybrid::kimi_delta_step`` by its parts in torch."""
+    return run_in_torch(kimi_delta, x, *_KIMI)
+
 
 def gated_delta(x: GatedDeltaStep) -> Tensor:
     """Launch ``torch_hybrid::gated_delta_step`` by its parts."""
-    parts = x.parts or first_parts(x.qkv, "gated_delta_rule", "causal_conv1d")
+    parts = x.parts or first_parts(x.qkv, *_GATED)
     if x.records is not None:
         return verify_by_replay(gated_delta, x, parts.replay)
     q, k, v = _convolved(x, parts)
@@ -35,7 +48,7 @@ def gated_delta(x: GatedDeltaStep) -> Tensor:
 
 def kimi_delta(x: KimiDeltaStep) -> Tensor:
     """Launch ``torch_hybrid::kimi_delta_step`` by its parts."""
-    parts = x.parts or first_parts(x.qkv, "kimi_delta_attention", "causal_conv1d")
+    parts = x.parts or first_parts(x.qkv, *_KIMI)
     if x.records is not None:
         return verify_by_replay(kimi_delta, x, parts.replay)
     q, k, v = _convolved(x, parts)

@@ -14,12 +14,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import Capability, Implementation
-from torch_hybrid.ops.core.declare import Index, OneOf, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.declare import Cpp, Index, OneOf, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
 from torch_hybrid.ops.core.registration import check_groups
-from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
-from torch_hybrid.ops.implementations import CUDA, HALVES, INVARIANT, in_cpp, in_torch, in_triton
+from torch_hybrid.ops.implementations import CUDA, INVARIANT, in_cpp, in_torch, in_triton
 
 _FOLDER = "torch_hybrid.ops.delta_rule"
 _PLANNER = f"{_FOLDER}._triton_scan:plan"
@@ -49,39 +48,24 @@ def _triton_chunk(launcher: str, *, limit: int) -> dict[str, Implementation]:
 
 GATED_IMPLEMENTATIONS = in_forms(
     recurrent={
-        "cpp": in_cpp(f"{_FOLDER}._cpu_gated:recurrent_gated_delta_rule", features=INVARIANT),
-        "triton": _TRITON_BY_TOKEN,
-        "torch": _TORCH_BY_TOKEN,
-    },
-    chunk=with_flashinfer(
-        "gated_delta_rule",
-        {
-            "cpp": in_cpp(f"{_FOLDER}._cpu_gated:chunk_gated_delta_rule"),
-            **_triton_chunk(f"{_FOLDER}._triton_gated:chunk_gated_delta_rule", limit=256),
-            "torch": _TORCH_BY_CHUNK,
-        },
-        Implementation(
-            capability=Capability(
-                devices=CUDA,
-                dtypes=HALVES,
-                one_of={"head_k_dim": (128,), "head_v_dim": (128,)},
-                cuda_graph=True,
-                available=flashinfer_missing(capabilities=HOPPER, cutlass_dsl=True),
-            ),
-            launcher=f"{_FOLDER}._flashinfer:chunk_gated_delta_rule",
-            planner=f"{_FOLDER}._flashinfer:plan",
-            by_name="its states are good to 16 bits, those of the others to float32",
-        ),
-    ),
-)
-KIMI_IMPLEMENTATIONS = in_forms(
-    recurrent={
-        "cpp": in_cpp(f"{_FOLDER}._cpu_kimi:recurrent_kimi_delta_attention"),
+        "cpp": in_cpp(f"{_FOLDER}._cpu_gated.cpp:gated_delta_rule", features=INVARIANT),
         "triton": _TRITON_BY_TOKEN,
         "torch": _TORCH_BY_TOKEN,
     },
     chunk={
-        "cpp": in_cpp(f"{_FOLDER}._cpu_kimi:chunk_kimi_delta_attention"),
+        "cpp": in_cpp(f"{_FOLDER}._cpu_gated.cpp:gated_delta_rule"),
+        **_triton_chunk(f"{_FOLDER}._triton_gated:chunk_gated_delta_rule", limit=256),
+        "torch": _TORCH_BY_CHUNK,
+    },
+)
+KIMI_IMPLEMENTATIONS = in_forms(
+    recurrent={
+        "cpp": in_cpp(f"{_FOLDER}._cpu_kimi.cpp:kimi_delta_attention"),
+        "triton": _TRITON_BY_TOKEN,
+        "torch": _TORCH_BY_TOKEN,
+    },
+    chunk={
+        "cpp": in_cpp(f"{_FOLDER}._cpu_kimi.cpp:kimi_delta_attention"),
         **_triton_chunk(f"{_FOLDER}._triton_kimi:chunk_kimi_delta_attention", limit=128),
         "torch": _TORCH_BY_CHUNK,
     },
@@ -90,7 +74,19 @@ KIMI_IMPLEMENTATIONS = in_forms(
 
 @dataclass(slots=True, repr=False, eq=False)
 class DeltaRule(StatefulOp):
-    """Arguments that both rules have."""
+    """Arguments that both rules have.
+
+    Args:
+        q: [T, H, K] queries, the sequences packed one after the other. Float dtype; rows may lie
+            any distance apart (a slice of a projection), one row is contiguous; so for k and v.
+        k: [T, H, K] keys, in q's dtype.
+        scale: factor on q, usually ``K ** -0.5``.
+        qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
+        impl: a name among the implementations: "recurrent_..." walks by token, "chunk_..." by
+            chunk.
+        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. Walks
+            by token ignore it; "chunk_triton" takes chunks of its own.
+    """
 
     q: Annotated[Tensor, Rows("H", "K")]
     k: Annotated[Tensor, Rows("H", "K", counts=False)]
@@ -125,34 +121,14 @@ class GatedDeltaRule(DeltaRule):
     sequence does not depend on its neighbours.
 
     Args:
-        q: [T, H, K] queries, the sequences packed one after the other. Float dtype; rows may lie
-            any distance apart (a slice of a projection), one row is contiguous; so for k and v.
-        k: [T, H, K] keys, in q's dtype.
         v: [T, HV, V] values, in q's dtype; HV is a multiple of H.
         g: [T, HV] float32 natural-log decay, at most 0.
         beta: [T, HV] float32 step size, in [0, 1], or [0, 2] with negative eigenvalues.
         state: [S, HV, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
             state after the last token of sequence n; no other slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
-            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
-            zero state. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
-        scale: factor on q, usually ``K ** -0.5``.
-        qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
-        impl: a name in GATED_IMPLEMENTATIONS: "recurrent_..." walks by token, "chunk_..." by chunk.
-        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. Walks
-            by token ignore it; "chunk_triton" and "chunk_flashinfer" take chunks of their own.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
 
     Returns:
         [T, HV, V] outputs in v's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
-            reading them is free (on a CPU), an index is out of range.
 
     From "Gated Delta Networks" (arXiv 2412.06464), as used by Qwen3-Next.
     """
@@ -176,34 +152,14 @@ class KimiDeltaAttention(DeltaRule):
     sequence does not depend on its neighbours.
 
     Args:
-        q: [T, H, K] queries, the sequences packed one after the other. Float dtype; rows may lie
-            any distance apart (a slice of a projection), one row is contiguous; so for k and v.
-        k: [T, H, K] keys, in q's dtype.
         v: [T, H, V] values, in q's dtype.
         g: [T, H, K] float32 natural-log decay of each channel, at most 0; rows as for q.
         beta: [T, H] float32 step size, in [0, 1].
         state: [S, H, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
             state after the last token of sequence n; no other slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
-            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
-            zero state. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
-        scale: factor on q, usually ``K ** -0.5``.
-        qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
-        impl: a name in KIMI_IMPLEMENTATIONS: "recurrent_..." walks by token, "chunk_..." by chunk.
-        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. Walks
-            by token ignore it; "chunk_triton" takes chunks of its own.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
 
     Returns:
         [T, H, V] outputs in v's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
-            reading them is free (on a CPU), an index is out of range.
 
     From "Kimi Linear" (arXiv 2510.26692); also the linear layers of Ling-3.
     """
@@ -214,12 +170,18 @@ class KimiDeltaAttention(DeltaRule):
     state: Annotated[Tensor, Pool("H", "V", "K", dtype=torch.float32)]
 
 
+_CPP_SIZES = "H=num_k_heads K=k_dim V=v_dim"
+_CPP_VALUES = {
+    "num_v_heads": "x.v.shape[1]",
+    "chunk_size": "x.chunk_size if x.impl == 'chunk_cpp' else 0",  # 0: walk by token
+}
 gated_delta_rule = define(
     GatedDeltaRule,
     GATED_IMPLEMENTATIONS,
     returns=like("v"),
     limited={"head_k_dim": "K", "head_v_dim": "V"},
     flops="6 * T * HV * V * K",
+    cpp=Cpp(_CPP_SIZES, _CPP_VALUES),
 )
 kimi_delta_attention = define(
     KimiDeltaAttention,
@@ -227,4 +189,5 @@ kimi_delta_attention = define(
     returns=like("v"),
     limited={"head_k_dim": "K"},
     flops="6 * T * H * V * K",
+    cpp=Cpp(_CPP_SIZES, _CPP_VALUES),
 )

@@ -1,20 +1,16 @@
-"""Arguments of the delta rules' steps, their checks, and the steps' vectorised torch form."""
+"""Arguments of the delta rules' steps, and their checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.conv_step import check_activation, check_lengths, check_width, convolve
+from torch_hybrid.ops.conv_step import check_activation, check_width
 from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows
-from torch_hybrid.ops.delta_rule.unit_rows import l2_normalize
-from torch_hybrid.ops.pointwise import sigmoid
-from torch_hybrid.ops.ragged_chunks import initial_states, sequences_of, store_states
-from torch_hybrid.ops.verify import StepOp, verify_by_calls
+from torch_hybrid.ops.verify import StepOp
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -22,6 +18,27 @@ class DeltaStep(StepOp):
     """Arguments of a delta rule's step; the ops' classes derive from it.
 
     A rule with decays by channel declares ``a``, ``dt_bias`` and ``records`` anew.
+
+    Args:
+        qkv: [T, 2 H K + HV V] inputs of the convolution, a row for each token. Float dtype; rows
+            may lie any distance apart (a slice of a projection), one row is contiguous; so for z,
+            b and a. K, V and HV are those of ``state``.
+        z: [T, HV V] gate of the output, in qkv's dtype.
+        b: [T, HV] step size before its sigmoid, in qkv's dtype.
+        conv_weight: [2 H K + HV V, W] filter of each channel, oldest tap first, in
+            qkv's dtype; W from 2 to 8.
+        conv_bias: [2 H K + HV V] in qkv's dtype, or None.
+        norm_weight: [V] in qkv's dtype or in float32.
+        conv_state: [S, W - 1, 2 H K + HV V] the last inputs of each sequence, oldest first, in
+            qkv's dtype. **Mutated**: slot ``state_indices[n]`` receives those of sequence n.
+        state: [S, HV, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
+            state after the token of sequence n. No other slot of either pool is written.
+        activation: of the convolution, "none" or "silu".
+        scale: factor on q, usually ``K ** -0.5``.
+        norm_eps: added to the mean square of o.
+        records: [S, D, R] a row ``[qkv | b | a]`` of inputs for each draft, in qkv's dtype, where
+            the step verifies drafts; else None. **Mutated**: slot ``state_indices[n]`` receives
+            those of the second token on.
     """
 
     recorded: ClassVar[tuple[str, ...]] = ("qkv", "b", "a")
@@ -84,52 +101,10 @@ class DeltaStep(StepOp):
         check_activation(self.activation)
 
 
-D = TypeVar("D", bound=DeltaStep)
-
-
-def step_in_torch(
-    x: DeltaStep,
-    *,
-    log_decay: Callable[[Tensor], Tensor],
-    gated_norm: Callable[[Tensor, Tensor], Tensor],
-    beta_scale: float = 1.0,
-) -> Tensor:
-    """Run all sequences that have a token together, rounding where the parts of a mixer round.
-
-    Args:
-        x: the step's arguments, without drafts; both pools are **mutated**.
-        log_decay: a [N, HV] or [N, HV K] to float32 [N, HV, 1 or K].
-        gated_norm: outputs of the rule and their gates, both [N, HV, V], to the op's.
-        beta_scale: of step sizes.
-    """
-    seqs = sequences_of(x)
-    if seqs.max_length > 1:
-        check_lengths(x.cu_seqlens)
-    token = seqs.starts
-    num_heads, v_dim, k_dim = x.state.shape[1:]
-
-    past = x.conv_state[seqs.initial].where((seqs.initial > 0)[:, None, None], 0.0)
-    window = torch.cat([past, x.qkv[token][:, None]], 1)
-    is_stored = seqs.slots > 0
-    x.conv_state[seqs.slots[is_stored]] = window[is_stored, 1:]
-    mixed = convolve(window, x.conv_weight, x.conv_bias, x.activation)
-    q, k, v = mixed.float().split(x.widths, 1)
-    q, k = (l2_normalize(part.unflatten(1, (-1, k_dim))) for part in (q, k))
-    group = num_heads // k.shape[1]
-    q, k = (q * x.scale).repeat_interleave(group, 1), k.repeat_interleave(group, 1)
-
-    beta = sigmoid(x.b[token].float()) * beta_scale
-    S = initial_states(x.state, seqs).mul_(log_decay(x.a[token]).exp()[..., None, :])
-    u = beta[..., None] * (v.unflatten(1, (num_heads, v_dim)) - (S @ k[..., None])[..., 0])
-    S.add_(u[..., None] * k[..., None, :])
-    o = (S @ q[..., None])[..., 0].to(x.z.dtype)
-    store_states(x.state, seqs, S)
-
-    out = torch.zeros_like(x.z, memory_format=torch.contiguous_format)
-    out[token] = gated_norm(o, x.z[token].view_as(o)).flatten(1)
-    return out
-
-
-def verify_by_delta_steps(step: Callable[[D], Tensor], x: D) -> Tensor:
-    """Verify drafts by a launcher of the decode step."""
-    return verify_by_calls(step, x, torch.zeros_like(x.z, memory_format=torch.contiguous_format))
+CPP_SIZES = "C=channels W=width HV=num_v_heads V=v_dim K=k_dim"
+CPP_VALUES = {
+    "silu": "x.activation == 'silu'",
+    "wide_norm": "x.norm_weight.dtype is float32",
+    "num_records": "0 if x.records is None else x.records.shape[1]",
+    "record_width": "0 if x.records is None else x.records.shape[2]",
+}

@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.core.declare import Dense, Pool, Rows, define, like
-from torch_hybrid.ops.delta_rule.op_step import DeltaStep
+from torch_hybrid.ops.core.declare import Cpp, Dense, Pool, Rows, define, like
+from torch_hybrid.ops.delta_rule.op_step import CPP_SIZES, CPP_VALUES, DeltaStep
 from torch_hybrid.ops.step_implementations import step_implementations
 
 IMPLEMENTATIONS = step_implementations(
@@ -19,6 +19,8 @@ IMPLEMENTATIONS = step_implementations(
     "kimi",
     limits={"head_k_dim": 128, "head_v_dim": 256},
     composed="torch_hybrid.ops.delta_rule._composed:kimi_delta",
+    cpp="torch_hybrid.ops.delta_rule._cpu_step_kimi.cpp:kimi_delta_step",
+    torch_form="torch_hybrid.ops.delta_rule._composed:kimi_delta_in_torch",
     has_invariant=True,
 )
 
@@ -38,7 +40,7 @@ class KimiDeltaStep(DeltaStep):
 
     It is what ``causal_conv1d``, the gates, ``kimi_delta_attention`` and the norm of a
     layer compute one after the other, with the same roundings between them; all arithmetic is
-    float32.
+    float32. There are as many key heads H as value heads HV.
 
     With ``records`` each sequence has one certain token and up to D drafts after it. Its accepted
     records are replayed, its first token runs and its states are left; further tokens are run and
@@ -46,50 +48,14 @@ class KimiDeltaStep(DeltaStep):
     have the bits that as many steps of the same tokens leave, one by one.
 
     Args:
-        qkv: [T, H (2 K + V)] inputs of the convolution, a row for each token. Float dtype; rows
-            may lie any distance apart (a slice of a projection), one row is contiguous; so for z,
-            b and a. H, K and V are those of ``state``.
-        z: [T, H V] gate of the output before its sigmoid, in qkv's dtype.
-        b: [T, H] step size before its sigmoid, in qkv's dtype.
         a: [T, H K] decay of each channel before its activation, in qkv's dtype.
-        conv_weight: [H (2 K + V), W] filter of each channel, oldest tap first, in qkv's dtype; W
-            from 2 to 8.
-        conv_bias: [H (2 K + V)] in qkv's dtype, or None.
         A_log: [H] in qkv's dtype or in float32.
         dt_bias: [H, K] in qkv's dtype or in float32.
-        norm_weight: [V] in qkv's dtype or in float32.
-        conv_state: [S, W - 1, H (2 K + V)] the last inputs of each sequence, oldest first, in
-            qkv's dtype. **Mutated**: slot ``state_indices[n]`` receives those of sequence n.
-        state: [S, H, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
-            state after the token of sequence n. No other slot of either pool is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has one token, or
-            none, which leaves its slot as it is. Implementations with the feature "extend" take
-            several, of sequences that have a slot: as so many calls would, bit by bit; those with
-            "no_store" also of others. Tokens at or past ``cu_seqlens[N]`` are padding.
-        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
-            zero state. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
-        activation: of the convolution, "none" or "silu".
-        scale: factor on q, usually ``K ** -0.5``.
         gate_lower_bound: the least log decay of a token where that is bounded, at most 0; else
             None.
-        norm_eps: added to the mean square of o.
-        impl: a name in IMPLEMENTATIONS; with records, of an implementation that has the feature
-            "verify".
-        records: [S, D, R] a row ``[qkv | b | a]`` of inputs for each draft, in qkv's dtype, where
-            the step verifies drafts; else None. **Mutated**: slot ``state_indices[n]`` receives
-            those of the second token on.
-        accepted: [N] int32, 0 to D: the records in slot ``initial_indices[n]`` that are certain.
-            Given where records are.
 
     Returns:
         [T, H V] in qkv's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, an option is unknown, or records are
-            given without counts. On a CPU an index or a count is out of range, or a sequence has
-            more tokens than the implementation takes.
 
     The mixer of "Kimi Linear" (arXiv 2510.26692), and that of Ling-3, whose decays are bounded.
     """
@@ -126,4 +92,14 @@ kimi_delta_step = define(
     returns=like("z"),
     limited={"head_k_dim": "K", "head_v_dim": "V"},
     flops="2 * T * C * W + 6 * T * HV * V * K",
+    cpp=Cpp(
+        CPP_SIZES,
+        CPP_VALUES
+        | {
+            "beta_scale": "1.0",
+            "gate_lower_bound": "x.gate_lower_bound or 0.0",
+            "is_bounded": "x.gate_lower_bound is not None",
+            "sigmoid_gate": "False",
+        },
+    ),
 )

@@ -40,14 +40,10 @@ class DrawTokens(Op):
         num_ranked: at least the largest top-k of rows that draw, or so many as there are tokens; 0
             where there is none.
         has_wide_top_p: some row that draws has a top-p below 1 and no top-k.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [N] int64 token ids; -1 for a row with NaN or infinity among its logits (minus infinity
         bars a token and is allowed beside finite ones).
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong.
     """
 
     logits: Annotated[Tensor, Strided("N", "V")]

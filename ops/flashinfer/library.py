@@ -1,4 +1,4 @@
-"""Availability of FlashInfer on this machine, and its place among implementations.
+"""Availability of FlashInfer on this machine.
 
 Nothing here imports FlashInfer, which takes seconds. Its functions' arguments change from release
 to release, so versions that were not tested are refused by name.
@@ -11,53 +11,31 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 
-from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.triton.devices import triton_missing
 
 TESTED = ((0, 7, 2), (0, 8))  # from the one version to before the other
 HOPPER = frozenset({(9, 0)})
 _INSTALL = "pip install torch-hybrid[flashinfer]"
 
-# Ops for which FlashInfer comes before the own Triton kernels where both can serve ("auto"). An op
-# is named here when a measurement on the GPUs that FlashInfer serves says so.
-FIRST: frozenset[str] = frozenset()
-
-
-def with_flashinfer(
-    op: str,
-    implementations: Mapping[str, Implementation],
-    flashinfer: Implementation,
-) -> dict[str, Implementation]:
-    """Put FlashInfer's implementation beside Triton's, in the order of choice."""
-    ordered: dict[str, Implementation] = {}
-    for name, implementation in implementations.items():
-        pair = {name: implementation}
-        if name == "triton":
-            added = {"flashinfer": flashinfer}
-            pair = added | pair if op in FIRST else pair | added
-        ordered |= pair
-    return ordered
-
 
 def flashinfer_missing(
-    *, capabilities: Collection[tuple[int, int]] = (), cutlass_dsl: bool = False
+    *, capabilities: Collection[tuple[int, int]] = ()
 ) -> Callable[[], str | None]:
     """Make a function that says why FlashInfer cannot be called here; None when it can.
 
     Args:
         capabilities: compute capabilities that its kernel is made for; any where empty.
-        cutlass_dsl: whether nvidia-cutlass-dsl, a package of its own, compiles it; else nvcc.
     """
 
     def missing() -> str | None:
         return (
             _version_refused()
-            or (_cutlass_missing() if cutlass_dsl else nvcc_missing())
+            or nvcc_missing()
             or triton_missing()
             or _device_refused(frozenset(capabilities))
         )
@@ -80,14 +58,6 @@ def _version_refused() -> str | None:
 def _range() -> str:
     first, last = (".".join(map(str, release)) for release in TESTED)
     return f">={first},<{last}"
-
-
-def _cutlass_missing() -> str | None:
-    try:
-        importlib.metadata.version("nvidia-cutlass-dsl")
-    except importlib.metadata.PackageNotFoundError:
-        return f"nvidia-cutlass-dsl is not installed: {_INSTALL}"
-    return None
 
 
 def nvcc_missing() -> str | None:

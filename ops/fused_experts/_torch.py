@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from torch_hybrid.ops.formats.stored_weights import dequantized
 from torch_hybrid.ops.fused_experts.op import FusedExperts
+from torch_hybrid.ops.fused_experts.reference import activate
 
 
 def fused_experts(x: FusedExperts) -> Tensor:
@@ -24,7 +25,7 @@ def fused_experts(x: FusedExperts) -> Tensor:
         if hit.shape[0] == 0:
             continue
         gate_up, down = _weights(x, expert)
-        hidden = _activate(x, F.linear(tokens[hit // x.top_k], gate_up))
+        hidden = activate(x, F.linear(tokens[hit // x.top_k], gate_up))
         results[hit] = F.linear(hidden, down).to(compute)
     weighted = results * x.expert_weights.reshape(-1, 1).to(compute)
     return weighted.reshape(len(tokens), x.top_k, x.dim).sum(1).to(tokens.dtype)
@@ -37,18 +38,3 @@ def _weights(x: FusedExperts, expert: int) -> tuple[Tensor, Tensor]:
         gate_up = dequantized(gate_up, x.gate_up_scales[expert], dtype, num_parts=x.num_parts)
         down = dequantized(down, x.down_scales[expert], dtype)
     return gate_up, down
-
-
-def _activate(x: FusedExperts, projected: Tensor) -> Tensor:
-    """Turn gate and up, or up alone, into hidden activations."""
-    if not x.has_gate:
-        return F.relu(projected).square()
-    gate, up = projected.chunk(2, dim=-1)
-    if x.softcaps is not None:
-        bound_gate, bound_up = (
-            cap * torch.tanh(part / cap) for part, cap in zip((gate, up), x.softcaps, strict=True)
-        )
-        return bound_gate * torch.sigmoid(gate) * bound_up
-    if x.limit is not None:
-        gate, up = gate.clamp(max=x.limit), up.clamp(-x.limit, x.limit)
-    return F.silu(gate) * up

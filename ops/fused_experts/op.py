@@ -72,7 +72,6 @@ class FusedExperts(Op):
         softcaps: two positive numbers instead of a limit, or None. With the first, ``act`` is
             ``c * tanh(gate / c) * sigmoid(gate)``; with the second, up becomes
             ``c * tanh(up / c)``. Needs a gate.
-        impl: a name in IMPLEMENTATIONS.
 
     Returns:
         [T, D] in x's dtype. A row depends on its own token alone.

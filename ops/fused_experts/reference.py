@@ -32,7 +32,7 @@ def sum_experts(x: FusedExperts, *, rounds: bool) -> Tensor:
             if expert == x.num_experts:
                 continue
             projected = gate_up[expert].to(compute) @ tokens[t].to(compute)
-            hidden = _activate(x, projected)
+            hidden = activate(x, projected)
             if rounds:
                 hidden = rounded(hidden.to(dtype)).to(compute)
             y = down[expert].to(compute) @ hidden
@@ -40,7 +40,7 @@ def sum_experts(x: FusedExperts, *, rounds: bool) -> Tensor:
     return out.to(dtype)
 
 
-def _activate(x: FusedExperts, projected: Tensor) -> Tensor:
+def activate(x: FusedExperts, projected: Tensor) -> Tensor:
     """Turn [..., 2 I], gate and up, or [..., I] without a gate, into hidden activations."""
     if not x.has_gate:
         return F.relu(projected).square()

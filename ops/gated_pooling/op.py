@@ -8,13 +8,13 @@ from typing import Annotated
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 _PACKAGE = "torch_hybrid.ops.gated_pooling"
 
 IMPLEMENTATIONS = {
-    "cpp": in_cpp(f"{_PACKAGE}._cpu:gated_pooling", features=INVARIANT),
+    "cpp": in_cpp(f"{_PACKAGE}._cpu.cpp:gated_pooling", features=INVARIANT),
     "triton": in_triton(
         f"{_PACKAGE}._triton:gated_pooling", limits={"block_size": 64}, features=INVARIANT
     ),
@@ -39,22 +39,15 @@ class GatedPooling(StatefulOp):
             block that is not complete, by their places in it. **Mutated**: slot
             ``state_indices[n]`` receives those of sequence n; where it has no such tokens, and in
             rows of others, it stays as it is.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens from
-            ``cu_seqlens[N]`` on are padding. An empty sequence leaves its slot as it is.
         seq_lens: [N] int32, total length of each sequence, new tokens included.
         initial_indices: [N] int32 slot that has what each sequence left of its last block; 0:
             zeros.
         state_indices: [N] int32 slot that receives what each sequence leaves, distinct except for
             0: that is not stored.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [T, D] in the keys' dtype: the key of the block that a token is the last of, and 0 for other
         tokens.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
-            reading it is free (on a CPU), an index is outside its pool.
 
     The pooled keys of GLM-5.3's indexer.
     """
@@ -81,5 +74,9 @@ class GatedPooling(StatefulOp):
 
 
 gated_pooling = define(
-    GatedPooling, IMPLEMENTATIONS, returns=like("keys"), limited={"block_size": "B"}
+    GatedPooling,
+    IMPLEMENTATIONS,
+    returns=like("keys"),
+    limited={"block_size": "B"},
+    cpp=Cpp("D=dim B=block_size"),
 )

@@ -8,13 +8,13 @@ from typing import Annotated
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Op, Strided, define, made
+from torch_hybrid.ops.core.declare import Cpp, Dense, Op, Strided, define, made
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 _PACKAGE = "torch_hybrid.ops.head_linear"
 
 IMPLEMENTATIONS = {
-    "cpp": in_cpp(f"{_PACKAGE}._cpu:head_linear", features=INVARIANT, checks_indices=False),
+    "cpp": in_cpp(f"{_PACKAGE}._cpu.cpp:head_linear", features=INVARIANT, checks_indices=False),
     "triton": in_triton(f"{_PACKAGE}._triton:head_linear", features=INVARIANT),
     "torch": in_torch(f"{_PACKAGE}._torch:head_linear", dtypes=FLOATS_AND_FLOAT64, cuda_graph=True),
 }
@@ -31,13 +31,9 @@ class HeadLinear(Op):
         weight: [H, N, K] in x's dtype, or a transposed view of [H, K, N]: one of its last two dims
             is contiguous.
         bias: [H, N] contiguous, in x's dtype, added before a sum is rounded; None: nothing.
-        impl: a name in IMPLEMENTATIONS.
 
     Returns:
         [T, H, N] in x's dtype. But with "torch" a token's have the bits that they have alone.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
 
     The projections to and from latents of MLA's absorbed form (arXiv 2405.04434).
     """
@@ -67,4 +63,12 @@ head_linear = define(
     returns=made(HeadLinear.empty),
     floats=frozenset(),
     flops="2 * T * H * K * N",
+    cpp=Cpp(
+        "T H N K",
+        {
+            "weight_head": "x.weight.stride(0)",
+            "weight_row": "x.weight.stride(1)",
+            "weight_column": "x.weight.stride(2)",
+        },
+    ),
 )

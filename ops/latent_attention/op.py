@@ -10,13 +10,23 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.autograd import define_made_of
-from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
-from torch_hybrid.ops.core.declare import NOTHING, Dense, Index, Op, Pool, Rows, define, like, made
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
+from torch_hybrid.ops.core.declare import (
+    NOTHING,
+    Cpp,
+    Dense,
+    Index,
+    Op,
+    Pool,
+    Rows,
+    define,
+    like,
+    made,
+)
 from torch_hybrid.ops.core.page_bounds import PagedOp
 from torch_hybrid.ops.core.registration import check_dtypes, check_scale
-from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.formats import fp8_kv
-from torch_hybrid.ops.implementations import CUDA, HALVES, in_cpp, in_torch, in_triton, invariant
+from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton, invariant
 
 _PACKAGE = "torch_hybrid.ops.latent_attention"
 EXTEND = frozenset({"extend"})  # queries of more than one token of a sequence
@@ -27,7 +37,7 @@ _DTYPES_OF_POOLS = FLOATS_AND_FLOAT64 | {fp8_kv.DTYPE}
 
 def _attention(function: str) -> dict[str, Implementation]:
     cpp = in_cpp(
-        f"{_PACKAGE}._cpu:{function}",
+        f"{_PACKAGE}._cpu.cpp:{function}",
         multiples={"rank": 16, "rope_dim": 16},
         features=_OWN_FEATURES,
     )
@@ -36,7 +46,7 @@ def _attention(function: str) -> dict[str, Implementation]:
         limits={"rank": 512, "rope_dim": 64},
         features=_OWN_FEATURES,
     )
-    own = {
+    return {
         "cpp": cpp,
         "cpp_invariant": invariant(cpp),
         "triton": triton,
@@ -45,22 +55,6 @@ def _attention(function: str) -> dict[str, Implementation]:
             f"{_PACKAGE}._torch:{function}", dtypes=FLOATS_AND_FLOAT64, features=_OWN_FEATURES
         ),
     }
-    flashinfer = Capability(
-        devices=CUDA,
-        dtypes=HALVES,
-        one_of={"rank": (128, 256, 512), "rope_dim": (64,)},
-        cuda_graph=True,
-        available=flashinfer_missing(capabilities=HOPPER),
-    )
-    return with_flashinfer(
-        "latent_attention",
-        own,
-        Implementation(
-            capability=flashinfer,
-            launcher=f"{_PACKAGE}._flashinfer:{function}",
-            planner=f"{_PACKAGE}._flashinfer:plan",
-        ),
-    )
 
 
 def _rows(function: str) -> dict[str, Implementation]:
@@ -100,26 +94,14 @@ class LatentAttention(PagedOp):
         pool: [pages, page_size, R + P], dtype of q_latent or float8_e4m3fn, contiguous. Mutated:
             the rows that ``slot_mapping`` names, rounded to FP8 as ``ops.fp8_kv`` says; the new
             tokens attend to what was rounded.
-        cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
-        seq_lens: [N] int32, total length of each sequence, new tokens included.
-        page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
-            page_size)``. Entries that no query sees are never read.
-        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
         scale: factor of the logits: that of the expanded head, ``(nope + P) ** -0.5``, and never
             ``(R + P) ** -0.5``.
         pool_scale: [1] float32, positive: what a number of float8_e4m3fn is worth. For a pool of 8
             bits alone.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [T, H, R] in the dtype of q_latent: latents averaged by the softmax, to be multiplied by
         ``W_UV``. Rows of padding tokens are 0.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
-            an index is outside its pool.
     """
 
     q_latent: Annotated[Tensor, Rows("H", "rank", last_dim=True)]
@@ -170,10 +152,6 @@ class StoreLatents(Op):
         slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
         cu_seqlens: [N + 1] int32; tokens from ``cu_seqlens[N]`` on are padding, and not written.
         pool_scale: as of :func:`latent_attention`.
-        impl: name in STORE_IMPLEMENTATIONS.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, on a CPU, an index is out of range.
     """
 
     latent: Annotated[Tensor, Rows("rank", dtype="any", last_dim=True)]
@@ -208,13 +186,9 @@ class GatherLatents(Op):
         rows: [Tk] int32, ``page * page_size + offset``; 0 is padding and stands for zeros.
         pool_scale: as of :func:`latent_attention`.
         dtype: of what FP8 rows are worth; for an FP8 pool alone.
-        impl: name in GATHER_IMPLEMENTATIONS.
 
     Returns:
         [Tk, R + P] in the dtype of pool, or ``dtype``.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, on a CPU, an index is out of range.
     """
 
     pool: Annotated[Tensor, Dense("P", "page_size", "width")]
@@ -270,18 +244,31 @@ def _empty_rows(x: GatherLatents) -> Tensor:
 latent_attention = define(
     LatentAttention,
     IMPLEMENTATIONS,
+    cpp=Cpp("page_size H=num_heads rank rope_dim"),
     returns=like("q_latent"),
     limited={"num_heads": "H", "rank": "rank", "rope_dim": "rope_dim", "page_size": "page_size"},
     names_ndim=True,
     flops="2 * T * H * M * page_size * (2 * rank + rope_dim)",  # values are latents
 )
 define_made_of("store_latents.made_of")
+_CPP_SIZES = "page_size P*page_size=num_slots"
+_ROW_BYTES = {"row_bytes": "x.pool.shape[2] * x.pool.element_size()"}
 store_latents = define(
     StoreLatents,
     STORE_IMPLEMENTATIONS,
     returns=NOTHING,
     floats=_DTYPES_OF_POOLS,
     names_ndim=True,
+    cpp=Cpp(
+        f"{_CPP_SIZES} T=max_tokens num_offsets-1=num_seqs",
+        {
+            **_ROW_BYTES,
+            "latent_stride": "x.latent.stride(0) * x.pool.element_size()",
+            "latent_bytes": "x.latent.shape[1] * x.pool.element_size()",
+            "k_rope_stride": "x.k_rope.stride(0) * x.pool.element_size()",
+            "k_rope_bytes": "x.k_rope.shape[1] * x.pool.element_size()",
+        },
+    ),
 )
 gather_latents = define(
     GatherLatents,
@@ -289,4 +276,5 @@ gather_latents = define(
     returns=made(_empty_rows),
     floats=_DTYPES_OF_POOLS,
     names_ndim=True,
+    cpp=Cpp(f"{_CPP_SIZES} T=num_rows", _ROW_BYTES),
 )

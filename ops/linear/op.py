@@ -91,14 +91,10 @@ class Linear(Op):
         biases: as many, each [N_i] in x's dtype, or None.
         scales: of the first weights, at least one, or None. Float32, contiguous, each
             [ceil(N_i / 128), ceil(K / 128)], [N_i], [N_i, K / group] or [N_i, K / group, 2].
-        impl: a name in IMPLEMENTATIONS.
 
     Returns:
         [M, sum of N_i] in x's dtype, whose rows may lie apart. A row depends on its own row of x
         alone.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
     """
 
     x: Annotated[Tensor, Rows("K")]

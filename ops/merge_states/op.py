@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS
-from torch_hybrid.ops.core.declare import Op, Strided, define, pair_like
+from torch_hybrid.ops.core.declare import Cpp, Op, Strided, define, pair_like
 from torch_hybrid.ops.implementations import in_cpp, in_torch
 
 IMPLEMENTATIONS = {
     "cpp": in_cpp(
-        "torch_hybrid.ops.merge_states._cpu:merge_states",
+        "torch_hybrid.ops.merge_states._cpu.cpp:merge_states",
         multiples={"v_head_dim": 16},
         checks_indices=False,
     ),
@@ -35,13 +35,9 @@ class MergeStates(Op):
             ln 2 first.
         o_b: as o_a.
         lse_b: as lse_a.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         The output, [T, H, Dv] in the dtype of o_a, and its natural-log LSE, [T, H] float32.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or ``impl`` does not take it.
     """
 
     o_a: Annotated[Tensor, Strided("T", "H", "Dv")]
@@ -67,4 +63,5 @@ merge_states = define(
     returns=pair_like("o_a", "lse_a"),
     limited={"v_head_dim": "Dv"},
     floats=FLOATS,
+    cpp=Cpp("Dv=dim", {"rows": "x.lse_a.numel()"}),
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread, main_thread
 
 from torch_hybrid.host.progress import bar, tell
-from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.capability import Implementation, source_of
 from torch_hybrid.ops.native.build import BuildError, is_there, library_of
 
 _SECONDS = 7  # that a core takes for a library: the median of all, on an Ice Lake Xeon
@@ -93,7 +93,10 @@ def _sources_of(implementation: Implementation) -> Iterable[Path]:
     """Find the C++ sources beside a launcher, and beside its ``figures``: a module calls those that
     its name begins with."""
     for function in (implementation.launcher, implementation.figures):
-        if isinstance(function, str) and (module := _file_of(function.partition(":")[0])):
+        name = function.partition(":")[0] if isinstance(function, str) else ""
+        if name.endswith(".cpp"):
+            yield source_of(name)
+        elif module := _file_of(name):
             sources = module.parent.glob("*.cpp")
             yield from (source for source in sources if module.stem.startswith(source.stem))
 

@@ -94,6 +94,19 @@ def _pack_rows(values: Sequence[int]) -> bytes:
     return struct.pack(f"={len(values)}q", *values)
 
 
+def declared_fields(name: str, source: Path) -> list[tuple[str, str]]:
+    """List the fields that a function's struct declares: name and "tensor", "integer" or
+    "number"."""
+    return _declared(_layout(load_library(source.parent.name, source), name).fields.decode())
+
+
+def _layout(library: ctypes.CDLL, name: str) -> _Layout:
+    layout_of = _symbol(library, f"{name}_layout")
+    layout_of.argtypes, layout_of.restype = [], ctypes.POINTER(_Layout)
+    layout: _Layout = layout_of().contents
+    return layout
+
+
 def _load(
     name: str,
     source: Path,
@@ -101,10 +114,8 @@ def _load(
     row_fields: Sequence[tuple[str, str]],
 ) -> Callable[[bytes], bool]:
     library = load_library(source.parent.name, source)
-    function, layout_of = _symbol(library, name), _symbol(library, f"{name}_layout")
+    function, layout = _symbol(library, name), _layout(library, name)
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_bool
-    layout_of.argtypes, layout_of.restype = [], ctypes.POINTER(_Layout)
-    layout = layout_of().contents
     for ours, text, num_bytes in (
         (fields, layout.fields, layout.bytes),
         (row_fields, layout.row_fields, layout.row_bytes),

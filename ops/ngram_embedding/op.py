@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, StatefulOp, define, made
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, StatefulOp, define, made
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 _PACKAGE = "torch_hybrid.ops.ngram_embedding"
 
 IMPLEMENTATIONS = {
     "cpp": in_cpp(
-        f"{_PACKAGE}._cpu:ngram_embedding", dtypes=FLOATS_AND_FLOAT64, features=INVARIANT
+        f"{_PACKAGE}._cpu.cpp:ngram_embedding", dtypes=FLOATS_AND_FLOAT64, features=INVARIANT
     ),
     "triton": in_triton(f"{_PACKAGE}._triton:ngram_embedding", features=INVARIANT),
     "torch": in_torch(f"{_PACKAGE}._torch:ngram_embedding", dtypes=FLOATS_AND_FLOAT64),
@@ -41,20 +41,13 @@ class NgramEmbedding(StatefulOp):
         head_offsets: the same, where a head's rows begin.
         history: [S, n - 1] int64, the last tokens of each sequence, oldest first. **Mutated**: slot
             ``state_indices[i]`` receives those of sequence i; no other slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens from
-            ``cu_seqlens[N]`` on are padding. An empty sequence leaves its slot as it is.
         initial_indices: [N] int32 slot that each sequence goes on from; 0: it begins.
         state_indices: [N] int32 slot that receives the last tokens of each sequence, distinct
             except for 0: these are not stored.
         eos: the token that ends a text.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [T, (n - 1) * E * D] in the table's dtype; rows of padding tokens are 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; on a CPU, also
-            an index out of range.
 
     The per-layer embeddings of Qwen4-Exp.
     """
@@ -107,4 +100,15 @@ class NgramEmbedding(StatefulOp):
         return self.tokens.new_empty(shape, dtype=self.table.dtype)
 
 
-ngram_embedding = define(NgramEmbedding, IMPLEMENTATIONS, returns=made(NgramEmbedding.empty))
+ngram_embedding = define(
+    NgramEmbedding,
+    IMPLEMENTATIONS,
+    returns=made(NgramEmbedding.empty),
+    cpp=Cpp(
+        "R=num_rows H=num_heads",
+        {
+            "row_bytes": "x.table.shape[1] * x.table.element_size()",
+            "num_back": "x.history.shape[1]",
+        },
+    ),
+)

@@ -17,6 +17,7 @@ from torch_hybrid.ops.core.capability import (
 )
 from torch_hybrid.ops.core.declare import (
     NO_DEFAULT,
+    Cpp,
     Dense,
     Index,
     Pool,
@@ -34,7 +35,7 @@ from torch_hybrid.ops.core.registration import (
     check_shapes,
 )
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
-from torch_hybrid.ops.flashinfer.library import flashinfer_missing, with_flashinfer
+from torch_hybrid.ops.flashinfer.library import flashinfer_missing
 from torch_hybrid.ops.formats import fp8_kv
 from torch_hybrid.ops.implementations import CUDA, HALVES, in_cpp, in_torch, in_triton, invariant
 
@@ -47,7 +48,7 @@ _OWN_FEATURES = FEATURES | {fp8_kv.FEATURE, RELATIVE_BIAS}
 
 _PACKAGE = "torch_hybrid.ops.paged_attention"
 _CPP = in_cpp(
-    f"{_PACKAGE}._cpu:paged_attention_with_lse",
+    f"{_PACKAGE}._cpu.cpp:paged_attention_with_lse",
     multiples={"head_dim": 16},
     features=_OWN_FEATURES,
 )
@@ -56,19 +57,6 @@ _TRITON = in_triton(
     limits={"head_dim": 256},
     features=_OWN_FEATURES,
 )
-WITH_LSE_IMPLEMENTATIONS = {
-    "cpp": _CPP,
-    # A token has the bits that it has alone: keys are met in blocks of 64 from the sequence's first
-    # on, one after the other, and no sequence is split.
-    "cpp_invariant": invariant(_CPP),
-    "triton": _TRITON,
-    "triton_invariant": invariant(_TRITON),
-    "torch": in_torch(
-        f"{_PACKAGE}._torch:paged_attention_with_lse",
-        dtypes=FLOATS_AND_FLOAT64,
-        features=_OWN_FEATURES,
-    ),
-}
 _CUDNN = Implementation(
     capability=Capability(
         devices=CUDA,
@@ -83,22 +71,36 @@ _CUDNN = Implementation(
     launcher=f"{_PACKAGE}._cudnn:paged_attention",
     planner="torch_hybrid.ops.cudnn_attention:plan",
 )
-IMPLEMENTATIONS = with_flashinfer(
-    "paged_attention",
-    {"cudnn": _CUDNN, **WITH_LSE_IMPLEMENTATIONS},
-    Implementation(
-        capability=Capability(
-            devices=CUDA,
-            dtypes=HALVES,
-            one_of={"head_dim": (64, 128, 256)},
-            features=FEATURES - {"lse"},
-            cuda_graph=True,
-            available=flashinfer_missing(),
-        ),
-        launcher=f"{_PACKAGE}._flashinfer:paged_attention",
-        planner=f"{_PACKAGE}._flashinfer_plan:plan",
+_FLASHINFER = Implementation(
+    capability=Capability(
+        devices=CUDA,
+        dtypes=HALVES,
+        one_of={"head_dim": (64, 128, 256)},
+        features=FEATURES - {"lse"},
+        cuda_graph=True,
+        available=flashinfer_missing(),
     ),
+    launcher=f"{_PACKAGE}._flashinfer:paged_attention",
+    planner=f"{_PACKAGE}._flashinfer_plan:plan",
 )
+IMPLEMENTATIONS = {
+    "cudnn": _CUDNN,
+    "cpp": _CPP,
+    # A token has the bits that it has alone: keys are met in blocks of 64 from the sequence's first
+    # on, one after the other, and no sequence is split.
+    "cpp_invariant": invariant(_CPP),
+    "triton": _TRITON,
+    "flashinfer": _FLASHINFER,
+    "triton_invariant": invariant(_TRITON),
+    "torch": in_torch(
+        f"{_PACKAGE}._torch:paged_attention_with_lse",
+        dtypes=FLOATS_AND_FLOAT64,
+        features=_OWN_FEATURES,
+    ),
+}
+WITH_LSE_IMPLEMENTATIONS = {
+    name: each for name, each in IMPLEMENTATIONS.items() if "lse" in each.capability.features
+}
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -174,11 +176,6 @@ class PagedAttention(Pages):
         kv: [2, P, page_size, Hkv, D], dtype of q or float8_e4m3fn, contiguous; keys in ``kv[0]``,
             values in ``kv[1]``. Mutated: the rows that ``slot_mapping`` names, rounded to FP8
             as ``ops.fp8_kv`` says; the new tokens attend to what was rounded.
-        cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
-        seq_lens: [N] int32, total length of each sequence, new tokens included.
-        page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
-            page_size)``. Entries that no query sees are never read.
-        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
         scale: factor of the logits, usually ``D ** -0.5``.
         window: number of keys that a query sees, itself included; 0 for all.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0.0 for none (Gemma 2).
@@ -187,16 +184,9 @@ class PagedAttention(Pages):
             nothing (Inkling). Those of padding tokens are not read.
         kv_scales: [2, Hkv] float32, positive: what a number of float8_e4m3fn is worth in the keys
             and in the values of each head. For an FP8 pool alone.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [T, Hq, D] in the dtype of q; rows of padding tokens are 0.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
-            an index is outside its pool.
     """
 
     planned: Sequence[Tensor] | None = field(default=(), kw_only=True)
@@ -240,4 +230,8 @@ paged_attention_with_lse = define(
     limited={"head_dim": "D"},
     names_ndim=True,
     flops=_FLOPS,
+    cpp=Cpp(
+        "page_size Hq=num_q_heads Hkv=num_kv_heads D=head_dim",
+        {"reach": "0 if x.relative_bias is None else x.relative_bias.shape[2]"},
+    ),
 )

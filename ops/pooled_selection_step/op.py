@@ -57,9 +57,6 @@ class PooledSelectionStep(StatefulOp, PagedOp):
         cu_seqlens: [N + 1] int32, offsets of each sequence's token, from 0: each has one, or none.
             Tokens from ``cu_seqlens[N]`` on are padding.
         seq_lens: [N] int32, total length of each sequence, the new token included.
-        page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
-            page_size)``.
-        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
         initial_indices: [N] int32 slot that has what each sequence left of its last block; 0:
             zeros.
         state_indices: [N] int32 slot that receives what each sequence leaves, distinct except for

@@ -31,14 +31,10 @@ class PowerSum(Op):
         x: [..., D] float, rows any distance apart.
         power: 1 or 2.
         addend: like x; None: there is none.
-        impl: a name in IMPLEMENTATIONS.
 
     Returns:
         [...] float32, of float64 tensors float64. But with "torch" a row's has the bits that it has
         alone, wherever it lies.
-
-    Raises:
-        ValueError: a size, dtype or option is wrong.
     """
 
     x: Annotated[Tensor, Strided("*x.shape")]

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, StatefulOp, define, like
 from torch_hybrid.ops.implementations import in_cpp, in_torch
 
 _PACKAGE = "torch_hybrid.ops.previous_rows"
 
 IMPLEMENTATIONS = {
-    "cpp": in_cpp(f"{_PACKAGE}._cpu:previous_rows", dtypes=FLOATS_AND_FLOAT64),
+    "cpp": in_cpp(f"{_PACKAGE}._cpu.cpp:previous_rows", dtypes=FLOATS_AND_FLOAT64),
     "torch": in_torch(
         f"{_PACKAGE}._torch:previous_rows", dtypes=FLOATS_AND_FLOAT64, cuda_graph=True
     ),
@@ -41,14 +41,9 @@ class PreviousRows(StatefulOp):
         state_indices: [N] int32 slot that keeps a sequence's rows, distinct except for 0: those are
             not kept. Where it is another than the initial one, the row before the new ones is
             copied to it, also for a sequence without new tokens.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [T, D]; rows of padding tokens are 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; on a CPU, also
-            an index out of range.
     """
 
     pool_name: ClassVar[str] = "kept"
@@ -80,4 +75,9 @@ class PreviousRows(StatefulOp):
                 raise ValueError(f"seq_lens must be at least {new} for sequence {n}, got {total}")
 
 
-previous_rows = define(PreviousRows, IMPLEMENTATIONS, returns=like("x"))
+previous_rows = define(
+    PreviousRows,
+    IMPLEMENTATIONS,
+    returns=like("x"),
+    cpp=Cpp("R=num_kept", {"row_bytes": "x.x.shape[1] * x.x.element_size()"}),
+)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
-from torch_hybrid.ops.core.declare import Dense, Index, Op, Rows, define, pair_made
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Op, Rows, define, pair_made
 from torch_hybrid.ops.core.registration import check_groups, check_scale
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
-from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing
 from torch_hybrid.ops.implementations import CUDA, HALVES, in_cpp, in_torch, in_triton
 
 _PACKAGE = "torch_hybrid.ops.ragged_attention"
-_OWN = {
+IMPLEMENTATIONS = {
     "cudnn": Implementation(
         capability=Capability(
             devices=CUDA,
@@ -31,18 +31,14 @@ _OWN = {
         planner="torch_hybrid.ops.cudnn_attention:plan",
     ),
     "cpp": in_cpp(
-        f"{_PACKAGE}._cpu:ragged_attention_with_lse", multiples={"head_dim": 16, "v_head_dim": 16}
+        f"{_PACKAGE}._cpu.cpp:ragged_attention_with_lse",
+        multiples={"head_dim": 16, "v_head_dim": 16},
     ),
     "triton": in_triton(
         f"{_PACKAGE}._triton:ragged_attention_with_lse",
         limits={"head_dim": 256, "v_head_dim": 256},
     ),
-    "torch": in_torch(f"{_PACKAGE}._torch:ragged_attention_with_lse", dtypes=FLOATS_AND_FLOAT64),
-}
-IMPLEMENTATIONS = with_flashinfer(
-    "ragged_attention_with_lse",
-    _OWN,
-    Implementation(
+    "flashinfer": Implementation(
         capability=Capability(
             devices=CUDA,
             dtypes=HALVES,
@@ -54,7 +50,8 @@ IMPLEMENTATIONS = with_flashinfer(
         planner=f"{_PACKAGE}._flashinfer:plan",
         by_name="a NaN in rows that follow a sequence's keys gets into its results",
     ),
-)
+    "torch": in_torch(f"{_PACKAGE}._torch:ragged_attention_with_lse", dtypes=FLOATS_AND_FLOAT64),
+}
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -78,16 +75,11 @@ class RaggedAttentionWithLse(Op):
         scale: factor of the logits, usually ``D ** -0.5``.
         planned: for an implementation that plans, what its planner made of the lengths of a causal
             call, whose keys end where the queries do: values as a tensor on the host.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         The output, [Tq, H, Dv] in the dtype of q, and the natural-log LSE, [Tq, H] float32.
         Padding queries, and queries that see no key, hold ``(0, -inf)``, the identity of
         ``merge_states``.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, where reading them is free (on a CPU),
-            the offsets are.
     """
 
     q: Annotated[Tensor, Rows("H", "D", last_dim=True)]
@@ -136,4 +128,8 @@ ragged_attention_with_lse = define(
     limited={"head_dim": "D", "v_head_dim": "Dv"},
     names_ndim=True,
     flops="2 * T * H * (D + Dv) * num_keys // max(num_offsets - 1, 1)",
+    cpp=Cpp(
+        "T=num_queries num_keys num_offsets-1=num_seqs H=num_heads Hk=num_k_heads D=head_dim "
+        "Dv=v_head_dim"
+    ),
 )

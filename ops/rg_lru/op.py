@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.core.registration import check_shapes
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton, invariant
 
 _TRITON = in_triton("torch_hybrid.ops.rg_lru._triton:rg_lru")
 IMPLEMENTATIONS = {
-    "cpp": in_cpp("torch_hybrid.ops.rg_lru._cpu:rg_lru", features=INVARIANT),
+    "cpp": in_cpp("torch_hybrid.ops.rg_lru._cpu.cpp:rg_lru", features=INVARIANT),
     "triton": _TRITON,
     "triton_invariant": invariant(_TRITON),
     "torch": in_torch("torch_hybrid.ops.rg_lru._torch:rg_lru", dtypes=FLOATS_AND_FLOAT64),
@@ -42,20 +42,9 @@ class RgLru(StatefulOp):
         log_a: [C] float32 natural logarithm of a channel's decay where its gate is 1; 0 at most.
         state: [S, C] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the state after
             the last token of sequence n; no other slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
-            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot: from
-            nothing. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
-        impl: a name in IMPLEMENTATIONS.
 
     Returns:
         [T, C] states after each token in x's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
-            reading them is free (on a CPU), an index is out of range.
 
     "Griffin" (arXiv 2402.19427), as in RecurrentGemma.
     """
@@ -79,4 +68,4 @@ class RgLru(StatefulOp):
         check_shapes({"gates": (self.gates, shape)})
 
 
-rg_lru = define(RgLru, IMPLEMENTATIONS, returns=like("x"))
+rg_lru = define(RgLru, IMPLEMENTATIONS, returns=like("x"), cpp=Cpp("H=num_heads G//2=head_dim"))

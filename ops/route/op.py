@@ -43,14 +43,10 @@ class Route(Op):
         epsilon: see there.
         scale: of the weights.
         dtype: of the weights; they are computed in float32.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         Weights [T, k] and expert ids [T, k] int64. Of a token with NaN among its logits they have
         no meaning, but for ids that are experts.
-
-    Raises:
-        ValueError: a size, dtype or option is wrong.
     """
 
     logits: Annotated[Tensor, Strided("T", "E")]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, define, made
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, define, made
 from torch_hybrid.ops.core.page_bounds import PagedOp
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton, invariant
 
@@ -18,7 +18,7 @@ _PACKAGE = "torch_hybrid.ops.select_blocks"
 _TRITON = in_triton(f"{_PACKAGE}._triton:select_blocks", limits={"index_dim": 256})
 IMPLEMENTATIONS = {
     "cpp": in_cpp(
-        f"{_PACKAGE}._cpu:select_blocks", multiples={"index_dim": 16}, features=INVARIANT
+        f"{_PACKAGE}._cpu.cpp:select_blocks", multiples={"index_dim": 16}, features=INVARIANT
     ),
     "triton": _TRITON,
     "triton_invariant": invariant(_TRITON),
@@ -44,22 +44,12 @@ class SelectBlocks(PagedOp):
         weights: [T, H] float32, or None: all are 1.
         block_keys: [P, page_size / block_size, D] in q's dtype, contiguous. **Mutated**: the rows
             of the blocks that the new tokens complete.
-        cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
-        seq_lens: [N] int32, total length of each sequence, new tokens included.
-        page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
-            page_size)``.
-        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
         block_size: tokens in a block; it divides a page.
         top_k: most blocks that a query takes.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         [T, top_k] int32, the chosen blocks of each query by number, rising; -1 where there are
         fewer, and in rows of padding tokens.
-
-    Raises:
-        ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
-            an index is outside its pool.
 
     It is the token indexer of Qwen4-Exp: one key for each block, the mean of its tokens' keys. It
     is that of GLM-5.3 too: ``weights``, and keys that are pooled by gates.
@@ -101,4 +91,11 @@ select_blocks = define(
     limited={"index_dim": "D"},
     names_ndim=True,
     flops="2 * T * H * D * M * B",
+    cpp=Cpp(
+        "S=num_pages H=num_heads D=index_dim",
+        {
+            "page_size": "x.block_keys.shape[1] * x.block_size",
+            "key_token": "x.keys.stride(0)",
+        },
+    ),
 )

@@ -14,7 +14,17 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.declare import Dense, Index, OneOf, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import (
+    Cpp,
+    Dense,
+    Index,
+    OneOf,
+    Pool,
+    Rows,
+    StatefulOp,
+    define,
+    like,
+)
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
@@ -24,14 +34,14 @@ _LIMITS = {"state_dim": 256}
 
 IMPLEMENTATIONS = in_forms(
     recurrent={
-        "cpp": in_cpp(f"{_FOLDER}._cpu:selective_scan", features=INVARIANT),
+        "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:selective_scan", features=INVARIANT),
         "triton": in_triton(
             f"{_FOLDER}._triton:selective_scan", limits=_LIMITS, features=INVARIANT
         ),
         "torch": in_torch(f"{_FOLDER}._torch:recurrent_selective_scan"),
     },
     chunk={
-        "cpp": in_cpp(f"{_FOLDER}._cpu:selective_scan"),
+        "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:selective_scan"),
         "triton": in_triton(
             f"{_FOLDER}._triton:selective_scan", limits=_LIMITS, options={"is_chunked": True}
         ),
@@ -66,12 +76,6 @@ class SelectiveScan(StatefulOp):
         D: [channels] weight of each input in its own output besides, in x's dtype or in float32.
         state: [S, channels, N] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
             state after the last token of sequence n; no other slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
-            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
-            zero state. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
         dt_bias: [channels] what is added to each channel's step sizes, in x's dtype or in float32;
             None: nothing.
         impl: a name in IMPLEMENTATIONS: "recurrent_..." walks by token, "chunk_..." walks parts of
@@ -82,10 +86,6 @@ class SelectiveScan(StatefulOp):
 
     Returns:
         [T, channels] in x's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
-            reading them is free (on a CPU), an index is out of range.
 
     From "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (arXiv 2312.00752).
     """
@@ -119,4 +119,5 @@ selective_scan = define(
     returns=like("x"),
     limited={"state_dim": "M"},
     flops="4 * T * E * M",
+    cpp=Cpp("E=channels G=num_groups M=state_dim"),
 )

@@ -40,7 +40,6 @@ class StateCopy(Op):
         src: [n] int32; 0, the null index, stands for zeros.
         dst: [n] int32; 0 marks a pair to skip. No index appears twice, apart from 0.
         dim: 0 or 1, the dimension that is indexed.
-        impl: name in IMPLEMENTATIONS.
 
     Raises:
         ValueError: a shape, dtype or option is wrong. On a CPU also: an index is out of range, a

@@ -30,13 +30,9 @@ class TopK(Op):
     Args:
         x: [..., E], float32, bfloat16 or float16, E at least k.
         k: at least 1.
-        impl: name in IMPLEMENTATIONS.
 
     Returns:
         The elements, [..., k] in the dtype of x, and their places, [..., k] int64.
-
-    Raises:
-        ValueError: a size, dtype or option is wrong.
     """
 
     x: Annotated[Tensor, Strided("*x.shape")]

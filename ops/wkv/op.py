@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton, invariant
 
 _TRITON = in_triton("torch_hybrid.ops.wkv._triton:wkv")
 IMPLEMENTATIONS = {
-    "cpp": in_cpp("torch_hybrid.ops.wkv._cpu:wkv", features=INVARIANT),
+    "cpp": in_cpp("torch_hybrid.ops.wkv._cpu.cpp:wkv", features=INVARIANT),
     "triton": _TRITON,
     "triton_invariant": invariant(_TRITON),
     "torch": in_torch("torch_hybrid.ops.wkv._torch:wkv", dtypes=FLOATS_AND_FLOAT64),
@@ -42,20 +42,11 @@ class Wkv(StatefulOp):
         state: [S, 3, C] float32 pool: numerator, denominator, exponent. **Mutated**: slot
             ``state_indices[n]`` receives the state after the last token of sequence n; no other
             slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
-            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
         initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot: from
             nothing. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
-        impl: a name in IMPLEMENTATIONS.
 
     Returns:
         [T, C] means in k's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown; or, where
-            reading them is free (on a CPU), an index is out of range.
 
     "RWKV" (arXiv 2305.13048), as in RWKV-4.
     """
@@ -70,4 +61,4 @@ class Wkv(StatefulOp):
     state_indices: Annotated[Tensor, Index("N", counts=True)]
 
 
-wkv = define(Wkv, IMPLEMENTATIONS, returns=like("k"))
+wkv = define(Wkv, IMPLEMENTATIONS, returns=like("k"), cpp=Cpp("C=num_channels"))

@@ -11,13 +11,12 @@ finite. Those in Gluon need a Hopper GPU: on another device they are left out.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from itertools import islice, product
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -44,14 +43,13 @@ from tests.ops.ngram_embedding import cases as ngrams
 from tests.ops.paged_attention import cases as paged
 from tests.ops.pooled_selection_step import cases as indexing
 from tests.ops.ragged_attention import cases as ragged
-from tests.ops.rg_lru import cases as rg_lru_cases
+from tests.ops.registered import channel_recurrences, public_ops
 from tests.ops.select_blocks import cases as selection
 from tests.ops.selective_scan import cases as scans
 from tests.ops.ssd import backward as ssd_backward
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd import step_lightning_cases as lightning_step_cases
 from tests.ops.ssd import step_mamba2_cases as ssd_step_cases
-from tests.ops.wkv import cases as wkv_cases
 from torch_hybrid.ops import (
     block_attention,
     causal_conv1d,
@@ -67,12 +65,10 @@ from torch_hybrid.ops import (
     pooled_selection_step,
     power_sum,
     ragged_attention,
-    rg_lru,
     route,
     select_blocks,
     selective_scan,
     top_k,
-    wkv,
 )
 from torch_hybrid.ops import ssd as ssd_ops
 from torch_hybrid.ops.core.recurrence import CHUNK, RECURRENT
@@ -160,15 +156,12 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         inputs = lightning_step_cases.make_inputs(replace(mixer, lengths=DRAFTED), dtype)
         given = with_records(inputs, 2 * mixer.num_heads * mixer.dim, torch.float32)
         yield f"{name}, drafts", partial(run, op, *given)
-    unit = rg_lru_cases.make_inputs(rg_lru_cases.Case(head_dim=19, **LENGTHS), dtype)
-    yield "rg_lru", partial(run, rg_lru.rg_lru, unit.args(), {})
     lengths = {"lengths": (150, 0, 33), "num_padding_tokens": 2}
-    unit = rg_lru_cases.make_inputs(rg_lru_cases.Case(**lengths), dtype)
-    yield "rg_lru in segments", partial(run, rg_lru.rg_lru, unit.args(), {})
-    mean = wkv_cases.make_inputs(wkv_cases.Case(num_channels=19, **LENGTHS), dtype)
-    yield "wkv", partial(run, wkv.wkv, mean.args(), {})
-    mean = wkv_cases.make_inputs(wkv_cases.Case(**lengths), dtype)
-    yield "wkv in segments", partial(run, wkv.wkv, mean.args(), {})
+    for name in channel_recurrences():
+        cases, op = import_module(f"tests.ops.{name}.cases"), public_ops()[name]
+        for sizes, how in ((LENGTHS, ""), (lengths, " in segments")):
+            walked = cases.make_inputs(replace(cases.CASES["odd"], **sizes), dtype)
+            yield name + how, partial(run, op, walked.args(), {})
     inputs = ssd.make_inputs(ssd.Case(num_groups=1, num_heads=1, **lengths), dtype)
     options = inputs.options() | {"chunk_size": 16, "impl": "chunk_triton"}
     yield "ssd in segments", partial(run, ssd_ops.ssd, inputs.args(), options)
@@ -357,35 +350,14 @@ def many_pairs() -> Iterator[tuple[str, Call]]:
         yield f"{op.__name__} of many pairs, in 8 bits", partial(run, op, args, options)
 
 
-def around_flashinfer() -> Iterator[tuple[str, Call]]:
-    """The kernels that translate for FlashInfer; in its place stands what fills outputs with 0."""
-    delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, k_dim=128, v_dim=128)
-    inputs = gdn.make_inputs(delta, torch.bfloat16)
-
-    def prefill(*_: Any, output: Tensor, output_state: Tensor, **__: Any) -> None:
-        output.zero_()
-        output_state.zero_()
-
-    def beside(theirs: Callable[..., None], place: str, launch: Callable[[], Tensor]) -> Tensor:
-        module, _, function = place.partition(":")
-        packages = {"flashinfer": ModuleType(""), module: ModuleType("")}
-        setattr(packages[module], function, theirs)
-        with mock.patch.dict(sys.modules, packages):
-            return launch()
-
-    def chunk_rule(device: str) -> Tensor:
-        launcher = delta_op.GATED_IMPLEMENTATIONS["chunk_flashinfer"].load()
-        x = replace(on_device(inputs, device), planned=[torch.tensor([0, 0])])
-        return beside(
-            prefill, "flashinfer.gdn_prefill:chunk_gated_delta_rule", partial(launcher, x)
-        )
+def paddings() -> Iterator[tuple[str, Call]]:
+    """The kernel that sets what attention of others leaves alone."""
 
     def padding(device: str) -> Tensor:
         out, lse = torch.randn(7, 3, 19, device=device), torch.randn(7, 3, device=device)
         set_padding(out, lse, torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
         return out
 
-    yield "gated_delta_rule around FlashInfer", chunk_rule
     yield "rows of padding", padding
 
 
@@ -433,7 +405,7 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield from long_queries()
     yield from many_pairs()
     yield from on_hopper()
-    yield from around_flashinfer()
+    yield from paddings()
 
 
 def is_finite(result: Any) -> bool:

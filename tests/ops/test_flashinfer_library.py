@@ -1,4 +1,4 @@
-"""When FlashInfer is taken for callable, and where it stands in the order of choice."""
+"""When FlashInfer is taken for callable."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from torch_hybrid.backends.select import Backends
 from torch_hybrid.backends.step import make_backends
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.flashinfer import library
-from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LatentSpec, LayerSpec, LayerTable
+from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerSpec, LayerTable
 
 INSTALL = "pip install torch-hybrid[flashinfer]"
-NEEDED = {"flashinfer-python": "0.7.2.post1", "nvidia-cutlass-dsl": "4.8.1"}
+NEEDED = {"flashinfer-python": "0.7.2.post1"}
 
 
 def why(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> str | None:
@@ -31,7 +30,7 @@ def why(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> str | Non
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(library, "triton_missing", lambda: None)
     monkeypatch.setattr(library, "nvcc_missing", lambda: None)
-    return library.flashinfer_missing(capabilities=library.HOPPER, cutlass_dsl=True)()
+    return library.flashinfer_missing(capabilities=library.HOPPER)()
 
 
 @pytest.mark.parametrize(
@@ -47,9 +46,8 @@ def why(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> str | Non
             NEEDED | {"flashinfer-python": "0.8.0rc1"},
             "flashinfer-python 0.8.0rc1 is not in the tested range >=0.7.2,<0.8",
         ),
-        ({"flashinfer-python": "0.7.2"}, f"nvidia-cutlass-dsl is not installed: {INSTALL}"),
     ],
-    ids=["both", "neither", "older", "newer", "without its compiler"],
+    ids=["tested", "missing", "older", "newer"],
 )
 def test_what_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], reason: str | None
@@ -97,8 +95,6 @@ SIZES = PoolSizes(
 )
 GQA = AttentionSpec(num_q_heads=16, num_kv_heads=2, head_dim=256, scale=1.0)
 MLA = LatentSpec(num_heads=16, latent_rank=512, nope_dim=128, rope_dim=64, v_dim=128, scale=1.0)
-GDN = DeltaRuleSpec(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_width=4)
-IN_DECODE = "decode latent_attention"
 
 
 @pytest.mark.parametrize(
@@ -117,22 +113,15 @@ IN_DECODE = "decode latent_attention"
             NEEDED,
             "head_dim 80 is not one of [64, 128, 256]",
         ),
-        (MLA, "latent_attention", NEEDED, "it has no extend"),
-        (replace(MLA, latent_rank=64), IN_DECODE, NEEDED, "rank 64 is not one of [128, 256, 512]"),
         (
             replace(MLA, v_dim=64),
             "ragged_attention_with_lse",
             NEEDED,
             "v_head_dim 64 is not one of [128]",
         ),
-        (GDN, "extend gated_delta_rule", {"flashinfer-python": "0.7.2.post1"},
-         f"nvidia-cutlass-dsl is not installed: {INSTALL}"),
-        (replace(GDN, head_k_dim=64), "extend gated_delta_rule", NEEDED,
-         "head_k_dim 64 is not one of [128]"),
     ],
-    ids=["missing", "older", "GQA's heads", "MLA's prefill", "MLA's rank", "MLA's values",
-         "without its compiler", "GDN's heads"],
-)  # fmt: skip
+    ids=["missing", "older", "GQA's heads", "MLA's values"],
+)
 def test_a_runner_that_names_it_is_told_why_not(
     monkeypatch: pytest.MonkeyPatch, layer: LayerSpec, op: str, installed: dict[str, str], line: str
 ):
@@ -144,13 +133,3 @@ def test_a_runner_that_names_it_is_told_why_not(
     first, second, *_ = str(caught.value).splitlines()
     assert first == f"no implementation of {op.split()[-1]} can serve:"
     assert second.removeprefix("  ").removeprefix("chunk_") == f"flashinfer: {line}"
-
-
-def test_one_set_decides_the_order(monkeypatch: pytest.MonkeyPatch):
-    own = Implementation(capability=Capability(devices=frozenset({"cuda"})), launcher="m:f")
-    known = {"cpp": own, "triton": own, "torch": own}
-    behind = list(library.with_flashinfer("op", known, own))
-    assert behind == ["cpp", "triton", "flashinfer", "torch"]
-    monkeypatch.setattr(library, "FIRST", frozenset({"op"}))
-    first = list(library.with_flashinfer("op", known, own))
-    assert first == ["cpp", "flashinfer", "triton", "torch"]

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 import torch_hybrid as th
-from tests.tiny_models import BUILDERS, make_hybrid, make_model
+from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_hybrid, make_model
 from torch_hybrid.graphs.compiling.compile import StepBackend
 from torch_hybrid.graphs.compiling.compiled_step import Arguments, CompiledGraph
 from torch_hybrid.graphs.compiling.instantiate import Named
@@ -30,38 +30,29 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 0},
     "lfm3": {"layer_types": ["conv", "sliding_attention"] * 2},
-    "recurrent_gemma": {"layer_types": None, "block_types": ["recurrent", "attention"]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "inkling": {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "mlp_layer_types": ["sparse"] * 4},
     "inkling2": {
         "layer_types": ["hybrid_sliding", "hybrid"] * 4,
         "num_hidden_layers": 8,
         "n_layers_per_attn_res_block": 2,
     },
-    "bamba": {"layer_types": None},
-    "mamba2": {"layer_types": None},
-    "rwkv": {"layer_types": None, "num_hidden_layers": 4},
-    "xlstm": {"layer_types": None},
-    "zamba2": {"layer_types": None, "layers_block_type": ["linear_attention", *["hybrid"] * 3]},
+    "zamba2": {"layers_block_type": ["linear_attention", *["hybrid"] * 3]},
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"] * 3, "num_hidden_layers": 6},
-    "zamba": {"layer_types": None, "layers_block_type": ["linear_attention", *["hybrid"] * 3]},
-    "mamba": {"layer_types": None},
-    "falcon_mamba": {"layer_types": None},
-    "jamba": {"layer_types": None, "attn_layer_period": 2},
-    "falcon_h1": {"layer_types": None},
-    "falcon_h1_norm": {"layer_types": None},
+    "zamba": {"layers_block_type": ["linear_attention", *["hybrid"] * 3]},
+    "jamba": {"attn_layer_period": 2},
 }
 # The others: python -m tests.graphs.compiling.test_copied_graphs
 FAMILIES = ["qwen3_next", "zamba2"]
 
 
 def model_of(family: str) -> th.HybridModel:
-    options = {"layer_types": LINEAR_FIRST, "num_hidden_layers": 4} | OPTIONS.get(family, {})
-    options = {name: value for name, value in options.items() if value is not None}
     if family == "nemotron_h":
         return th.adapt(make_model(family, **OPTIONS[family]))
-    if family.startswith(("bamba", "falcon", "jamba", "mamba", "rwkv", "xlstm", "zamba")):
+    options = {"num_hidden_layers": 4} | OPTIONS.get(family, {})
+    if "layer_types" not in FEWEST_LAYERS[family]:
         return th.adapt(make_model(family, **options))
-    return make_hybrid(family, **options)
+    return make_hybrid(family, **{"layer_types": LINEAR_FIRST} | options)
 
 
 def lines_of(module: GraphModule, names: dict[int, str], added: Sequence[Tensor]) -> list[str]:

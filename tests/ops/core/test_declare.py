@@ -320,6 +320,11 @@ def test_the_call_of_a_cpp_kernel(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
+def test_a_cpp_kernel_takes_no_more_than_there_is():
+    with pytest.raises(TypeError, match=r"no\.cpp takes head_size, which no"):
+        cpp_launcher(DeclaredHeads, Path("no.cpp"), integers="head_size", out="x")
+
+
 @dataclass(slots=True)
 class Tallied(StatefulOp):
     """Base whose fields are given by name, after those of the op."""

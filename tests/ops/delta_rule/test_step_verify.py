@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
 from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
 from tests.ops.verify_contract import VerifyContract
-from torch_hybrid.ops.delta_rule.op_step import verify_by_delta_steps
+from torch_hybrid.ops.delta_rule.op_step import DeltaStep
+from torch_hybrid.ops.verify import verify_by_calls
+
+
+def verify_by_delta_steps(step: Callable[[Any], Tensor], x: DeltaStep) -> Tensor:
+    """Drafts by calls of a decode step."""
+    return verify_by_calls(step, x, torch.zeros_like(x.z, memory_format=torch.contiguous_format))
 
 
 class TestGated(VerifyContract):
