@@ -51,11 +51,11 @@ NUM_DRAFTS = 3
 MAX_TOKENS = 8192
 ROUNDS = 15
 
-# Who computes the steps of a part
+# Who computes the steps of a part; FlashInfer all that it has for this model's layers.
 PARTS = {
     "steps": Backends(),
     "fp8_steps": Backends(),
-    "flashinfer_steps": Backends(full="flashinfer"),
+    "flashinfer_steps": Backends(full="flashinfer", ops={"extend gated_delta_rule": "flashinfer"}),
     "verify_steps": Backends(),
 }
 
@@ -126,7 +126,8 @@ def why_not(part: str) -> str | None:
         return None
     if part == "fp8_steps":
         return fp8_products_missing()
-    return flashinfer_missing(capabilities=HOPPER)()
+    kinds = (flashinfer_missing(capabilities=HOPPER, cutlass_dsl=dsl) for dsl in (False, True))
+    return next((reason for missing in kinds if (reason := missing())), None)
 
 
 def measure_steps(rates: Rates, part: str = "steps") -> Iterator[Step]:

@@ -14,11 +14,12 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.core.declare import Cpp, Index, OneOf, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
 from torch_hybrid.ops.core.registration import check_groups
-from torch_hybrid.ops.implementations import CUDA, INVARIANT, in_cpp, in_torch, in_triton
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing
+from torch_hybrid.ops.implementations import CUDA, HALVES, INVARIANT, in_cpp, in_torch, in_triton
 
 _FOLDER = "torch_hybrid.ops.delta_rule"
 _PLANNER = f"{_FOLDER}._triton_scan:plan"
@@ -46,6 +47,18 @@ def _triton_chunk(launcher: str, *, limit: int) -> dict[str, Implementation]:
     return {"triton_rounded": rounded, "triton": exact}
 
 
+_FLASHINFER_BY_CHUNK = Implementation(
+    capability=Capability(
+        devices=CUDA,
+        dtypes=HALVES,
+        one_of={"head_k_dim": (128,), "head_v_dim": (128,)},
+        cuda_graph=True,
+        available=flashinfer_missing(capabilities=HOPPER, cutlass_dsl=True),
+    ),
+    launcher=f"{_FOLDER}._flashinfer:chunk_gated_delta_rule",
+    planner=f"{_FOLDER}._flashinfer:plan",
+    by_name="its states are good to 16 bits, those of the others to float32",
+)
 GATED_IMPLEMENTATIONS = in_forms(
     recurrent={
         "cpp": in_cpp(f"{_FOLDER}._cpu_gated.cpp:gated_delta_rule", features=INVARIANT),
@@ -55,6 +68,7 @@ GATED_IMPLEMENTATIONS = in_forms(
     chunk={
         "cpp": in_cpp(f"{_FOLDER}._cpu_gated.cpp:gated_delta_rule"),
         **_triton_chunk(f"{_FOLDER}._triton_gated:chunk_gated_delta_rule", limit=256),
+        "flashinfer": _FLASHINFER_BY_CHUNK,
         "torch": _TORCH_BY_CHUNK,
     },
 )

@@ -24,18 +24,19 @@ _INSTALL = "pip install torch-hybrid[flashinfer]"
 
 
 def flashinfer_missing(
-    *, capabilities: Collection[tuple[int, int]] = ()
+    *, capabilities: Collection[tuple[int, int]] = (), cutlass_dsl: bool = False
 ) -> Callable[[], str | None]:
     """Make a function that says why FlashInfer cannot be called here; None when it can.
 
     Args:
         capabilities: compute capabilities that its kernel is made for; any where empty.
+        cutlass_dsl: whether nvidia-cutlass-dsl, a package of its own, compiles it; else nvcc.
     """
 
     def missing() -> str | None:
         return (
             _version_refused()
-            or nvcc_missing()
+            or (_cutlass_missing() if cutlass_dsl else nvcc_missing())
             or triton_missing()
             or _device_refused(frozenset(capabilities))
         )
@@ -58,6 +59,14 @@ def _version_refused() -> str | None:
 def _range() -> str:
     first, last = (".".join(map(str, release)) for release in TESTED)
     return f">={first},<{last}"
+
+
+def _cutlass_missing() -> str | None:
+    try:
+        importlib.metadata.version("nvidia-cutlass-dsl")
+    except importlib.metadata.PackageNotFoundError:
+        return f"nvidia-cutlass-dsl is not installed: {_INSTALL}"
+    return None
 
 
 def nvcc_missing() -> str | None:

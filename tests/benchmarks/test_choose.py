@@ -20,7 +20,7 @@ from benchmarks.gpu.__main__ import OPS
 from benchmarks.gpu.case import Case, Cell, Line
 from benchmarks.gpu.report import NOT_INSTALLED
 from torch_hybrid.backends import latent_attention, measured, paged_attention, recurrent
-from torch_hybrid.backends.mode import MODES
+from torch_hybrid.backends.mode import MODES, Mode
 from torch_hybrid.backends.select import Choice
 from torch_hybrid.backends.step import make_backends
 from torch_hybrid.caches.sizes import PoolSizes
@@ -157,6 +157,10 @@ def test_from_a_run_to_what_a_runner_takes(tables: Path, monkeypatch: pytest.Mon
         assert choice.measured.startswith(said)
         [choice] = of_other_heads["paged_attention"].choices[mode]
         assert choice.measured == ""  # nothing was measured there
+    rule = made["gated_delta_rule"].choices[Mode.EXTEND][0]
+    assert rule.refused["chunk_flashinfer"][0].startswith(
+        "it is taken by name alone: its states are"
+    )
 
 
 def test_what_a_case_measures_is_what_a_runner_asks(monkeypatch: pytest.MonkeyPatch) -> None:

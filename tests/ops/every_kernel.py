@@ -11,12 +11,14 @@ finite. Those in Gluon need a Hopper GPU: on another device they are left out.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import islice, product
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -350,14 +352,35 @@ def many_pairs() -> Iterator[tuple[str, Call]]:
         yield f"{op.__name__} of many pairs, in 8 bits", partial(run, op, args, options)
 
 
-def paddings() -> Iterator[tuple[str, Call]]:
-    """The kernel that sets what attention of others leaves alone."""
+def around_flashinfer() -> Iterator[tuple[str, Call]]:
+    """The kernels that translate for FlashInfer; in its place stands what fills outputs with 0."""
+    delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, k_dim=128, v_dim=128)
+    inputs = gdn.make_inputs(delta, torch.bfloat16)
+
+    def prefill(*_: Any, output: Tensor, output_state: Tensor, **__: Any) -> None:
+        output.zero_()
+        output_state.zero_()
+
+    def beside(theirs: Callable[..., None], place: str, launch: Callable[[], Tensor]) -> Tensor:
+        module, _, function = place.partition(":")
+        packages = {"flashinfer": ModuleType(""), module: ModuleType("")}
+        setattr(packages[module], function, theirs)
+        with mock.patch.dict(sys.modules, packages):
+            return launch()
+
+    def chunk_rule(device: str) -> Tensor:
+        launcher = delta_op.GATED_IMPLEMENTATIONS["chunk_flashinfer"].load()
+        x = replace(on_device(inputs, device), planned=[torch.tensor([0, 0])])
+        return beside(
+            prefill, "flashinfer.gdn_prefill:chunk_gated_delta_rule", partial(launcher, x)
+        )
 
     def padding(device: str) -> Tensor:
         out, lse = torch.randn(7, 3, 19, device=device), torch.randn(7, 3, device=device)
         set_padding(out, lse, torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
         return out
 
+    yield "gated_delta_rule around FlashInfer", chunk_rule
     yield "rows of padding", padding
 
 
@@ -405,7 +428,7 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield from long_queries()
     yield from many_pairs()
     yield from on_hopper()
-    yield from paddings()
+    yield from around_flashinfer()
 
 
 def is_finite(result: Any) -> bool:

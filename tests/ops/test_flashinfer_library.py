@@ -15,10 +15,10 @@ from torch_hybrid.backends.step import make_backends
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.flashinfer import library
-from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerSpec, LayerTable
+from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LatentSpec, LayerSpec, LayerTable
 
 INSTALL = "pip install torch-hybrid[flashinfer]"
-NEEDED = {"flashinfer-python": "0.7.2.post1"}
+NEEDED = {"flashinfer-python": "0.7.2.post1", "nvidia-cutlass-dsl": "4.8.1"}
 
 
 def why(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> str | None:
@@ -30,7 +30,7 @@ def why(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> str | Non
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(library, "triton_missing", lambda: None)
     monkeypatch.setattr(library, "nvcc_missing", lambda: None)
-    return library.flashinfer_missing(capabilities=library.HOPPER)()
+    return library.flashinfer_missing(capabilities=library.HOPPER, cutlass_dsl=True)()
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,9 @@ def why(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> str | Non
             NEEDED | {"flashinfer-python": "0.8.0rc1"},
             "flashinfer-python 0.8.0rc1 is not in the tested range >=0.7.2,<0.8",
         ),
+        ({"flashinfer-python": "0.7.2"}, f"nvidia-cutlass-dsl is not installed: {INSTALL}"),
     ],
-    ids=["tested", "missing", "older", "newer"],
+    ids=["both", "neither", "older", "newer", "without its compiler"],
 )
 def test_what_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], reason: str | None
@@ -95,6 +96,7 @@ SIZES = PoolSizes(
 )
 GQA = AttentionSpec(num_q_heads=16, num_kv_heads=2, head_dim=256, scale=1.0)
 MLA = LatentSpec(num_heads=16, latent_rank=512, nope_dim=128, rope_dim=64, v_dim=128, scale=1.0)
+GDN = DeltaRuleSpec(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_width=4)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +121,20 @@ MLA = LatentSpec(num_heads=16, latent_rank=512, nope_dim=128, rope_dim=64, v_dim
             NEEDED,
             "v_head_dim 64 is not one of [128]",
         ),
+        (
+            GDN,
+            "extend gated_delta_rule",
+            {"flashinfer-python": "0.7.2.post1"},
+            f"nvidia-cutlass-dsl is not installed: {INSTALL}",
+        ),
+        (
+            replace(GDN, head_k_dim=64),
+            "extend gated_delta_rule",
+            NEEDED,
+            "head_k_dim 64 is not one of [128]",
+        ),
     ],
-    ids=["missing", "older", "GQA's heads", "MLA's values"],
+    ids=["missing", "older", "GQA's heads", "MLA's values", "without its compiler", "GDN's heads"],
 )
 def test_a_runner_that_names_it_is_told_why_not(
     monkeypatch: pytest.MonkeyPatch, layer: LayerSpec, op: str, installed: dict[str, str], line: str
