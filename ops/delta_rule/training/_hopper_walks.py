@@ -500,5 +500,7 @@ def _zero_rows(
     first, num_tokens, num_seqs = padding
     index = gl.arange(0, _D, gl.BlockedLayout([1], [32], [4], [0]))
     zeros = gl.zeros_like(index).to(out.dtype.element_ty)
-    for row in range(first, num_tokens, num_seqs):
-        gl.store(out + row.to(gl.int64) * WIDTH + column + index, zeros, mask=index < COLUMNS)
+    p_out = out + first.to(gl.int64) * WIDTH + column + index
+    for _ in range(first, num_tokens, num_seqs):
+        gl.store(p_out, zeros, mask=index < COLUMNS)
+        p_out += num_seqs.to(gl.int64) * WIDTH
