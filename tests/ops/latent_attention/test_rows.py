@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +114,19 @@ def test_no_pool_clone_between_two_stores(impl: str) -> None:
     args = store_args(make_inputs(SMALL))
     with torch._inductor.config.patch(reorder_for_locality=False):
         assert pool_clones(store_then_gather(impl), args, [args[2]]) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_store_writes_its_rows_and_nothing_else(impl: str, name: str, dtype: str) -> None:
+    """Every other row keeps its bits: the null page, the last page, and those of nobody."""
+    inputs = make_inputs(CASES[name], padding=(3, 1), dtype=DTYPES[dtype])
+    poison = torch.full_like(inputs.latent, math.nan)
+    is_token = torch.arange(len(inputs.latent))[:, None] < inputs.cu_seqlens[-1]
+    inputs = replace(inputs, latent=inputs.latent.where(is_token, poison))
+    expected = inputs.fresh()
+    reference.store_latents(expected.stored())
+    assert torch.equal(bits(stored(inputs, impl)), bits(expected.pool))
 
 
 def test_both_ops_have_the_same_implementations() -> None:

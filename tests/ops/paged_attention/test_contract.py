@@ -398,6 +398,95 @@ relative_bias must be contiguous, got strides [128, 32, 1]""",
     )
 
 
+@pytest.mark.parametrize("name", ["odd", "long_decode"])
+def test_padding_changes_nothing(impl: str, name: str, make: Callable[..., Inputs]) -> None:
+    plain, padded = (make(CASES[name], padding=padding) for padding in ((0, 0), (5, 3)))
+    num_tokens = plain.q.shape[0]
+    padded = replace(
+        padded,
+        q=torch.cat([plain.q, torch.full_like(padded.q[num_tokens:], math.nan)]),
+        k=torch.cat([plain.k, padded.k[num_tokens:]]),
+        v=torch.cat([plain.v, padded.v[num_tokens:]]),
+    )
+    out, lse, kv = attend(plain, impl)
+    padded_out, padded_lse, padded_kv = attend(padded, impl)
+    assert torch.equal(padded_out[:num_tokens], out)
+    assert torch.equal(padded_lse[:num_tokens], lse)
+    assert torch.equal(padded_out[num_tokens:], torch.zeros_like(padded_out[num_tokens:]))
+    assert (padded_lse[num_tokens:] == -math.inf).all()
+    assert torch.equal(bits(padded_kv), bits(kv))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "odd", "long_decode", "long_extend"])
+def test_sequences_do_not_depend_on_one_another(
+    impl: str, name: str, make: Callable[..., Inputs]
+) -> None:
+    """Each sequence alone gives the bits that it gives within the batch, in either order."""
+    inputs = make(CASES[name])
+    out, lse, _ = attend(inputs, impl)
+    counts = inputs.cu_seqlens.diff().tolist()
+    rows = torch.arange(inputs.q.shape[0]).split(counts)
+    for order in ([n] for n in range(len(counts))), [list(reversed(range(len(counts))))]:
+        for chosen in order:
+            picked = torch.cat([rows[n] for n in chosen])
+            part = replace(
+                inputs,
+                q=inputs.q[picked],
+                k=inputs.k[picked],
+                v=inputs.v[picked],
+                cu_seqlens=offsets([counts[n] for n in chosen]),
+                seq_lens=inputs.seq_lens[chosen],
+                page_table=inputs.page_table[chosen],
+                slot_mapping=inputs.slot_mapping[picked],
+            )
+            part_out, part_lse, _ = attend(part, impl)
+            assert torch.equal(part_out, out[picked])
+            assert torch.equal(part_lse, lse[picked])
+
+
+def test_page_order_is_irrelevant(impl: str, make: Callable[..., Inputs]) -> None:
+    inputs = make(CASES["odd"])
+    num_pages = inputs.kv.shape[1]
+    moved = torch.arange(num_pages)
+    moved[1:] = moved[1:].flip(0)
+    page_size = inputs.kv.shape[2]
+    page, offset = inputs.slot_mapping // page_size, inputs.slot_mapping % page_size
+    other = replace(
+        inputs,
+        kv=inputs.kv[:, moved].contiguous(),
+        page_table=moved[inputs.page_table.long()].int(),
+        slot_mapping=(moved[page.long()] * page_size + offset).int(),
+    )
+    for a, b in zip(attend(inputs, impl)[:2], attend(other, impl)[:2], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_strided_rows(impl: str, make: Callable[..., Inputs]) -> None:
+    """q, k and v as slices of one projection, and q beside a gate within each head."""
+    inputs = make(CASES["qwen3_next"])
+    expected, _, _ = attend(inputs, impl)
+    wide = torch.cat([inputs.q.flatten(1), inputs.k.flatten(1), inputs.v.flatten(1)], 1)
+    q, k, v = wide.split([16 * 256, 2 * 256, 2 * 256], 1)
+    packed = replace(inputs, q=q.unflatten(1, (16, 256)), k=k.unflatten(1, (2, 256)))
+    packed = replace(packed, v=v.unflatten(1, (2, 256)))
+    assert torch.equal(attend(packed, impl)[0], expected)
+    gated = torch.cat([inputs.q, torch.full_like(inputs.q, math.nan)], 2)[..., :256]
+    assert torch.equal(attend(replace(inputs, q=gated), impl)[0], expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_writes_its_rows_and_nothing_else(
+    impl: str, name: str, make: Callable[..., Inputs]
+) -> None:
+    inputs = make(CASES[name], padding=(3, 1), unused=7.0)
+    _, _, kv = attend(inputs, impl)
+    expected = inputs.kv.clone()
+    num_tokens = int(inputs.cu_seqlens[-1])
+    slots = inputs.slot_mapping[:num_tokens].long()
+    bits(expected).flatten(1, 2)[:, slots] = bits(inputs.rows_kept())[:, :num_tokens]
+    assert torch.equal(bits(kv), bits(expected))
+
+
 def test_indices_out_of_range(impl: str) -> None:
     good = make_inputs(SMALL)
     errors = [
