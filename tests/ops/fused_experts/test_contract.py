@@ -353,6 +353,12 @@ def integer_errors() -> list[str]:
     ]
 
 
+def test_is_deterministic(impl: str) -> None:
+    inputs = make_inputs(CASES["batch"])
+    first = run(inputs, impl)
+    assert all(torch.equal(run(inputs, impl), first) for _ in range(5))
+
+
 def test_error_texts() -> None:
     errors = [
         failing(gate_up=torch.zeros(4, 20, 24)),

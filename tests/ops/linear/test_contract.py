@@ -342,6 +342,12 @@ def integer_errors() -> list[str]:
     ]
 
 
+def test_is_deterministic(impl: str) -> None:
+    inputs = make_inputs(CASES["decode_in_proj"])
+    first = inputs.run(impl)
+    assert all(torch.equal(inputs.run(impl), first) for _ in range(5))
+
+
 def test_error_texts() -> None:
     weight = torch.randn(7, 50)
     errors = [

@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from tests.ops.contract import assert_within_budget, impl_fixture
+from tests.ops.pages import offsets
 from tests.ops.ragged_attention.cases import CASES, Case, Inputs, make_inputs
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse, reference
 from torch_hybrid.ops.ragged_attention.op import IMPLEMENTATIONS
@@ -124,6 +125,29 @@ def failing(impl: str, scale: float = 1.0, **changes: Tensor) -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
         ragged_attention_with_lse(*args, causal=True, scale=scale, impl=impl)
     return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "no_keys", "long"])
+def test_sequences_do_not_depend_on_one_another(impl: str, name: str, causal: bool) -> None:
+    """Each sequence alone gives the bits that it gives within the batch, in either order."""
+    inputs = make_inputs(CASES[name])
+    out, lse = attend(inputs, impl, causal)
+    counts = [inputs.cu_seqlens_q.diff().tolist(), inputs.cu_seqlens_k.diff().tolist()]
+    rows = [torch.arange(sum(count)).split(count) for count in counts]
+    num_seqs = len(counts[0])
+    for order in [*([n] for n in range(num_seqs)), list(reversed(range(num_seqs)))]:
+        q_rows, k_rows = (torch.cat([own[n] for n in order]) for own in rows)
+        part = Inputs(
+            q=inputs.q[q_rows],
+            k=inputs.k[k_rows],
+            v=inputs.v[k_rows],
+            cu_seqlens_q=offsets([counts[0][n] for n in order]),
+            cu_seqlens_k=offsets([counts[1][n] for n in order]),
+            scale=inputs.scale,
+        )
+        part_out, part_lse = attend(part, impl, causal)
+        assert torch.equal(part_out, out[q_rows])
+        assert torch.equal(part_lse, lse[q_rows])
 
 
 def test_error_texts() -> None:
