@@ -17,7 +17,6 @@ from torch_hybrid.explain import sections as explain
 from torch_hybrid.graphs.options.check_options import kept_table
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.ops.core.capability import Need
-from torch_hybrid.ops.latent_attention import op as latent_attention
 from torch_hybrid.ops.paged_attention import op as paged_attention
 
 FAMILIES = ["qwen3_next_dense", "deepseek_v3"]  # keys and values, latents
@@ -212,22 +211,16 @@ kv_dtype='fp8' is for keys, values and latents, and no layer of this model keeps
         th.kv_scales(model, [])
 
 
-@pytest.mark.parametrize(
-    ("op", "implementations", "sizes"),
-    [
-        ("paged_attention", paged_attention.IMPLEMENTATIONS, {"head_dim": 128, "page_size": 16}),
-        ("latent_attention", latent_attention.IMPLEMENTATIONS, {"rank": 512, "rope_dim": 64}),
-    ],
-)
-def test_who_cannot_keep_8_bits_says_so(op: str, implementations: Any, sizes: Any) -> None:
+def test_who_cannot_keep_8_bits_says_so() -> None:
+    implementations = paged_attention.IMPLEMENTATIONS
     need = Need(
         device=torch.device("cuda"),
         dtype=torch.bfloat16,
-        sizes=sizes,
+        sizes={"head_dim": 128, "page_size": 16},
         features=frozenset({"fp8_kv"}),
     )
     with pytest.raises(th.UnsupportedError) as refused:
-        th.select(op, implementations, need, "flashinfer")
+        th.select("paged_attention", implementations, need, "flashinfer")
     reasons = dict(line.strip().split(": ", 1) for line in str(refused.value).splitlines()[1:])
     own = {"cpp", "cpp_invariant", "triton", "triton_invariant", "torch"} & implementations.keys()
     foreign = [name for name in implementations if name not in own]

@@ -56,6 +56,7 @@ BY_STRIDES = {("linear", "torch"), ("linear", "triton")}
 # Those of which it chooses it by how many rows there are.
 BY_COMPANY = {
     ("gated_delta_step, drafts", "composed"),
+    ("gated_delta_step, drafts", "torch"),  # its parts by torch
     ("gated_pooling", "torch"),
     ("ssd_step, drafts", "composed"),
 }
