@@ -48,13 +48,13 @@ print("kernels:", *sorted(loaded_libraries()))
 
 def check_content(wheel: Path) -> None:
     """Assert that every kernel is there for every kind of CPU, and that the wheel is small."""
-    names = zipfile.ZipFile(wheel).namelist()
-    expected = {
-        f"{KERNELS}/{name_prebuilt(source, target.march)}"
-        for source in sources()
+    found = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
+    of_targets = [
+        {f"{KERNELS}/{name_prebuilt(source, target.march)}" for source in sources()}
         for target in TARGETS
-    }
-    assert {name for name in names if name.endswith(".so")} == expected
+    ]
+    # The first target's are left out where they are the second's.
+    assert set().union(*of_targets[1:]) <= found <= set().union(*of_targets)
     assert wheel.name.endswith(f"-py3-none-{PLATFORM}.whl")
     assert wheel.stat().st_size < MOST_BYTES, wheel.stat().st_size
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -56,6 +57,7 @@ def make_wheel(pure: Path, folder: Path, sources: Sequence[Path]) -> Path:
         kernels.mkdir()
         for library in _built(sources, kernels):
             check_library(library)
+        drop_twins(sources, kernels)
         [tags] = content.glob("*.dist-info/WHEEL")
         text = tags.read_text(encoding="utf-8")
         text = text.replace("Tag: py3-none-any", f"Tag: py3-none-{PLATFORM}")
@@ -65,6 +67,14 @@ def make_wheel(pure: Path, folder: Path, sources: Sequence[Path]) -> Path:
         _wheel("pack", str(content), "--dest-dir", str(folder))
     version = pure.name.split("-")[1]
     return folder / f"torch_hybrid-{version}-py3-none-{PLATFORM}.whl"
+
+
+def drop_twins(sources: Sequence[Path], folder: Path) -> None:
+    """Remove libraries that equal those of the next target, which a machine takes then."""
+    for source in sources:
+        for file, other in pairwise(folder / name_prebuilt(source, x.march) for x in TARGETS):
+            if file.read_bytes() == other.read_bytes():
+                file.unlink()
 
 
 def check_library(library: Path) -> None:
