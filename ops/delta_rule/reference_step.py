@@ -19,7 +19,7 @@ def work_dtype(x: DeltaStep) -> torch.dtype:
 
 
 def step_reference(
-    x: DeltaStep, g: Tensor, beta: Tensor, gate: Callable[[Tensor, Tensor], Tensor]
+    x: DeltaStep, g: Tensor, beta: Tensor, gate: Callable[[Tensor, Tensor], Tensor], norm_eps: float
 ) -> Tensor:
     """Convolve, advance and norm by log decays ``g``, step sizes and what gates normed outputs."""
     dtype, work = x.qkv.dtype, work_dtype(x)
@@ -45,7 +45,7 @@ def step_reference(
         S, o = delta_rule_step(S, q * x.scale, k, v.view(-1, v_dim), g[t], beta[t])
         o = o.to(dtype).to(work)
 
-        normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + x.norm_eps)
+        normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm_eps)
         out[t] = gate(normed, x.z[t].to(work).view_as(normed)).to(dtype).flatten()
         if slot:
             x.conv_state[slot], x.state[slot] = window[1:], S

@@ -18,4 +18,4 @@ def gated_delta_step_reference(x: GatedDeltaStep) -> Tensor:
     def gate(normed: Tensor, z: Tensor) -> Tensor:
         return x.norm_weight * normed.to(dtype) * (F.silu(z) if x.gate == "silu" else z.sigmoid())
 
-    return step_reference(x, g, beta, gate)
+    return step_reference(x, g, beta, gate, x.norm_eps)

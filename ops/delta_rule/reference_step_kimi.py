@@ -23,4 +23,4 @@ def kimi_delta_step_reference(x: KimiDeltaStep) -> Tensor:
     def gate(normed: Tensor, z: Tensor) -> Tensor:
         return x.norm_weight.to(work) * normed * z.sigmoid()
 
-    return step_reference(x, g, x.b.to(work).sigmoid(), gate)
+    return step_reference(x, g, x.b.to(work).sigmoid(), gate, x.norm_eps)
