@@ -102,7 +102,8 @@ def test_a_wheel_with_kernels_is_the_pure_one_and_they(
     assert platform_wheel.name == "torch_hybrid-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
     made = zipfile.ZipFile(platform_wheel)
     others = sorted(set(made.namelist()) - set(wheel.namelist()))
-    assert len(others) == 2 * len(TARGETS)
+    twins = 2  # at most: a first target's kernel that is the second's is left out
+    assert 2 * len(TARGETS) - twins <= len(others) <= 2 * len(TARGETS)
     assert all(
         re.fullmatch(rf"{KERNELS}/(nativeprobe|state_copy_cpu)-\w+\.so", name) for name in others
     )
