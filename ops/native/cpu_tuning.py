@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import tempfile
 import time
@@ -151,7 +152,8 @@ def state_figures(dtype: torch.dtype) -> str:
 
 
 def _file(dtype: torch.dtype) -> Path:
-    known = (key_of_source("forms", _SOURCE), _cpu(), torch.__version__, str(dtype))
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")  # torch's products keep to it
+    known = (key_of_source("forms", _SOURCE), _cpu(), torch.__version__, str(dtype), limit)
     digest = hashlib.sha256(" ".join(known).encode()).hexdigest()[:20]
     return cache_folder() / f"forms-{digest}.json"
 

@@ -281,6 +281,15 @@ TH_INLINE To convert(const From& from) {
     std::memcpy(&to, halves, sizeof(to));
     return to;
   } else {
+#if defined(__AVX2__)
+    if constexpr (sizeof(Element<From>) == 1 && sizeof(From) == 8 && sizeof(To) == 32) {
+      // GCC 12 widens eight bytes one by one.
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(&from));
+      const __m256i wide = std::is_signed_v<Element<From>> ? _mm256_cvtepi8_epi32(bytes)
+                                                           : _mm256_cvtepu8_epi32(bytes);
+      return __builtin_convertvector((Vector<int32_t, 8>)wide, To);
+    }
+#endif
     return __builtin_convertvector(from, To);
   }
 }

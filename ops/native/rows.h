@@ -89,7 +89,7 @@ struct Meeting<T, Integers<Q>> {
   };
 
   // Where pairs of bf16 are multiplied, floats are worth their memory for the fewest alone.
-  static bool is_few(int64_t M) { return M <= (Units<T>::PAIRS ? 4 : 16); }
+  static bool is_few(int64_t M) { return M <= (Units<T>::PAIRS ? 4 : MAX_FEW_ROWS); }
 };
 
 template <typename T, typename W>

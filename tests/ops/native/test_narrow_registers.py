@@ -87,3 +87,14 @@ def test_hot_loops_hold_their_sums_in_registers(march: str) -> None:
     loops = [loop for library in libraries(march) for loop in hot_loops(library)]
     assert len(loops) > 100
     assert [loop for loop in loops if loop.ratio > MOST] == []
+
+
+@pytest.mark.skipif(objdump_missing(), reason="no objdump")
+def test_bytes_are_widened_eight_at_a_time() -> None:
+    """One by one, INT8 weights took five times as long."""
+    pairs = zip(sources(), libraries(AVX2), strict=True)
+    for library in (built for source, built in pairs if "integers" in source.name):
+        command = ["objdump", "-d", str(library)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "vpmovsxbd" in text
+        assert "vpinsrd" not in text
