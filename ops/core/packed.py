@@ -47,6 +47,31 @@ class PackedOp(Op):
         check_offsets(self.cu_seqlens, num_tokens=self.rows.shape[0])
 
 
+class PackedRecurrence(PackedOp):
+    """Arguments of a recurrence whose value heads have states [V, K]."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        k: Tensor  # [T, H, K]
+        v: Tensor  # [T, HV, V]
+
+    @property
+    def rows(self) -> Tensor:
+        """Tensor that the outputs have shape and dtype of."""
+        return self.v
+
+    @property
+    def work(self) -> torch.dtype:
+        """Dtype of states and sums: float32, or float64."""
+        return torch.promote_types(self.v.dtype, torch.float32)
+
+    def states(self, num_states: int) -> Tensor:
+        """Allocate so many states [HV, V, K]."""
+        _, num_heads, v_dim = self.v.shape
+        return self.v.new_empty(num_states, num_heads, v_dim, self.k.shape[2], dtype=self.work)
+
+
 def empty_results(x: PackedOp) -> tuple[Tensor, Tensor]:
     """Make the tensors that a forward returns."""
     return x.rows.new_empty(x.rows.shape), x.states(x.num_seqs if x.output_final_state else 0)

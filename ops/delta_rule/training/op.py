@@ -24,7 +24,7 @@ from torch_hybrid.ops.core.declare import (
     pair_made,
     several_made,
 )
-from torch_hybrid.ops.core.packed import PackedOp, empty_results, gradients
+from torch_hybrid.ops.core.packed import PackedRecurrence, empty_results, gradients
 from torch_hybrid.ops.core.recurrence import CHUNK
 from torch_hybrid.ops.core.registration import check_groups, check_shapes
 from torch_hybrid.ops.delta_rule.op import (
@@ -82,7 +82,7 @@ KIMI_BACKWARD: dict[str, Implementation] = {
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class TrainedDeltaRule(PackedOp):
+class TrainedDeltaRule(PackedRecurrence):
     """Arguments that a forward and its backward have in both rules."""
 
     q: Annotated[Tensor, Rows("H", "K")]
@@ -94,21 +94,6 @@ class TrainedDeltaRule(PackedOp):
     initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "HV", "V", "K", dtype="work")]
     scale: float = field(kw_only=True)
     qk_l2norm: bool = field(kw_only=True)
-
-    @property
-    def rows(self) -> Tensor:
-        """Tensor that the outputs have shape and dtype of."""
-        return self.v
-
-    @property
-    def work(self) -> torch.dtype:
-        """Dtype of states and sums: float32, or float64."""
-        return torch.promote_types(self.v.dtype, torch.float32)
-
-    def states(self, num_states: int) -> Tensor:
-        """Allocate so many states [HV, V, K]."""
-        _, num_heads, v_dim = self.v.shape
-        return self.v.new_empty(num_states, num_heads, v_dim, self.k.shape[2], dtype=self.work)
 
     def check(self) -> None:
         """Raise ValueError unless key heads divide the value heads."""

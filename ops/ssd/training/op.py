@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import Dense, Index, Rows, define, pair_made, several_made
-from torch_hybrid.ops.core.packed import PackedOp, empty_results, gradients
+from torch_hybrid.ops.core.packed import PackedRecurrence, empty_results, gradients
 from torch_hybrid.ops.core.recurrence import CHUNK
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
@@ -49,7 +48,7 @@ FORWARD = {name: _by_pool(name) for name in ("cpp", "triton", "torch")}
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class TrainedSsd(PackedOp):
+class TrainedSsd(PackedRecurrence):
     """Arguments that the forward and its backward have."""
 
     q: Annotated[Tensor, Rows("G", "K")]
@@ -61,21 +60,6 @@ class TrainedSsd(PackedOp):
     cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
     initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "H", "V", "K", dtype="work")]
     scale: float = field(kw_only=True)
-
-    @property
-    def rows(self) -> Tensor:
-        """Tensor that the outputs have shape and dtype of."""
-        return self.v
-
-    @property
-    def work(self) -> torch.dtype:
-        """Dtype of states and sums: float32, or float64."""
-        return torch.promote_types(self.v.dtype, torch.float32)
-
-    def states(self, num_states: int) -> Tensor:
-        """Allocate so many states [H, V, K]."""
-        _, num_heads, v_dim = self.v.shape
-        return self.v.new_empty(num_states, num_heads, v_dim, self.k.shape[2], dtype=self.work)
 
     def check(self) -> None:
         """Raise ValueError unless groups divide the heads."""
