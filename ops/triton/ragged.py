@@ -95,7 +95,8 @@ def place_of_state(
 ) -> tl.tensor:
     """Return where the state before a chunk's first token stands, or one that ``seq`` was given.
 
-    Two such places within sequences are at least C tokens apart, so that one has ``token // C`` for
-    itself. Given states stand behind those, and no table grows with a packing's capacity.
+    Two such places within sequences are at least C tokens apart: the chunk before the later one is
+    of one sequence, which the earlier one is not in. So each has ``token // C`` for itself. Given
+    states stand behind those, and no table grows with a packing's capacity.
     """
     return tl.where(is_given, (num_tokens + C - 1) // C + seq, token // C)

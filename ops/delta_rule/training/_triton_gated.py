@@ -36,7 +36,6 @@ from torch_hybrid.ops.delta_rule.training._triton_unit_rows import unit_rows
 from torch_hybrid.ops.delta_rule.training._triton_walks import (
     Rows,
     empty_walked,
-    place_of_state,
     rows_of_v,
     walk_gradients,
     walk_states,
@@ -50,7 +49,7 @@ from torch_hybrid.ops.triton.decays import (
 )
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import NUM_PIECES, dot
-from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
+from torch_hybrid.ops.triton.ragged import num_blocks, place_of_state, tokens_of_block
 
 _PIECES: tl.constexpr = tl.constexpr(NUM_PIECES)
 _LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))

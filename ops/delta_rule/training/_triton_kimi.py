@@ -27,7 +27,6 @@ from torch_hybrid.ops.delta_rule.training._triton_unit_rows import unit_rows
 from torch_hybrid.ops.delta_rule.training._triton_walks import (
     Rows,
     empty_walked,
-    place_of_state,
     rows_of_v,
     walk_gradients,
     walk_states,
@@ -36,7 +35,7 @@ from torch_hybrid.ops.delta_rule.training.op import KimiDeltaAttentionBackward
 from torch_hybrid.ops.triton.decays import exp
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import NUM_PIECES, dot
-from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
+from torch_hybrid.ops.triton.ragged import num_blocks, place_of_state, tokens_of_block
 
 _PIECES: tl.constexpr = tl.constexpr(NUM_PIECES)
 # A log decay of which float32 has 0 left: sums of larger ones would lose digits of small ones.

@@ -2,9 +2,7 @@
 """Walks of both rules' backwards in Triton: states forwards, and their gradients backwards.
 
 Tables of rows are [T, HV, ...], and a chunk's are at its tokens. States stand between two chunks of
-a sequence. Two such places are at least C tokens apart: the chunk before the later one is of one
-sequence, which the earlier one is not in. So a place has ``token // C`` for itself. Behind those
-stand the states that sequences are given, if they are. No table grows with a packing's capacity.
+a sequence (``place_of_state``).
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from torch_hybrid.ops.delta_rule.training.op import TrainedDeltaRule
 from torch_hybrid.ops.triton.decays import exp
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 from torch_hybrid.ops.triton.products import dot
+from torch_hybrid.ops.triton.ragged import place_of_state
 from torch_hybrid.ops.triton.state import zero_rows
 
 
@@ -169,14 +168,6 @@ def _walks(v: Tensor, num_states: int, *, by_channel: bool) -> tuple[_Walk, _Wal
     # Rows decayed by channel are one table more: three stages do not fit shared memory.
     wide = _Walk(block_v=min(128, most), num_stages=2 if by_channel else 3, num_warps=8)
     return _Walk(block_v=min(64, most), num_stages=2), wide
-
-
-@triton.jit
-def place_of_state(
-    token: tl.tensor, is_given: tl.tensor, seq: tl.tensor, num_tokens: tl.tensor, C: tl.constexpr
-) -> tl.tensor:
-    """Return where the state before a chunk's first token stands, or one that ``seq`` was given."""
-    return tl.where(is_given, (num_tokens + C - 1) // C + seq, token // C)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
