@@ -24,6 +24,7 @@ from torch_hybrid.ops.triton.decays import (
     decay_since_start,
     decay_until_end,
 )
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import dot
 from torch_hybrid.ops.triton.ragged import num_blocks, place_of_state, tokens_of_block
 
@@ -34,46 +35,54 @@ def ssd_backward(x: SsdBackward) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, g, dt, D and the initial state."""
     num_tokens, num_groups, k_dim = x.k.shape
     _, num_heads, v_dim = x.v.shape
-    *rows, ddt, dD, dinitial = (each.zero_() for each in empty_gradients(x))
+    grads = empty_gradients(x)
     if x.num_seqs == 0 or num_tokens == 0:
+        *_, dinitial = grads = tuple(each.zero_() for each in grads)
         if x.dfinal_state is not None and x.initial_state is not None:
             dinitial.copy_(x.dfinal_state)
-        return *rows, ddt, dD, dinitial
+        return grads
+    _, _, dv, dg, ddt, dD, dinitial = grads
+    for each in (dv, dg, ddt):
+        each.zero_()  # rows of padding
     chunk = 32 if k_dim <= 128 else 16  # sums [C, K] of q and k stay in registers
     parts = triton.cdiv(num_heads // num_groups, _HEADS)
-    sizes = {"G": num_groups, "H": num_heads, "K": k_dim, "V": v_dim, "C": chunk}
-    sizes["BLOCK_K"] = max(16, triton.next_power_of_2(k_dim))
+    options = {"C": chunk, "BLOCK_K": max(16, triton.next_power_of_2(k_dim))}
+    options["enable_fp_fusion"] = True
     states, dstates = (
-        x.v.new_empty(triton.cdiv(num_tokens, chunk) + (0 if given is None else x.num_seqs), *shape)
-        for given, shape in ((each, (num_heads, v_dim, k_dim)) for each in _ends(x))
+        x.v.new_empty(
+            triton.cdiv(num_tokens, chunk) + (0 if given is None else x.num_seqs),
+            *(num_heads, v_dim, k_dim),
+        )
+        for given in (x.initial_state, x.dfinal_state)
     )
-    _walk(x, states, dstates, dinitial if x.initial_state is not None else None, sizes)
-    strides = _strides(x)
+    block_v = _rows_of_v(v_dim, 16 if x.v.dtype == torch.float32 else 32)
+    walks = (triton.cdiv(v_dim, block_v) * num_heads * x.num_seqs,)
+    by_walk = options | {"BLOCK_V": block_v, "num_warps": 4, "num_stages": 2}
+    bind(_states_kernel, x)[walks](states=states, **by_walk)
+    bind(_gradients_kernel, x)[walks](
+        dstates=dstates, dinitial=None if x.initial_state is None else dinitial, **by_walk
+    )
     dq, dk = x.g.new_zeros(2, parts, num_tokens, num_groups, k_dim)
     own = torch.zeros_like(x.g, memory_format=torch.contiguous_format)
-    _inputs_kernel[(num_blocks(num_tokens, x.num_seqs, chunk) * num_groups * parts,)](
-        *(x.q, x.k, x.v, x.g, x.dt, x.D, x.dout, states, dstates, x.cu_seqlens),
-        *(dq, dk, rows[2], rows[3], None if x.dt is None else ddt, own),
-        *(x.scale, num_tokens, x.num_seqs, *strides[3:5]),
-        STRIDE_Q=strides[0],
-        STRIDE_K=strides[1],
-        STRIDE_V=strides[2],
-        STRIDE_O=strides[5],
-        **sizes,
+    bind(_inputs_kernel, x)[(num_blocks(num_tokens, x.num_seqs, chunk) * num_groups * parts,)](
+        states=states,
+        dstates=dstates,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dg=dg,
+        ddt=None if x.dt is None else ddt,
+        own=own,
         HEADS=_HEADS,
         BLOCK_V=_rows_of_v(v_dim, 16),
         STARTS=x.initial_state is not None,
         ENDS=x.dfinal_state is not None,
         num_warps=8,
         num_stages=1,
-        enable_fp_fusion=True,
+        **options,
     )
     dq, dk = (each.sum(0).to(x.q.dtype) for each in (dq, dk))
-    return dq, dk, *rows[2:], ddt, dD if x.D is None else own.sum(0), dinitial
-
-
-def _ends(x: SsdBackward) -> tuple[Tensor | None, Tensor | None]:
-    return x.initial_state, x.dfinal_state
+    return dq, dk, dv, dg, ddt, dD if x.D is None else own.sum(0), dinitial
 
 
 def _rows_of_v(v_dim: int, most: int) -> int:
@@ -82,40 +91,13 @@ def _rows_of_v(v_dim: int, most: int) -> int:
     return rows
 
 
-def _strides(x: SsdBackward) -> tuple[int, ...]:
-    dt = 0 if x.dt is None else x.dt.stride(0)
-    return *(each.stride(0) for each in (x.q, x.k, x.v, x.g)), dt, x.dout.stride(0)
-
-
-def _walk(
-    x: SsdBackward, states: Tensor, dstates: Tensor, dinitial: Tensor | None, sizes: dict[str, int]
-) -> None:
-    """Fill in states before chunks, their gradients behind them, and those of initial states."""
-    block_v = _rows_of_v(x.v.shape[2], 16 if x.v.dtype == torch.float32 else 32)
-    grid = (triton.cdiv(x.v.shape[2], block_v) * x.v.shape[1] * x.num_seqs,)
-    strides = _strides(x)
-    options = {"BLOCK_V": block_v, "num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
-    _states_kernel[grid](
-        *(x.k, x.v, x.g, x.dt, x.initial_state, x.cu_seqlens, states, x.v.shape[0]),
-        *strides[1:5],
-        **sizes,
-        **options,
-    )
-    _gradients_kernel[grid](
-        *(x.q, x.g, x.dout, x.dfinal_state, x.cu_seqlens, dstates, dinitial, x.scale),
-        *(x.v.shape[0], strides[0], strides[3], strides[5]),
-        **sizes,
-        **options,
-    )
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _states_kernel(
     k: tl.tensor,
     v: tl.tensor,
     g: tl.tensor,
     dt: tl.tensor | None,
-    initial: tl.tensor | None,
+    initial_state: tl.tensor | None,
     cu_seqlens: tl.tensor,
     states: tl.tensor,
     num_tokens: tl.tensor,
@@ -149,13 +131,13 @@ def _states_kernel(
     mask_s = mask_v[:, None] & mask_k[None, :]
     tile_s = index_v[:, None] * K + index_k[None, :]
     b_s = tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32)
-    if initial is not None:
-        b_s += tl.load(initial + (seq.to(tl.int64) * H + head) * V * K + tile_s, mask=mask_s)
+    if initial_state is not None:
+        b_s += tl.load(initial_state + (seq.to(tl.int64) * H + head) * V * K + tile_s, mask=mask_s)
     for done in tl.range(0, end - begin, C):
         token = (begin + done + row).to(tl.int64)
         mask_t = done + row < end - begin
         place = place_of_state(begin + done, done == 0, seq, num_tokens, C)
-        is_kept = mask_s if initial is not None else mask_s & (done > 0)
+        is_kept = mask_s if initial_state is not None else mask_s & (done > 0)
         p_s = states + (place.to(tl.int64) * H + head) * V * K + tile_s
         tl.store(p_s, b_s.to(states.dtype.element_ty), mask=is_kept)
         p_k = k + token[:, None] * stride_k + head // (H // G) * K + index_k[None, :]
@@ -175,7 +157,7 @@ def _gradients_kernel(
     q: tl.tensor,
     g: tl.tensor,
     dout: tl.tensor,
-    dfinal: tl.tensor | None,
+    dfinal_state: tl.tensor | None,
     cu_seqlens: tl.tensor,
     dstates: tl.tensor,
     dinitial: tl.tensor | None,
@@ -183,7 +165,7 @@ def _gradients_kernel(
     num_tokens: tl.tensor,
     stride_q: tl.tensor,
     stride_g: tl.tensor,
-    stride_o: tl.tensor,
+    stride_dout: tl.tensor,
     G: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -211,20 +193,20 @@ def _gradients_kernel(
     tile_s = index_v[:, None] * K + index_k[None, :]
     p_state = (seq.to(tl.int64) * H + head) * V * K + tile_s
     b_s = tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32)
-    if dfinal is not None:
-        b_s += tl.load(dfinal + p_state, mask=mask_s)
+    if dfinal_state is not None:
+        b_s += tl.load(dfinal_state + p_state, mask=mask_s)
     num_chunks = (end - begin + C - 1) // C
     for turn in tl.range(0, num_chunks):
         done = (num_chunks - 1 - turn) * C
         token = (begin + done + row).to(tl.int64)
         mask_t = done + row < end - begin
         place = place_of_state(begin + done + C, turn == 0, seq, num_tokens, C)
-        is_kept = mask_s if dfinal is not None else mask_s & (turn > 0)
+        is_kept = mask_s if dfinal_state is not None else mask_s & (turn > 0)
         p_s = dstates + (place.to(tl.int64) * H + head) * V * K + tile_s
         tl.store(p_s, b_s.to(dstates.dtype.element_ty), mask=is_kept)
         p_q = q + token[:, None] * stride_q + head // (H // G) * K + index_k[None, :]
         b_q = tl.load(p_q, mask=mask_t[:, None] & mask_k[None, :], other=0.0)
-        p_o = dout + token[None, :] * stride_o + head * V + index_v[:, None]
+        p_o = dout + token[None, :] * stride_dout + head * V + index_v[:, None]
         b_o = tl.load(p_o, mask=mask_t[None, :] & mask_v[:, None], other=0.0)
         total = cumulate(tl.load(g + token * stride_g + head, mask=mask_t, other=0.0))
         b_o = (b_o.to(tl.float32) * (decay_since_start(total) * scale)[None, :]).to(b_q.dtype)
@@ -259,7 +241,7 @@ def _inputs_kernel(
     STRIDE_Q: tl.constexpr,
     STRIDE_K: tl.constexpr,
     STRIDE_V: tl.constexpr,
-    STRIDE_O: tl.constexpr,
+    STRIDE_DOUT: tl.constexpr,
     G: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -328,9 +310,9 @@ def _inputs_kernel(
             mask_s = mask_v[:, None] & mask_k[None, :]
             tile_s = index_v[:, None] * K + index_k[None, :]
             tile_v = row[:, None] * STRIDE_V + index_v[None, :]
-            tile_o = row[:, None] * STRIDE_O + index_v[None, :]
+            tile_o = row[:, None] * STRIDE_DOUT + index_v[None, :]
             p_v = v + first * STRIDE_V + head * V + tile_v
-            p_o = dout + first * STRIDE_O + head * V + tile_o
+            p_o = dout + first * STRIDE_DOUT + head * V + tile_o
             b_v = tl.load(p_v, mask=mask_tv, other=0.0).to(tl.float32)
             b_o = tl.load(p_o, mask=mask_tv, other=0.0)
             p_s = states + (place_s * H + head) * V * K + tile_s
