@@ -10,7 +10,7 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 # What four warps copy at once: 16 rows of 128 bytes.
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -42,6 +42,16 @@ def new_barriers(NUM: gl.constexpr, COUNT: gl.constexpr) -> gl.shared_memory_des
     for i in gl.static_range(NUM):
         mbarrier.init(barriers.index(i), count=COUNT)
     return barriers
+
+
+@gluon.jit
+def clear_rows(rows: gl.shared_memory_descriptor, left: gl.tensor, COPIED_BY: gl.constexpr) -> None:
+    """Put zeros where rows are of another sequence, or of none: 0 times a NaN is a NaN."""
+    b_rows = rows.load(COPIED_BY)
+    index = gl.arange(0, rows.shape[0], gl.SliceLayout(1, COPIED_BY))
+    rows.store(gl.where((index < left)[:, None], b_rows, gl.zeros_like(b_rows)))
+    # Before the barrier that the compiler puts behind a store, or WGMMA may read what was there.
+    fence_async_shared()
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_hybrid.ops.delta_rule._hopper import CHUNK, HEAD_DIM_K
-from torch_hybrid.ops.triton.hopper import ROWS, add, exp2, new_barriers
+from torch_hybrid.ops.triton.hopper import ROWS, add, clear_rows, exp2, new_barriers
 
 _C: gl.constexpr = gl.constexpr(CHUNK)
 _D: gl.constexpr = gl.constexpr(HEAD_DIM_K)  # dims of keys, and of values
@@ -199,9 +199,9 @@ def _multiply(
                 t_do, t_e, t_de = b_do.index(stage), b_e.index(stage), b_de.index(stage)
                 mbarrier.wait(full[1].index(stage), (num_heads // _STAGES) & 1)
                 if left < _C:
-                    _clear_rows(t_do, left)
-                    _clear_rows(t_e, left)
-                    _clear_rows(t_de, left)
+                    clear_rows(t_do, left, _COPIED)
+                    clear_rows(t_e, left, _COPIED)
+                    clear_rows(t_de, left, _COPIED)
                 t_u = t_e.permute((1, 0))
                 attend = warpgroup_mma(t_do, t_u, square, use_acc=False, is_async=True)
                 system = warpgroup_mma(t_de, t_u, square, use_acc=False, is_async=True)
@@ -244,8 +244,8 @@ def _multiply(
                 if group == 0:
                     mbarrier.wait(full[0].index(0), num_done & 1)
                     if left < _C:
-                        _clear_rows(b_q, left)
-                        _clear_rows(b_k, left)
+                        clear_rows(b_q, left, _COPIED)
+                        clear_rows(b_k, left, _COPIED)
                 by_q = warpgroup_mma(b_attend, b_k, by_q, is_async=True)
                 by_read = warpgroup_mma(b_system, b_k, by_read, is_async=True)
                 by_write += of_write
@@ -328,16 +328,6 @@ def _before_unit(
         p_factors = factors + (token + row).to(gl.int64) * HEADS + head
         grad *= gl.load(p_factors, mask=row < left, other=0.0)[:, None]
     return grad
-
-
-@gluon.jit
-def _clear_rows(rows: gl.shared_memory_descriptor, left: gl.tensor) -> None:
-    """Put zeros where rows are of another sequence, or of none: 0 times a NaN is a NaN."""
-    b_rows = rows.load(_COPIED)
-    index = gl.arange(0, _C, gl.SliceLayout(1, _COPIED))
-    rows.store(gl.where((index < left)[:, None], b_rows, gl.zeros_like(b_rows)))
-    # Before the barrier that the compiler puts behind a store, or WGMMA may read what was there.
-    fence_async_shared()
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.delta_rule._hopper import CHUNK, HEAD_DIM_K, ROWS_OF_V
-from torch_hybrid.ops.triton.hopper import COPIED, ROWS, new_barriers, products_layout
+from torch_hybrid.ops.triton.hopper import COPIED, ROWS, clear_rows, new_barriers, products_layout
 
 _C: gl.constexpr = gl.constexpr(CHUNK)
 _D: gl.constexpr = gl.constexpr(HEAD_DIM_K)  # dims of keys, and of values
@@ -259,19 +259,18 @@ def _copy(
         last = (token + gl.minimum(left, _C) - 1).to(gl.int64)
         p_whole = decays + (last * HV + head_v) + index * 0
         vectors = stage * _VECTORS
-        _copy_vector(b_vectors.index(vectors + _SINCE), p_since, index < left)
+        # Rows past the end of the sequence are 0.
+        own = b_vectors.index(vectors + _SINCE)
+        async_copy.async_copy_global_to_shared(own, p_since, index < left)
+        own = b_vectors.index(vectors + _BETA)
         p_beta = beta + row * stride_beta + head_v
-        _copy_vector(b_vectors.index(vectors + _BETA), p_beta, index < left)
+        async_copy.async_copy_global_to_shared(own, p_beta, index < left)
+        own = b_vectors.index(vectors + _UNTIL)
         p_until = p_since + num_tokens.to(gl.int64) * HV
-        _copy_vector(b_vectors.index(vectors + _UNTIL), p_until, index < left)
-        _copy_vector(b_vectors.index(vectors + _WHOLE), p_whole, index < _C)
+        async_copy.async_copy_global_to_shared(own, p_until, index < left)
+        own = b_vectors.index(vectors + _WHOLE)
+        async_copy.async_copy_global_to_shared(own, p_whole, index < _C)
         async_copy.mbarrier_arrive(bar, increment_count=False)
-
-
-@gluon.jit
-def _copy_vector(own: gl.shared_memory_descriptor, p_vector: gl.tensor, mask: gl.tensor) -> None:
-    """Copy a vector of a chunk; rows past the end of the sequence are 0."""
-    async_copy.async_copy_global_to_shared(own, p_vector, mask)
 
 
 @gluon.jit
@@ -294,11 +293,7 @@ def _walk_states(
     b_k, b_solve = of_keys[0], squares[0]
     seq, head_v, first_row, begin, num_new = place
     first_row += GROUP * _V
-    b_s = gl.zeros([_V, _D], gl.float32, _S)
-    before = -1
-    if initial_state is not None:
-        b_s += gl.load(initial_state + _tile(seq, head_v, first_row, HV))
-        before = (num_tokens + _C - 1) // _C + seq
+    b_s, before = _given_state(initial_state, seq, head_v, first_row, num_tokens, HV)
     zeros = gl.zeros([_V, _C], gl.float32, _P)
     num_chunks = (num_new + _C - 1) // _C
     if num_chunks > 0:
@@ -312,9 +307,9 @@ def _walk_states(
         )
         token, left = begin + chunk * _C, num_new - chunk * _C
         if left < _C:
-            _clear_rows(keys, left)
-            _clear_rows(values, left)
-            _clear_rows(solve, left)
+            clear_rows(keys, left, COPIED)
+            clear_rows(values, left, COPIED)
+            clear_rows(solve, left, COPIED)
             fence_async_shared()
         rounded = b_s.to(gl.bfloat16)
         halves = gl.convert_layout(rounded, _LEFT)
@@ -372,11 +367,7 @@ def _walk_gradients(
     b_k, b_q, b_solve, b_attend = of_keys[0], of_keys[1], squares[0], squares[1]
     seq, head_v, first_row, begin, num_new = place
     first_row += GROUP * _V
-    b_s = gl.zeros([_V, _D], gl.float32, _S)
-    behind = -1
-    if dfinal_state is not None:
-        b_s += gl.load(dfinal_state + _tile(seq, head_v, first_row, HV))
-        behind = (num_tokens + _C - 1) // _C + seq
+    b_s, behind = _given_state(dfinal_state, seq, head_v, first_row, num_tokens, HV)
     zeros = gl.zeros([_V, _C], gl.float32, _P)
     num_chunks = (num_new + _C - 1) // _C
     if num_chunks > 0:
@@ -392,11 +383,11 @@ def _walk_gradients(
         solve, attend = b_solve.index(stage), b_attend.index(stage)
         token, left = begin + chunk * _C, num_new - chunk * _C
         if left < _C:
-            _clear_rows(keys, left)
-            _clear_rows(queries, left)
-            _clear_rows(values, left)
-            _clear_rows(solve, left)
-            _clear_rows(attend, left)
+            clear_rows(keys, left, COPIED)
+            clear_rows(queries, left, COPIED)
+            clear_rows(values, left, COPIED)
+            clear_rows(solve, left, COPIED)
+            clear_rows(attend, left, COPIED)
             fence_async_shared()
         rounded = b_s.to(gl.bfloat16)
         halves = gl.convert_layout(rounded, _LEFT)
@@ -447,6 +438,25 @@ def _walk_gradients(
 
 
 @gluon.jit
+def _given_state(
+    given: gl.tensor | None,
+    seq: gl.tensor,
+    head_v: gl.tensor,
+    first_row: gl.tensor,
+    num_tokens: gl.tensor,
+    HV: gl.constexpr,
+) -> gl.tuple:
+    """Load 64 rows of the state that a sequence is given, or zeros, and return its place: -1 for
+    none."""
+    b_s = gl.zeros([_V, _D], gl.float32, _S)
+    place = -1
+    if given is not None:
+        b_s += gl.load(given + _tile(seq, head_v, first_row, HV))
+        place = (num_tokens + _C - 1) // _C + seq
+    return b_s, place
+
+
+@gluon.jit
 def _tile(seq: gl.tensor, head_v: gl.tensor, first_row: gl.tensor, HV: gl.constexpr) -> gl.tensor:
     """Return where 64 rows of a state lie among [N, HV, V, K]."""
     row = first_row + gl.arange(0, _V, gl.SliceLayout(1, _S))
@@ -477,15 +487,6 @@ def _store(
         p_out = out + (token.to(gl.int64) * HV + head_v) * _D + first_row
         tile = index[:, None] * (HV * _D) + column[None, :]
         gl.store(p_out + tile, b_out.load(COPIED), mask=(index < left)[:, None])
-
-
-@gluon.jit
-def _clear_rows(rows: gl.shared_memory_descriptor, left: gl.tensor) -> None:
-    """Put zeros where rows are of another sequence, or of none: 0 times a NaN is a NaN."""
-    b_rows = rows.load(COPIED)
-    index = gl.arange(0, _C, gl.SliceLayout(1, COPIED))
-    rows.store(gl.where((index < left)[:, None], b_rows, gl.zeros_like(b_rows)))
-    fence_async_shared()
 
 
 @gluon.jit
