@@ -34,7 +34,7 @@ from tests.ops.delta_rule import gated as gdn
 from tests.ops.delta_rule import kimi as kda
 from tests.ops.delta_rule import step_gated_cases as gdn_step
 from tests.ops.delta_rule import step_kimi_cases as kda_step
-from tests.ops.delta_rule.backward import gradients, make_backward
+from tests.ops.delta_rule.backward import make_backward
 from tests.ops.delta_rule.cases import Case as DeltaCase
 from tests.ops.delta_rule.kernels import on_device
 from tests.ops.fused_experts import cases as experts
@@ -42,6 +42,8 @@ from tests.ops.gated_pooling import cases as pooling
 from tests.ops.latent_attention import cases as latents
 from tests.ops.linear import cases as linears
 from tests.ops.ngram_embedding import cases as ngrams
+from tests.ops.packed_backward import gradients
+from tests.ops.packed_backward import moved as arguments_moved
 from tests.ops.paged_attention import cases as paged
 from tests.ops.pooled_selection_step import cases as indexing
 from tests.ops.ragged_attention import cases as ragged
@@ -290,9 +292,9 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield name, partial(run, op, inputs.args(), inputs.options())
     backward = conv_backward.make_backward(dtype=dtype)
     name = "causal_conv1d_backward"
-    yield name, lambda device: conv_backward.gradients(conv_backward.on(backward, device))
+    yield name, lambda device: gradients(conv_backward.on(backward, device))
     scan = ssd_backward.make_backward(dtype=dtype)
-    yield "ssd_backward", lambda device: ssd_backward.gradients(ssd_backward.moved(scan, device))
+    yield "ssd_backward", lambda device: gradients(arguments_moved(scan, device))
     for num_tokens in (3, 50):
         case = experts.Case(num_tokens=num_tokens, top_k=3, dim=77, width=45, routing="some_none")
         args = experts.make_inputs(case, dtype=dtype)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.contract import rows_apart
+from tests.ops.packed_backward import check_single, gradients, moved, widened
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.causal_conv1d.training import causal_conv1d_backward
 from torch_hybrid.ops.causal_conv1d.training.op import CausalConv1dBackward
 
 LENGTHS = (70, 1, 0, 2, 1, 64, 3)  # sequences across a program's last token, and shorter than W
@@ -52,54 +50,23 @@ def make_backward(
     return on(x, device)
 
 
-def tensors(x: CausalConv1dBackward) -> dict[str, Tensor]:
-    """List the tensors among the arguments."""
-    given = {f.name: getattr(x, f.name) for f in fields(x)}
-    return {name: each for name, each in given.items() if isinstance(each, Tensor)}
-
-
 def on(x: CausalConv1dBackward, device: str) -> CausalConv1dBackward:
     """Move all tensors to a device; rows of x still lie apart."""
-    moved = {name: each.to(device) for name, each in tensors(x).items()}
-    return replace(x, **moved | {"x": rows_apart(moved["x"])})
-
-
-def wide(x: CausalConv1dBackward) -> CausalConv1dBackward:
-    """Convert all numbers to float64, on a CPU."""
-    given = tensors(on(x, "cpu")).items()
-    return replace(x, **{n: t.double() if t.is_floating_point() else t for n, t in given})
-
-
-def gradients(x: CausalConv1dBackward, impl: str = "triton") -> tuple[Tensor, ...]:
-    """Call the op."""
-    given = {f.name: getattr(x, f.name) for f in fields(x)}
-    grads: tuple[Tensor, ...] = causal_conv1d_backward(**{**given, "impl": impl})
-    return grads
+    there = moved(x, device)
+    return replace(there, x=rows_apart(there.x))
 
 
 def check(x: CausalConv1dBackward) -> None:
     """Compare with the oracle in float64, number by number."""
     num_real = int(x.cu_seqlens[-1])
     rounding = torch.finfo(x.x.dtype).eps
-    for got, exact in zip(gradients(x), gradients(wide(x), "torch"), strict=True):
+    for got, exact in zip(gradients(x), gradients(widened(x), "torch"), strict=True):
         assert got.dtype == x.x.dtype
         assert got.shape == exact.shape
         off = (got.cpu().double() - exact).abs()
         # What is rounded once is off by half of it; sums of float32 lose some more of their own.
         assert (off <= rounding * exact.abs() + 1e-5).all(), off.max()
     assert not gradients(x)[0][num_real:].any()
-
-
-def check_single(x: CausalConv1dBackward) -> None:
-    """Check that each sequence has the bits that it has alone, but in what all share."""
-    dx, _, _, dinitial = gradients(x)
-    for n, (begin, end) in enumerate(pairwise(x.cu_seqlens.tolist())):
-        own = {name: tensors(x)[name][begin:end] for name in ("x", "dout")}
-        own |= {name: tensors(x)[name][n : n + 1] for name in ("initial_state", "dfinal_state")}
-        own["cu_seqlens"] = x.cu_seqlens.new_tensor([0, end - begin])
-        alone = gradients(replace(x, **own))
-        assert torch.equal(alone[0], dx[begin:end])
-        assert torch.equal(alone[3], dinitial[n : n + 1])
 
 
 @needs_triton

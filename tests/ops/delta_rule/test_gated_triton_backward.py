@@ -9,13 +9,8 @@ import pytest
 import torch
 
 from tests.devices import needs_cuda
-from tests.ops.delta_rule.backward import (
-    check,
-    check_single,
-    gradients,
-    make_backward,
-    moved,
-)
+from tests.ops.delta_rule.backward import make_backward
+from tests.ops.packed_backward import check, check_single, gradients, moved
 from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of

@@ -11,7 +11,7 @@ import torch
 
 from tests.devices import needs_cuda
 from tests.ops.delta_rule import backward
-from tests.ops.delta_rule.backward import check, check_single, gradients, moved
+from tests.ops.packed_backward import check, check_single, gradients, moved
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
