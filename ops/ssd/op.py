@@ -59,12 +59,6 @@ class Ssd(StatefulOp):
         D: [H] float32 weight of each token in its own output besides; None is 0.
         state: [S, H, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
             state after the last token of sequence n; no other slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
-            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
-            zero state. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
         scale: factor on q: 1 in Mamba2 and MiniMax-01, ``K ** -0.5`` in Ring-2.5 and mLSTM.
         impl: a name in IMPLEMENTATIONS: "recurrent_..." walks by token, "chunk_..." by chunk.
         chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. Walks

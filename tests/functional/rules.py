@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import torch_hybrid as th
+from tests.ops.contract import assert_same_bits
 from torch_hybrid.functional import gated_delta_rule, kimi_delta_attention
 from torch_hybrid.ops.delta_rule.reference import delta_rule_step
 
@@ -120,3 +121,15 @@ def with_gradients(
 def weights(xs: Tensors) -> Tensors:
     """Make random weights of outputs and final states."""
     return [torch.randn(xs[2].shape), torch.randn(xs[5].shape)]
+
+
+def assert_same_bits_on_threads(run: Callable[[], Tensors]) -> None:
+    """Compare runs on one thread and on three with one on as many as there are."""
+    before, first = torch.get_num_threads(), run()
+    try:
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            for a, b in zip(run(), first, strict=True):
+                assert_same_bits(a, b)
+    finally:
+        torch.set_num_threads(before)

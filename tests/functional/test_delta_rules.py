@@ -8,7 +8,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.functional.rules import RULES, Rule, offsets, packing, weights, with_gradients
+from tests.functional.rules import (
+    RULES,
+    Rule,
+    assert_same_bits_on_threads,
+    offsets,
+    packing,
+    weights,
+    with_gradients,
+)
 from tests.ops.contract import assert_same_bits, assert_within_budget, skip_reason
 from torch_hybrid.ops.core.registration import REGISTERED
 
@@ -112,14 +120,7 @@ def test_bits_depend_on_no_run_and_no_number_of_threads(rule: Rule, impl: str) -
             lambda x: rule.function(*x[:5], packing(lengths), x[5], impl=impl), xs, w
         )
 
-    before, first = torch.get_num_threads(), run()
-    try:
-        for num_threads in (1, 3):
-            torch.set_num_threads(num_threads)
-            for a, b in zip(run(), first, strict=True):
-                assert_same_bits(a, b)
-    finally:
-        torch.set_num_threads(before)
+    assert_same_bits_on_threads(run)
 
 
 @on_each

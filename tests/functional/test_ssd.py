@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from tests.functional.rules import Tensors, offsets, packing, with_gradients
+from tests.functional.rules import (
+    Tensors,
+    assert_same_bits_on_threads,
+    offsets,
+    packing,
+    with_gradients,
+)
 from tests.ops.contract import assert_same_bits, assert_within_budget, skip_reason
 from torch_hybrid.functional import ssd
 from torch_hybrid.ops.core.registration import REGISTERED
@@ -166,18 +172,7 @@ def test_bits_depend_on_no_run_and_no_number_of_threads(impl: str) -> None:
     lengths = (40, 90, 3)
     xs = inputs(lengths)
     w = weights(xs)
-
-    def run() -> Tensors:
-        return with_gradients(lambda x: ours(x, lengths, impl), xs, w)
-
-    before, first = torch.get_num_threads(), run()
-    try:
-        for num_threads in (1, 3):
-            torch.set_num_threads(num_threads)
-            for a, b in zip(run(), first, strict=True):
-                assert_same_bits(a, b)
-    finally:
-        torch.set_num_threads(before)
+    assert_same_bits_on_threads(lambda: with_gradients(lambda x: ours(x, lengths, impl), xs, w))
 
 
 @on_each
