@@ -44,7 +44,6 @@ def step_implementations(
     *,
     limits: Mapping[str, int],
     composed: str,
-    cpp: str = "",
     torch_form: str = "",
     has_invariant: bool = False,
 ) -> dict[str, Implementation]:
@@ -53,10 +52,10 @@ def step_implementations(
     Args:
         op: the op's name.
         folder: the folder of its family in ops/.
-        step: the end of its modules' names: ``_cpu_step_gated.py`` has that of "gated".
+        step: the end of its files' names: ``_cpu_step_gated.cpp`` has that of "gated".
         limits: sizes that the Triton form takes at most.
         composed: launcher that calls an op for each part of the mixer.
-        cpp, torch_form: launchers in C++ and torch, unless modules have them as the other form has.
+        torch_form: launcher in torch, unless a module has it as Triton's has.
         has_invariant: whether there is a Triton form that gives a token the bits that it has in any
             call: the launcher's with ``is_invariant``.
     """
@@ -64,7 +63,7 @@ def step_implementations(
     triton = in_triton(f"{package}._triton_step_{step}:{op}", limits=limits, features=VERIFY)
     forms = {
         "cpp": in_cpp(
-            cpp or f"{package}._cpu_step_{step}:{op}",
+            f"{package}._cpu_step_{step}.cpp:{op}",
             features=EXTEND | VERIFY | INVARIANT,
             figures="torch_hybrid.ops.native.cpu_tuning:state_figures",
         ),

@@ -19,7 +19,6 @@ IMPLEMENTATIONS = step_implementations(
     "gated",
     limits={"head_k_dim": 128, "head_v_dim": 256},
     composed="torch_hybrid.ops.delta_rule._composed:gated_delta",
-    cpp="torch_hybrid.ops.delta_rule._cpu_step_gated.cpp:gated_delta_step",
     torch_form="torch_hybrid.ops.delta_rule._composed:gated_delta_in_torch",
     has_invariant=True,
 )

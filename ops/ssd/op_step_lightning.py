@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation
 from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, define, made
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, define, made
 from torch_hybrid.ops.step_implementations import step_implementations
 from torch_hybrid.ops.verify import StepOp
 
@@ -158,4 +158,14 @@ lightning_step = define(
     returns=made(empty_outputs),
     limited={"head_k_dim": "D"},
     flops="4 * T * H * D * D",
+    cpp=Cpp(
+        "H=num_v_heads D=v_dim D=k_dim",
+        {
+            "silu": "x.activation == 'silu'",
+            "wide_q_norm": "x.q_norm_weight is not None and x.q_norm_weight.dtype is float32",
+            "wide_k_norm": "x.k_norm_weight is not None and x.k_norm_weight.dtype is float32",
+            "wide_norm": "x.norm_weight is not None and x.norm_weight.dtype is float32",
+            "num_records": "0 if x.records is None else x.records.shape[1]",
+        },
+    ),
 )

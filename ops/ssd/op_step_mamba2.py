@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation, check_width
 from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows, define, made
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, define, made
 from torch_hybrid.ops.step_implementations import step_implementations
 from torch_hybrid.ops.verify import StepOp
 
@@ -180,4 +180,13 @@ ssd_step = define(
     returns=made(empty_outputs),
     limited={"head_k_dim": "K"},
     flops="2 * T * C * W + 4 * T * H * V * K",
+    cpp=Cpp(
+        "C=channels W=width H=num_v_heads V=v_dim K=k_dim",
+        {
+            "silu": "x.activation == 'silu'",
+            "wide_norm": "x.norm_weight is not None and x.norm_weight.dtype is float32",
+            "num_records": "0 if x.records is None else x.records.shape[1]",
+            "record_width": "0 if x.records is None else x.records.shape[2]",
+        },
+    ),
 )
