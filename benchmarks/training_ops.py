@@ -6,8 +6,9 @@ Heads are those of the 225M models (models.py); q and k are normalised within. T
 of one thread, user and system together, the least of a few runs by turns: other work on the machine
 moves them little. Gradients of both are compared first.
 
-On a GPU: heads of Qwen3-Next and Kimi-Linear in bfloat16, beside flash-linear-attention where it is
-installed, whose gated rule is FlashQLA's where that is. Times are those in which a kernel runs.
+On a GPU: heads of Qwen3-Next and Kimi-Linear, and ssd, in bfloat16, beside flash-linear-attention
+where it is installed, whose gated rule is FlashQLA's where that is. Times are those in which a
+kernel runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 import torch_hybrid as th
 from benchmarks.gpu.steps import kernels_of
 from tests.functional.rules import GATED, KIMI, Rule, offsets, packing
+from torch_hybrid.functional import ssd
 
 # 2 x 512 and 8 x 128 tokens; heads of Qwen3-Next and of Kimi-Linear.
 LENGTHS = ((512,) * 2, (128,) * 8)
@@ -111,14 +113,13 @@ def backward(run: Outputs, xs: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]
 
 def on_a_gpu(repeats: int) -> None:
     print(torch.cuda.get_device_name())
-    print("| rule | tokens | by | forward, us | with backward, us |")
+    print("| op | tokens | by | forward, us | with backward, us |")
     print("|---|---|---|---|---|")
-    for name, rule in RULES_ON_A_GPU.items():
-        for lengths in LENGTHS_ON_A_GPU:
-            drawn = rule.inputs(lengths, torch.bfloat16)[:5]
-            xs = [x.cuda().requires_grad_() for x in drawn]
-            dout = torch.randn_like(xs[2])
-            for who, run in contestants(rule, lengths, "cuda").items():
+    for lengths in LENGTHS_ON_A_GPU:
+        for name, inputs, like, by_whom in ops_on(lengths, "cuda"):
+            xs = [x.cuda().requires_grad_() for x in inputs]
+            dout = torch.randn_like(xs[like])
+            for who, run in by_whom.items():
                 with torch.no_grad():
                     forward = f"{device_us(partial(run, *xs), repeats):.0f}"
                 try:
@@ -127,6 +128,24 @@ def on_a_gpu(repeats: int) -> None:
                     whole = str(refusal)
                 tokens = f"{len(lengths)} x {lengths[0]}"
                 print(f"| {name} | {tokens} | {who} | {forward} | {whole} |", flush=True)
+
+
+def ops_on(
+    lengths: tuple[int, ...], device: str
+) -> Iterator[tuple[str, list[Tensor], int, dict[str, Outputs]]]:
+    """Yield each op's name and inputs, which of them its outputs are like, and who computes it."""
+    for name, rule in RULES_ON_A_GPU.items():
+        yield name, rule.inputs(lengths, torch.bfloat16)[:5], 2, contestants(rule, lengths, device)
+    packed = th.Packing(offsets(lengths).to(device), len(lengths), num_tokens=sum(lengths))
+    T, H, P, G, N = sum(lengths), 64, 64, 8, 128
+    x, B, C = (torch.randn(T, *dims).bfloat16() for dims in ((H, P), (G, N), (G, N)))
+    heads = -4 * torch.rand(H), B, C, torch.rand(H), torch.randn(H) - 2
+
+    def ours(*xs: Tensor) -> Tensor:
+        return ssd(*xs, packed, output_final_state=False)[0]
+
+    inputs = [x, torch.randn(T, H).bfloat16(), *heads]
+    yield f"ssd, {H} x {P}, {G} groups of {N}", inputs, 0, {"torch_hybrid": ours}
 
 
 def main() -> None:
