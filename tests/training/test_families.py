@@ -94,6 +94,15 @@ def error(these: dict[str, Tensor], those: dict[str, Tensor]) -> float:
     return max(float((these[n] - that).norm() / that.norm()) for n, that in those.items())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loss_in_bfloat16_is_that_of_transformers(family: str):
+    theirs, ours = (model.bfloat16() for model in make_pair(family))
+    row = make_rows([70])[0]
+    mine, other = (model(row, labels=row).loss for model in (ours, theirs.eval()))
+    torch.testing.assert_close(mine.float(), other.float(), atol=0.03, rtol=0.0)
+    assert all(each.isfinite().all() for each in grads(ours, mine).values())
+
+
 @pytest.mark.parametrize("family", ["qwen4_exp", "glm5_next"])
 def test_models_that_pick_blocks_train_by_rows(family: str):
     theirs, ours = make_pair(family, layer_types=["linear_attention", "indexed_attention"])

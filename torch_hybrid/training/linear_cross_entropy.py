@@ -17,10 +17,11 @@ class LossHead(nn.Linear):
         if targets is None:
             return super().forward(hidden)
         check_no_tangents("linear_cross_entropy", hidden, self.weight)
-        weight, kind = self.weight, hidden.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        kind = hidden.device.type
+        by_autocast = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if by_autocast else self.weight.dtype
+        # Backbones may keep their residuals in float32.
+        hidden, weight = hidden.to(dtype), self.weight.to(dtype)
         is_recording = torch.is_grad_enabled()
         return linear_cross_entropy_forward(
             *(hidden.flatten(0, -2), weight, targets.flatten()),
