@@ -15,8 +15,8 @@ from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 
-# Sums [C, K] of q and k are in registers over all heads of a program; not yet timed on a GPU.
-MAY_SPILL = {"inputs": 456}
+# Measured on an H200 to be faster than what spills nothing: 64 rows a chunk, four warps for values.
+MAY_SPILL = {"values: Nemotron-H": 32, "keys: Falcon-H1": 64}
 
 
 @needs_triton
