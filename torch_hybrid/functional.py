@@ -30,10 +30,11 @@ from torch_hybrid.ops.delta_rule.training import (
     gated_delta_rule_forward,
     kimi_delta_attention_forward,
 )
+from torch_hybrid.ops.rg_lru.training import rg_lru_forward
 from torch_hybrid.ops.ssd.training import ssd_forward
 from torch_hybrid.packing import Packing
 
-__all__ = ["causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "ssd"]
+__all__ = ["causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "rg_lru", "ssd"]
 
 
 def gated_delta_rule(
@@ -243,6 +244,54 @@ def causal_conv1d(
         impl=first_impl("causal_conv1d_forward", x.device, x.dtype) if impl is None else impl,
     )
     return y, final_state if output_final_state else None
+
+
+def rg_lru(
+    x: Tensor,
+    gates: Tensor,
+    log_a: Tensor,
+    packing: Packing | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    output_final_state: bool = True,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run real-gated linear recurrent units, differentiable in all floating point tensors.
+
+    Per channel: ``i, r = sigmoid(gates); a = e^(r log_a); h = a h + sqrt(1 - a^2) i x``. Sums are
+    float32, of float64 float64. Without ``initial_state`` the first token of each sequence is not
+    scaled: ``h = i x``. The derivative of the root is at most 1000, as the published models train.
+
+    Args:
+        x: [T, C] inputs: float32, bfloat16, or float64 (by "torch"); tokens may lie any distance
+            apart, the channels of one are contiguous.
+        gates: [T, H, 2 C / H] what gates are before their sigmoid, in x's dtype: of each head those
+            of its channels' inputs, then those of their recurrence. Tokens and heads may lie any
+            distance apart.
+        log_a: [C] natural logarithm of the decay where its gate is 1, at most 0; float32, or
+            float64 beside float64.
+        packing: of T tokens in N sequences at most; None for one sequence.
+        initial_state: [N, C] in log_a's dtype; None: all sequences start from nothing.
+        output_final_state: as in :func:`gated_delta_rule`.
+        impl: "cpp", "triton" or "torch", as in :func:`gated_delta_rule`.
+
+    Returns:
+        [T, C] states h in x's dtype, and the last of each sequence [N, C] in log_a's, or None. That
+        of an empty sequence is its initial one.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device is not as above, or ``impl`` is unknown.
+        NotImplementedError: an argument carries a forward-mode tangent.
+
+    From "Griffin" (arXiv 2402.19427), as used by RecurrentGemma.
+    """
+    check_no_tangents("rg_lru", x, gates, log_a, initial_state)
+    h, final_state = rg_lru_forward(
+        *(x, gates, log_a, _offsets(packing, x), initial_state),
+        output_final_state=output_final_state,
+        impl=first_impl("rg_lru_forward", x.device, x.dtype) if impl is None else impl,
+    )
+    return h, final_state if output_final_state else None
 
 
 def _offsets(packing: Packing | None, rows: Tensor) -> Tensor:

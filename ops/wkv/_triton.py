@@ -18,16 +18,18 @@ from torch_hybrid.ops.wkv.op import Wkv
 _NOTHING: tl.constexpr = tl.constexpr(-1e38)
 
 
-def wkv(x: Wkv, *, is_invariant: bool = False) -> Tensor:
+def wkv(x: Wkv, *, is_invariant: bool = False, is_cut: bool = False) -> Tensor:
     """Launch ``torch_hybrid::wkv``.
 
     ``is_invariant``: a token has the bits that it has in any call, by one kernel for any lengths
-    that walks sequences whole.
+    that walks sequences whole. ``is_cut``: it has the bits that it has in its sequence alone.
     """
     num_tokens, num_channels = x.k.shape
     num_seqs = x.state_indices.shape[0]
     out = torch.empty_like(x.k, memory_format=torch.contiguous_format)
-    walks = ChannelPrograms.of(num_tokens, num_seqs, num_channels, is_invariant=is_invariant)
+    walks = ChannelPrograms.of(
+        num_tokens, num_seqs, num_channels, is_invariant=is_invariant, is_cut=is_cut
+    )
     ends = x.state.new_empty(walks.num_segments, 3, num_channels) if walks.segment else None
     for grid, constants in walks.launches():
         bind(_wkv_kernel, x, walks)[grid](ends=ends, out=out, **constants)
