@@ -36,7 +36,7 @@ class CausalLM(nn.Module):
         **options: Any,
     ) -> Any:
         """Run the model's own forward, or compute its loss a chunk of rows at a time."""
-        inputs = {"labels": labels, **named(args, options, last="labels")}
+        inputs = {"labels": labels, **named(self, args, options, last="labels")}
         labels = inputs.pop("labels")
         if labels is None or inputs.get("use_cache") or inputs.get("past_key_values") is not None:
             return super().forward(labels=labels, **inputs)
@@ -116,7 +116,7 @@ class MaskedCausalLM(CausalLM):
         **options: Any,
     ) -> Any:
         """Run the forward of a causal language model."""
-        inputs = named(args, options, last="labels")
+        inputs = named(self, args, options, last="labels")
         if keeps_a_cache(self.base_model, inputs):
             check_says_nothing(inputs)
         else:
