@@ -21,114 +21,85 @@ TH_CALL(Call,
   double max_sqrt_gradient;
 );
 
-template <int VECTORS, typename T>
-struct Walk {
-  const Call& call;
-  int64_t head, first, channel, channels;
-  int n;
-  float* kept;
-  f32x16 log_a[VECTORS], total[VECTORS];
+template <typename T>
+struct Rule {
+  static constexpr int STATES = 1, SUMS = 1;
+  using State = f32x16[STATES];
 
-  Walk(const Call& call, int64_t head, int64_t first, int n, float* kept)
-      : call(call), head(head), first(first), channel(head * call.head_dim + first),
-        channels(call.num_heads * call.head_dim), n(n), kept(kept) {
-    for (int v = 0; v < VECTORS; ++v) {
-      log_a[v] = load(call.log_a + channel + v * LANES, n);
-      total[v] = f32x16{};
-    }
-  }
-
-  static void run(const Call& call, int64_t head, int64_t first, int n, float* kept) {
-    Walk walk(call, head, first, n, kept);
-    for (int64_t seq = 0; seq < call.num_seqs; ++seq) {
-      walk.forward(seq);
-      walk.back(seq);
-    }
-    for (int v = 0; v < VECTORS; ++v)
-      store(call.dlog_a + walk.channel + v * LANES, walk.total[v], n);
-  }
-
-  Gated gated(int64_t t, int v) const {
-    const T* gates = (const T*)call.gates + t * call.gates_stride + head * call.gates_head_stride;
-    return Gated::of(gates + first + v * LANES, call.head_dim, log_a[v], n);
-  }
-  f32x16 input(int64_t t, int v) const {
-    return load((const T*)call.x + t * call.x_stride + channel + v * LANES, n);
-  }
-  // A state of a sequence among those of all, or zeros.
-  f32x16 state(const float* states, int64_t seq, int v) const {
-    return states ? load(states + seq * channels + channel + v * LANES, n) : f32x16{};
-  }
-  bool is_new(int64_t seq, int64_t t) const {
-    return t == call.cu_seqlens[seq] && !call.initial_state;
-  }
-
-  // Keeps the states before each token of a sequence.
-  void forward(int64_t seq) const {
-    const int64_t begin = call.cu_seqlens[seq], end = call.cu_seqlens[seq + 1];
-    f32x16 h[VECTORS];
-    for (int v = 0; v < VECTORS; ++v) h[v] = state(call.initial_state, seq, v);
-    for (int64_t t = begin; t < end; ++t)
-      for (int v = 0; v < VECTORS; ++v) {
-        store(kept + ((t - begin) * VECTORS + v) * LANES, h[v]);
-        const Gated g = gated(t, v);
-        const f32x16 scale = is_new(seq, t) ? splat(1.0f) : g.scale;
-        h[v] = fma(scale, g.input * input(t, v), g.decay * h[v]);
-      }
-  }
-
-  // The gradient of the state after a token, and the token's decay: what is before it has both.
-  struct Later {
+  // Of the state after a token, whose decay takes it to before the token.
+  struct Gradient {
     f32x16 dh, decay;
   };
 
-  void back(int64_t seq) {
-    const int64_t begin = call.cu_seqlens[seq], end = call.cu_seqlens[seq + 1];
-    Later later[VECTORS];
-    for (int v = 0; v < VECTORS; ++v) later[v] = {state(call.dfinal_state, seq, v), splat(1.0f)};
-    for (int64_t last = end; last > begin; last -= std::min(SUMMED, last - begin)) {
-      f32x16 sums[VECTORS] = {};
-      for (int64_t t = last - 1; t >= std::max(begin, last - SUMMED); --t)
-        for (int v = 0; v < VECTORS; ++v) token(seq, t, v, later[v], sums[v]);
-      for (int v = 0; v < VECTORS; ++v) total[v] += sums[v];
-    }
-    if (call.dinitial_state)
-      for (int v = 0; v < VECTORS; ++v)
-        store(call.dinitial_state + seq * channels + channel + v * LANES,
-              later[v].dh * later[v].decay, n);
+  const Call* call;
+  int64_t channels, channel, gate;  // places in rows of x and of dgates
+  const T* gates;                   // of the first token
+  int n;
+  f32x16 log_a;
+
+  void prepare(const Call& of, int64_t head, int64_t first, int lanes) {
+    call = &of, n = lanes;
+    channels = of.num_heads * of.head_dim, channel = head * of.head_dim + first;
+    gate = channel + head * of.head_dim;
+    gates = (const T*)of.gates + head * of.gates_head_stride + first;
+    log_a = load(of.log_a + channel, n);
   }
 
-  // Finds the gradient of the state after a token, and adds to that of log_a.
-  TH_INLINE void token(int64_t seq, int64_t t, int v, Later& later, f32x16& sum) const {
-    const f32x16 x = input(t, v), h = load(kept + ((t - call.cu_seqlens[seq]) * VECTORS + v) * LANES);
-    const Gated g = gated(t, v);
-    const T* dout = (const T*)call.dout + t * call.dout_stride + channel + v * LANES;
-    const f32x16 dh = fma(later.dh, later.decay, load(dout, n));
-    f32x16 scale = splat(1.0f), dlog_decay = g.decay * h;
-    if (!is_new(seq, t)) {
-      const f32x16 root = max(g.scale, splat(float(0.5 / call.max_sqrt_gradient)));
+  TH_INLINE Gated gated(int64_t t) const {
+    return Gated::of(gates + t * call->gates_stride, call->head_dim, log_a, n);
+  }
+  TH_INLINE f32x16 input(int64_t t) const {
+    return load((const T*)call->x + t * call->x_stride + channel, n);
+  }
+  // A state of a sequence among those of all, or zeros.
+  TH_INLINE f32x16 state(const float* states, int64_t seq) const {
+    return states ? load(states + seq * channels + channel, n) : f32x16{};
+  }
+
+  TH_INLINE void open(int64_t seq, State& h) const { h[0] = state(call->initial_state, seq); }
+
+  TH_INLINE void advance(int64_t t, bool is_first, State& h) const {
+    const Gated g = gated(t);
+    const f32x16 scale = is_first && !call->initial_state ? splat(1.0f) : g.scale;
+    h[0] = fma(scale, g.input * input(t), g.decay * h[0]);
+  }
+
+  TH_INLINE Gradient close(int64_t seq, const State&) const {
+    return {state(call->dfinal_state, seq), splat(1.0f)};
+  }
+
+  TH_INLINE void back(int64_t t, bool is_first, const State& h, Gradient& grad,
+                      f32x16 (&sums)[SUMS]) const {
+    const f32x16 x = input(t);
+    const Gated g = gated(t);
+    const T* dout = (const T*)call->dout + t * call->dout_stride + channel;
+    const f32x16 dh = fma(grad.dh, grad.decay, load(dout, n));
+    f32x16 scale = splat(1.0f), dlog_decay = g.decay * h[0];
+    if (!is_first || call->initial_state) {
+      const f32x16 root = max(g.scale, splat(float(0.5 / call->max_sqrt_gradient)));
       scale = g.scale, dlog_decay -= g.decay * g.decay * g.input * x / root;
     }
     dlog_decay *= dh;
     const f32x16 dgated = scale * dh;
-    T* dgates = (T*)call.dgates + 2 * (t * channels + head * call.head_dim) + first + v * LANES;
-    store((T*)call.dx + t * channels + channel + v * LANES, dgated * g.input, n);
+    T* dgates = (T*)call->dgates + 2 * t * channels + gate;
+    store((T*)call->dx + t * channels + channel, dgated * g.input, n);
     store(dgates, dgated * x * g.input * (1.0f - g.input), n);
-    store(dgates + call.head_dim, dlog_decay * log_a[v] * g.recurrent * (1.0f - g.recurrent), n);
-    sum = fma(dlog_decay, g.recurrent, sum);
-    later = {dh, g.decay};
+    store(dgates + call->head_dim, dlog_decay * log_a * g.recurrent * (1.0f - g.recurrent), n);
+    sums[0] = fma(dlog_decay, g.recurrent, sums[0]);
+    grad = {dh, g.decay};
   }
-};
 
-template <typename T>
-struct Of {
-  template <int VECTORS>
-  using Walks = Walk<VECTORS, T>;
+  TH_INLINE void leave(int64_t seq, const State&, const Gradient& grad) const {
+    if (call->dinitial_state)
+      store(call->dinitial_state + seq * channels + channel, grad.dh * grad.decay, n);
+  }
+
+  void finish(const f32x16 (&sums)[SUMS]) const { store(call->dlog_a + channel, sums[0], n); }
 };
 
 template <typename T>
 void backward(const Call& call) {
-  walk_channels<Of<T>::template Walks, 4, 1>(call, call.num_heads, call.head_dim);
+  walk_channels<Rule<T>, 4>(call, call.num_heads, call.head_dim);
   const int64_t channels = call.num_heads * call.head_dim;
   clear_padding(call, (T*)call.dx, channels), clear_padding(call, (T*)call.dgates, 2 * channels);
 }
