@@ -50,6 +50,8 @@ OPS: dict[str, tuple[str, ...]] = {
         "ssd_backward",
         "rg_lru_forward",
         "rg_lru_backward",
+        "wkv_forward",
+        "wkv_backward",
         "causal_conv1d_forward",
         "causal_conv1d_backward",
         "packed_attention_forward",

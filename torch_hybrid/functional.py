@@ -32,9 +32,10 @@ from torch_hybrid.ops.delta_rule.training import (
 )
 from torch_hybrid.ops.rg_lru.training import rg_lru_forward
 from torch_hybrid.ops.ssd.training import ssd_forward
+from torch_hybrid.ops.wkv.training import wkv_forward
 from torch_hybrid.packing import Packing
 
-__all__ = ["causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "rg_lru", "ssd"]
+__all__ = ["causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "rg_lru", "ssd", "wkv"]
 
 
 def gated_delta_rule(
@@ -292,6 +293,55 @@ def rg_lru(
         impl=first_impl("rg_lru_forward", x.device, x.dtype) if impl is None else impl,
     )
     return h, final_state if output_final_state else None
+
+
+def wkv(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    bonus: Tensor,
+    packing: Packing | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    output_final_state: bool = True,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Average past values by keys and age, differentiable in all floating point tensors.
+
+    Per channel: ``o = (n + e^(bonus + k) v) / (d + e^(bonus + k))``, then
+    ``n = e^log_decay n + e^k v; d = e^log_decay d + e^k``. A state is n and d divided by e^m, and
+    m, the largest exponent in them. Sums are float32, of float64 float64.
+
+    Args:
+        k: [T, C] logarithms of weights: float32, bfloat16, or float64 (by "torch"); tokens may lie
+            any distance apart, the channels of one are contiguous.
+        v: [T, C] values, in k's dtype, rows as for k.
+        log_decay: [C] what a token takes from all logarithms before it, at most 0; float32, or
+            float64 beside float64.
+        bonus: [C] what a token's own logarithm has more in its own output, in log_decay's dtype.
+        packing: of T tokens in N sequences at most; None for one sequence.
+        initial_state: [N, 3, C] n, d and m in log_decay's dtype; None: all sequences start from
+            nothing.
+        output_final_state: as in :func:`gated_delta_rule`.
+        impl: "cpp", "triton" or "torch", as in :func:`gated_delta_rule`.
+
+    Returns:
+        [T, C] means in k's dtype, and the last state of each sequence [N, 3, C] in log_decay's, or
+        None. That of an empty sequence is its initial one.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device is not as above, or ``impl`` is unknown.
+        NotImplementedError: an argument carries a forward-mode tangent.
+
+    From "RWKV" (arXiv 2305.13048), as used by RWKV-4.
+    """
+    check_no_tangents("wkv", k, v, log_decay, bonus, initial_state)
+    o, final_state = wkv_forward(
+        *(k, v, log_decay, bonus, _offsets(packing, k), initial_state),
+        output_final_state=output_final_state,
+        impl=first_impl("wkv_forward", k.device, k.dtype) if impl is None else impl,
+    )
+    return o, final_state if output_final_state else None
 
 
 def _offsets(packing: Packing | None, rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.functional.rules import Tensors, offsets
-from torch_hybrid.functional import rg_lru
+from torch_hybrid.functional import rg_lru, wkv
 
 HEADS, HEAD_DIM = 3, 23
 C = HEADS * HEAD_DIM
@@ -118,4 +118,50 @@ RG_LRU = Channels(
     exact=_walk_rg_lru,
     theirs=_transformers_rg_lru,
 )
-CHANNELS = {"rg_lru": RG_LRU}
+
+
+def _wkv_inputs(num_tokens: int) -> Tensors:
+    """Make keys of weights far apart, and of decays from almost 1 to e^-20."""
+    k, v = torch.randn(2, num_tokens, C)
+    return [3 * k, v, -torch.logspace(-3, 1.3, C), torch.randn(C)]
+
+
+def _walk_wkv(rows: Tensors, rest: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    (k, v), (log_decay, bonus), out = rows, rest, []
+    n, d, m = (0 * v[0], 0 * v[0], k[0] - 1e30) if state is None else state
+    for t in range(len(k)):
+        largest = torch.maximum(m, k[t] + bonus)
+        before, own = (m - largest).exp(), (k[t] + bonus - largest).exp()
+        out.append((before * n + own * v[t]) / (before * d + own))
+        largest = torch.maximum(m + log_decay, k[t])
+        before, own = (m + log_decay - largest).exp(), (k[t] - largest).exp()
+        n, d, m = before * n + own * v[t], before * d + own, largest
+    return torch.stack(out), torch.stack([n, d, m])
+
+
+def _transformers_wkv(rows: Tensors, rest: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
+
+    (k, v), (log_decay, bonus) = rows, rest
+    given = None if state is None else [each[None] for each in state]
+    out, final = rwkv_linear_attention_cpu(
+        (-log_decay).log(), bonus, k[None], v[None], state=given, return_state=True
+    )
+    return out[0], torch.cat(final)
+
+
+def _wkv_state() -> Tensor:
+    return torch.stack([torch.randn(C), 1 + torch.rand(C), 3 * torch.randn(C)])
+
+
+WKV = Channels(
+    function=wkv,
+    names=("k", "v", "log_decay", "bonus", "initial_state"),
+    num_rows=2,
+    draw=_wkv_inputs,
+    draw_state=_wkv_state,
+    extremes=(-1e-6, -1e30),
+    exact=_walk_wkv,
+    theirs=_transformers_wkv,
+)
+CHANNELS = {"rg_lru": RG_LRU, "wkv": WKV}

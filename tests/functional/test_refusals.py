@@ -201,6 +201,15 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
         channel("rg_lru", 3, lambda s: s[:0]),
         "initial_state must have shape [1, 69], got [0, 69]",
     ),
+    "v of wkv": (
+        channel("wkv", 1, Tensor.double),
+        "v must have dtype torch.float32, got torch.float64",
+    ),
+    "bonus": (channel("wkv", 3, lambda b: b[:5]), "bonus must have shape [69], got [5]"),
+    "states of wkv": (
+        channel("wkv", 4, lambda s: s[:, :2]),
+        "initial_state must have shape [1, 3, 69], got [1, 2, 69]",
+    ),
     "activation": (
         lambda: causal_conv1d(torch.ones(3, 2), torch.ones(2, 4), activation="gelu"),
         "activation must be one of ['none', 'silu'], got 'gelu'",

@@ -55,6 +55,7 @@ from tests.ops.ssd import backward as ssd_backward
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd import step_lightning_cases as lightning_step_cases
 from tests.ops.ssd import step_mamba2_cases as ssd_step_cases
+from tests.ops.wkv import backward as wkv_backward
 from torch_hybrid.ops import (
     block_attention,
     causal_conv1d,
@@ -296,7 +297,8 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield name, lambda device: gradients(conv_backward.on(backward, device))
     scan = ssd_backward.make_backward(dtype=dtype)
     lru = rg_lru_backward.make_backward(dtype=dtype)
-    for name, call in (("ssd_backward", scan), ("rg_lru_backward", lru)):
+    mean = wkv_backward.make_backward(dtype=dtype)
+    for name, call in (("ssd_backward", scan), ("rg_lru_backward", lru), ("wkv_backward", mean)):
         yield name, lambda device, call=call: gradients(arguments_moved(call, device))
     for num_tokens in (3, 50):
         case = experts.Case(num_tokens=num_tokens, top_k=3, dim=77, width=45, routing="some_none")

@@ -430,6 +430,8 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "state_copy": _state_copy,
     "store_latents": _store_latents,
     "top_k": lambda: _without_indices(torch.randn(5, 37), 3),
+    "wkv_backward": lambda: _trained_channels("wkv", "backward"),
+    "wkv_forward": lambda: _trained_channels("wkv", "forward"),
 }
 CALLS |= {name: partial(_of_own_cases, name) for name in public_ops() if name not in CALLS}
 # Integers that are values and name no place.
