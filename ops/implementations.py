@@ -95,6 +95,11 @@ def in_torch(
     )
 
 
+def cut(implementation: Implementation) -> Implementation:
+    """Define the form that cuts each sequence at its own places: its launcher's ``is_cut``."""
+    return replace(implementation, options={"is_cut": True})
+
+
 def invariant(implementation: Implementation) -> Implementation:
     """Define the batch-invariant form of an implementation: its launcher's ``is_invariant``."""
     capability = implementation.capability

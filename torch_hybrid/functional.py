@@ -30,10 +30,12 @@ from torch_hybrid.ops.delta_rule.training import (
     gated_delta_rule_forward,
     kimi_delta_attention_forward,
 )
+from torch_hybrid.ops.rg_lru.training import rg_lru_forward
 from torch_hybrid.ops.ssd.training import ssd_forward
+from torch_hybrid.ops.wkv.training import wkv_forward
 from torch_hybrid.packing import Packing
 
-__all__ = ["causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "ssd"]
+__all__ = ["causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "rg_lru", "ssd", "wkv"]
 
 
 def gated_delta_rule(
@@ -243,6 +245,103 @@ def causal_conv1d(
         impl=first_impl("causal_conv1d_forward", x.device, x.dtype) if impl is None else impl,
     )
     return y, final_state if output_final_state else None
+
+
+def rg_lru(
+    x: Tensor,
+    gates: Tensor,
+    log_a: Tensor,
+    packing: Packing | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    output_final_state: bool = True,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run real-gated linear recurrent units, differentiable in all floating point tensors.
+
+    Per channel: ``i, r = sigmoid(gates); a = e^(r log_a); h = a h + sqrt(1 - a^2) i x``. Sums are
+    float32, of float64 float64. Without ``initial_state`` the first token of each sequence is not
+    scaled: ``h = i x``. The derivative of the root is at most 1000, as the published models train.
+
+    Args:
+        x: [T, C] inputs: float32, bfloat16, or float64 (by "torch"); tokens may lie any distance
+            apart, the channels of one are contiguous.
+        gates: [T, H, 2 C / H] what gates are before their sigmoid, in x's dtype: of each head those
+            of its channels' inputs, then those of their recurrence. Tokens and heads may lie any
+            distance apart.
+        log_a: [C] natural logarithm of the decay where its gate is 1, at most 0; float32, or
+            float64 beside float64.
+        packing: of T tokens in N sequences at most; None for one sequence.
+        initial_state: [N, C] in log_a's dtype; None: all sequences start from nothing.
+        output_final_state: as in :func:`gated_delta_rule`.
+        impl: "cpp", "triton" or "torch", as in :func:`gated_delta_rule`.
+
+    Returns:
+        [T, C] states h in x's dtype, and the last of each sequence [N, C] in log_a's, or None. That
+        of an empty sequence is its initial one.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device is not as above, or ``impl`` is unknown.
+        NotImplementedError: an argument carries a forward-mode tangent.
+
+    From "Griffin" (arXiv 2402.19427), as used by RecurrentGemma.
+    """
+    check_no_tangents("rg_lru", x, gates, log_a, initial_state)
+    h, final_state = rg_lru_forward(
+        *(x, gates, log_a, _offsets(packing, x), initial_state),
+        output_final_state=output_final_state,
+        impl=first_impl("rg_lru_forward", x.device, x.dtype) if impl is None else impl,
+    )
+    return h, final_state if output_final_state else None
+
+
+def wkv(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    bonus: Tensor,
+    packing: Packing | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    output_final_state: bool = True,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Average past values by keys and age, differentiable in all floating point tensors.
+
+    Per channel: ``o = (n + e^(bonus + k) v) / (d + e^(bonus + k))``, then
+    ``n = e^log_decay n + e^k v; d = e^log_decay d + e^k``. A state is n and d divided by e^m, and
+    m, the largest exponent in them. Sums are float32, of float64 float64.
+
+    Args:
+        k: [T, C] logarithms of weights: float32, bfloat16, or float64 (by "torch"); tokens may lie
+            any distance apart, the channels of one are contiguous.
+        v: [T, C] values, in k's dtype, rows as for k.
+        log_decay: [C] what a token takes from all logarithms before it, at most 0; float32, or
+            float64 beside float64.
+        bonus: [C] what a token's own logarithm has more in its own output, in log_decay's dtype.
+        packing: of T tokens in N sequences at most; None for one sequence.
+        initial_state: [N, 3, C] n, d and m in log_decay's dtype; None: all sequences start from
+            nothing.
+        output_final_state: as in :func:`gated_delta_rule`.
+        impl: "cpp", "triton" or "torch", as in :func:`gated_delta_rule`.
+
+    Returns:
+        [T, C] means in k's dtype, and the last state of each sequence [N, 3, C] in log_decay's, or
+        None. That of an empty sequence is its initial one.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device is not as above, or ``impl`` is unknown.
+        NotImplementedError: an argument carries a forward-mode tangent.
+
+    From "RWKV" (arXiv 2305.13048), as used by RWKV-4.
+    """
+    check_no_tangents("wkv", k, v, log_decay, bonus, initial_state)
+    o, final_state = wkv_forward(
+        *(k, v, log_decay, bonus, _offsets(packing, k), initial_state),
+        output_final_state=output_final_state,
+        impl=first_impl("wkv_forward", k.device, k.dtype) if impl is None else impl,
+    )
+    return o, final_state if output_final_state else None
 
 
 def _offsets(packing: Packing | None, rows: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ is given what its forward was given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.autocast import without_autocast
+from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Op
 from torch_hybrid.ops.core.registration import same_or_first_impl
 from torch_hybrid.ops.core.state_bounds import check_offsets
@@ -70,6 +71,16 @@ class PackedRecurrence(PackedOp):
         """Allocate so many states [HV, V, K]."""
         _, num_heads, v_dim = self.v.shape
         return self.v.new_empty(num_states, num_heads, v_dim, self.k.shape[2], dtype=self.work)
+
+
+def by_pool(
+    implementations: Mapping[str, Implementation], launcher: str
+) -> dict[str, Implementation]:
+    """Make implementations of a forward of those of an op with a pool, its launcher's ``by``."""
+    return {
+        name: Implementation(capability=each.capability, launcher=launcher, options={"by": each})
+        for name, each in implementations.items()
+    }
 
 
 def empty_results(x: PackedOp) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@
 
 #include "call.h"
 #include "recurrent_call.h"
+#include "rg_lru.h"
 #include "simd.h"
 
 namespace lru {
@@ -33,19 +34,6 @@ TH_CALL(Call,
   int64_t x_stride, gates_stride, gates_head_stride;
   int64_t is_bf16, num_threads;
 );
-
-// 1 - a^2 of a = e^(x / 2) for x <= 0. Near 0, where the difference has no digits left, by the series
-// of e^x.
-TH_INLINE f32x16 one_minus_square(f32x16 a, f32x16 x) {
-  f32x16 series = th::splat(1.0f / 40320);
-  float factorial = 40320;
-#pragma GCC unroll 7
-  for (int n = 8; n > 1; --n) {
-    factorial /= float(n);
-    series = th::fma(series, x, th::splat(1.0f / factorial));
-  }
-  return th::select(x > -0.5f, -x * series, th::fma(-a, a, th::splat(1.0f)));
-}
 
 // What a token has of some channels: their inputs, their gates of both kinds head_dim apart, outputs.
 template <typename T>
@@ -83,12 +71,9 @@ void walk(const Call& call, int64_t seq, int64_t head, int64_t first, int n) {
       __builtin_prefetch(next_gates + c);
       __builtin_prefetch(next_gates + call.head_dim + c);
       __builtin_prefetch(next_out + c, 1);
-      const f32x16 input_gate = th::sigmoid(th::load(gates + c, n));
-      const f32x16 log_decay = th::sigmoid(th::load(gates + call.head_dim + c, n)) * log_a[v];
-      const f32x16 decay = th::exp(log_decay);
-      const f32x16 scale = th::sqrt(one_minus_square(decay, 2.0f * log_decay));
-      const f32x16 added = input_gate * th::load(x + c, n);
-      h[v] = th::fma(is_first ? th::splat(1.0f) : scale, added, decay * h[v]);
+      const auto gated = th::lru::Gated::of(gates + c, call.head_dim, log_a[v], n);
+      const f32x16 added = gated.input * th::load(x + c, n);
+      h[v] = th::fma(is_first ? th::splat(1.0f) : gated.scale, added, gated.decay * h[v]);
       th::store(out + c, h[v], n);
     }
   }

@@ -10,11 +10,7 @@ from torch_hybrid.ops.rg_lru.op import RgLru
 
 
 def rg_lru(given: RgLru) -> Tensor:
-    """Scan all tokens of all sequences by doubling.
-
-    A token is the map ``h -> decay h + added``. After the pass of distance d it is that of itself
-    and the 2 d - 1 tokens before it; none is of another sequence.
-    """
+    """Scan all tokens of all sequences."""
     x, state, cu_seqlens = given.x, given.state, given.cu_seqlens
     initial_indices, state_indices = given.initial_indices, given.state_indices
     work = torch.promote_types(x.dtype, torch.float32)
@@ -38,16 +34,29 @@ def rg_lru(given: RgLru) -> Tensor:
     added = scale * input_gate.flatten(1) * x.to(work)
     added = added + (decay * initial[seq]).where(starts[:, None], 0)
 
+    added = scan(decay, added, token - begin)
+    is_stored = (state_indices > 0) & (cu_seqlens.diff() > 0)
+    last = cu_seqlens[1:][is_stored] - 1
+    state[state_indices[is_stored]] = added[last].to(state.dtype)
+    return added.masked_fill(is_padding[:, None], 0.0).to(x.dtype)
+
+
+def scan(decay: Tensor, added: Tensor, position: Tensor) -> Tensor:
+    """Compute the states [T, C] after each token by doubling.
+
+    A token is the map ``h -> decay h + added``. After the pass of distance d it is that of itself
+    and the 2 d - 1 tokens before it; none is of another sequence.
+
+    Args:
+        decay: [T, C]. added [T, C].
+        position: [T] of each token in its sequence.
+    """
     distance = 1
-    while distance < num_tokens:
-        is_joined = (token - distance >= begin)[distance:, None]
+    while distance < len(added):
+        is_joined = (position >= distance)[distance:, None]
         before = added[:-distance].where(is_joined, 0)
         so_far = decay[:-distance].where(is_joined, 1)
         added = torch.cat([added[:distance], added[distance:] + decay[distance:] * before])
         decay = torch.cat([decay[:distance], decay[distance:] * so_far])
         distance *= 2
-
-    is_stored = (state_indices > 0) & (cu_seqlens.diff() > 0)
-    last = cu_seqlens[1:][is_stored] - 1
-    state[state_indices[is_stored]] = added[last].to(state.dtype)
-    return added.masked_fill(is_padding[:, None], 0.0).to(x.dtype)
+    return added

@@ -15,17 +15,19 @@ from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import fetch_rows
 
 
-def rg_lru(given: RgLru, *, is_invariant: bool = False) -> Tensor:
+def rg_lru(given: RgLru, *, is_invariant: bool = False, is_cut: bool = False) -> Tensor:
     """Launch ``torch_hybrid::rg_lru``.
 
     ``is_invariant``: a token has the bits that it has in any call, by one kernel for any lengths
-    that walks sequences whole.
+    that walks sequences whole. ``is_cut``: it has the bits that it has in its sequence alone.
     """
     x, gates = given.x, given.gates
     num_tokens, num_channels = x.shape
     num_seqs = given.state_indices.shape[0]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    walks = ChannelPrograms.of(num_tokens, num_seqs, num_channels, is_invariant=is_invariant)
+    walks = ChannelPrograms.of(
+        num_tokens, num_seqs, num_channels, is_invariant=is_invariant, is_cut=is_cut
+    )
     ends = decays = None
     if walks.segment:
         ends, decays = given.state.new_empty(2, walks.num_segments, num_channels)
@@ -101,7 +103,7 @@ def _rg_lru_kernel(
             is_there = start + place < last
             b_log_decay = b_log_a / (1.0 + tl.exp(-rows_recurrent[place].to(tl.float32)))
             b_decay = exp2_of_decay(b_log_decay * LOG2_E)
-            b_scale = tl.sqrt(_one_minus_square(b_decay, 2.0 * b_log_decay))
+            b_scale = tl.sqrt(one_minus_square(b_decay, 2.0 * b_log_decay))
             b_scale = tl.where((start + place == begin) & is_new, 1.0, b_scale)
             b_added = b_scale * rows_x[place].to(tl.float32)
             b_added /= 1.0 + tl.exp(-rows_input[place].to(tl.float32))
@@ -120,7 +122,7 @@ def _rg_lru_kernel(
 
 
 @triton.jit
-def _one_minus_square(a: tl.tensor, x: tl.tensor) -> tl.tensor:
+def one_minus_square(a: tl.tensor, x: tl.tensor) -> tl.tensor:
     """Compute 1 - a^2 of a = e^(x / 2) for x <= 0; near 0 by the series of e^x.
 
     There the difference has no digits left.

@@ -59,13 +59,15 @@ class RgLru(StatefulOp):
 
     def check(self) -> None:
         """Raise ValueError unless heads divide the channels, and gates are two a channel."""
-        (num_tokens, channels), num_heads = self.x.shape, self.gates.shape[1]
-        if num_heads < 1 or channels % num_heads:
-            raise ValueError(
-                f"gates must have heads that divide {channels} channels, got {num_heads}"
-            )
-        shape = (num_tokens, num_heads, 2 * channels // num_heads)
-        check_shapes({"gates": (self.gates, shape)})
+        check_gates(self.x, self.gates)
+
+
+def check_gates(x: Tensor, gates: Tensor) -> None:
+    """Raise ValueError unless heads divide the channels of x, and gates are two a channel."""
+    (num_tokens, channels), num_heads = x.shape, gates.shape[1]
+    if num_heads < 1 or channels % num_heads:
+        raise ValueError(f"gates must have heads that divide {channels} channels, got {num_heads}")
+    check_shapes({"gates": (gates, (num_tokens, num_heads, 2 * channels // num_heads))})
 
 
 rg_lru = define(RgLru, IMPLEMENTATIONS, returns=like("x"), cpp=Cpp("H=num_heads G//2=head_dim"))

@@ -37,15 +37,24 @@ class ChannelPrograms:
 
     @classmethod
     def of(
-        cls, num_tokens: int, num_seqs: int, num_channels: int, *, is_invariant: bool
+        cls,
+        num_tokens: int,
+        num_seqs: int,
+        num_channels: int,
+        *,
+        is_invariant: bool = False,
+        is_cut: bool = False,
     ) -> ChannelPrograms:
         """Choose the programs of a call.
 
         Args:
             is_invariant: use one kernel for all lengths, which walks sequences whole.
+            is_cut: cut sequences however few tokens there are: a packed one has the bits that it
+                has alone.
         """
-        is_decode = num_tokens <= num_seqs and not is_invariant
-        is_whole = is_decode or is_invariant or num_tokens < _FEWEST_SEGMENTS * _SEGMENT
+        is_decode = num_tokens <= num_seqs and not is_invariant and not is_cut
+        is_short = num_tokens < _FEWEST_SEGMENTS * _SEGMENT and not is_cut
+        is_whole = is_decode or is_invariant or is_short
         return cls(
             num_walks=num_seqs if is_whole else num_blocks(num_tokens, num_seqs, _SEGMENT),
             num_segments=0 if is_whole else num_tokens // _SEGMENT,

@@ -12,18 +12,19 @@
 #include "call.h"
 #include "recurrent_call.h"
 #include "simd.h"
+#include "wkv.h"
 
 namespace rwkv {
 
 using th::LANES;
 using th::f32x16;
+using th::wkv::NOTHING;
+using th::wkv::Sums;
 
 constexpr int BLOCK = 4;  // vectors of channels that walk together: their steps overlap
 // Tokens whose rows are asked for before their turn: they lie too far apart for a processor to
 // foresee the next one.
 constexpr int64_t AHEAD = 2;
-// The exponent of a state of nothing: sums have no part of it, whatever they decay by.
-constexpr float NOTHING = -1e38f;
 
 TH_CALL(Call,
   const void *k, *v;               // [T, C]
@@ -34,21 +35,6 @@ TH_CALL(Call,
   int64_t num_tokens, num_seqs, num_slots, num_channels, k_stride, v_stride;
   int64_t is_bf16, num_threads;
 );
-
-// Of some channels, divided by e^exponent.
-struct Sums {
-  f32x16 numerator, denominator, exponent;
-
-  // With a value of weight e^own, by the larger of both exponents: the other's factor is below 1.
-  TH_INLINE Sums with(f32x16 own, f32x16 value) const {
-    const f32x16 lead = exponent - own;
-    const f32x16 factor = th::exp(th::select(lead > 0.0f, -lead, lead));
-    const f32x16 before = th::select(lead > 0.0f, th::splat(1.0f), factor);
-    const f32x16 added = th::select(lead > 0.0f, factor, th::splat(1.0f));
-    return {th::fma(added, value, before * numerator), th::fma(before, denominator, added),
-            th::select(lead > 0.0f, exponent, own)};
-  }
-};
 
 // VECTORS * LANES channels, or n of one vector, through the tokens of a sequence.
 template <int VECTORS, typename T>

@@ -12,22 +12,23 @@ from torch_hybrid.ops.triton.channel_programs import ChannelPrograms, walk_of, z
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import fetch_rows
-from torch_hybrid.ops.wkv.op import Wkv
+from torch_hybrid.ops.wkv.op import NOTHING, Wkv
 
-# The exponent of a state of nothing: sums have no part of it, whatever they decay by.
-_NOTHING: tl.constexpr = tl.constexpr(-1e38)
+_NOTHING: tl.constexpr = tl.constexpr(NOTHING)
 
 
-def wkv(x: Wkv, *, is_invariant: bool = False) -> Tensor:
+def wkv(x: Wkv, *, is_invariant: bool = False, is_cut: bool = False) -> Tensor:
     """Launch ``torch_hybrid::wkv``.
 
     ``is_invariant``: a token has the bits that it has in any call, by one kernel for any lengths
-    that walks sequences whole.
+    that walks sequences whole. ``is_cut``: it has the bits that it has in its sequence alone.
     """
     num_tokens, num_channels = x.k.shape
     num_seqs = x.state_indices.shape[0]
     out = torch.empty_like(x.k, memory_format=torch.contiguous_format)
-    walks = ChannelPrograms.of(num_tokens, num_seqs, num_channels, is_invariant=is_invariant)
+    walks = ChannelPrograms.of(
+        num_tokens, num_seqs, num_channels, is_invariant=is_invariant, is_cut=is_cut
+    )
     ends = x.state.new_empty(walks.num_segments, 3, num_channels) if walks.segment else None
     for grid, constants in walks.launches():
         bind(_wkv_kernel, x, walks)[grid](ends=ends, out=out, **constants)
@@ -85,7 +86,7 @@ def _wkv_kernel(
             rows_exponent = fetch_rows(ends + 2 * C + channel, start, stop, 3 * C, mask_c, ROWS)
             for place in tl.static_range(ROWS):
                 b_decayed = b_exponent + SEGMENT * b_log_decay
-                b_before, b_after, b_largest = _weights(b_decayed, rows_exponent[place])
+                b_before, b_after, b_largest = joined_weights(b_decayed, rows_exponent[place])
                 is_there = start + place < stop
                 sum_num = b_before * b_num + b_after * rows_num[place]
                 sum_den = b_before * b_den + b_after * rows_den[place]
@@ -106,9 +107,9 @@ def _wkv_kernel(
             is_there = start + place < last
             b_k = rows_k[place].to(tl.float32)
             b_v = rows_v[place].to(tl.float32)
-            b_before, b_own, _ = _weights(b_exponent, b_k + b_bonus)
+            b_before, b_own, _ = joined_weights(b_exponent, b_k + b_bonus)
             b_out = (b_before * b_num + b_own * b_v) / (b_before * b_den + b_own)
-            b_before, b_own, b_largest = _weights(b_exponent + b_log_decay, b_k)
+            b_before, b_own, b_largest = joined_weights(b_exponent + b_log_decay, b_k)
             b_num = tl.where(is_there, b_before * b_num + b_own * b_v, b_num)
             b_den = tl.where(is_there, b_before * b_den + b_own, b_den)
             b_exponent = tl.where(is_there, b_largest, b_exponent)
@@ -117,14 +118,16 @@ def _wkv_kernel(
                 is_there &= is_first
             tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask_c & is_there)
     if last == end:
-        _store(state + slot * 3 * C + channel, b_num, b_den, b_exponent, mask_c & (slot != 0), C)
+        store_sums(
+            state + slot * 3 * C + channel, b_num, b_den, b_exponent, mask_c & (slot != 0), C
+        )
     if SEGMENT > 0 and not CARRIED:
         left = (first // SEGMENT).to(tl.int64) * 3 * C + channel
-        _store(ends + left, b_num, b_den, b_exponent, mask_c & (last < end), C)
+        store_sums(ends + left, b_num, b_den, b_exponent, mask_c & (last < end), C)
 
 
 @triton.jit
-def _weights(a: tl.tensor, b: tl.tensor) -> tl.tuple:
+def joined_weights(a: tl.tensor, b: tl.tensor) -> tl.tuple:
     """Compute e^a and e^b, both divided by the larger of them, and its exponent."""
     lead = a - b
     factor = exp2_of_decay(-tl.abs(lead) * LOG2_E)
@@ -132,7 +135,7 @@ def _weights(a: tl.tensor, b: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
-def _store(
+def store_sums(
     pointer: tl.tensor,
     num: tl.tensor,
     den: tl.tensor,

@@ -12,6 +12,9 @@ from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
 from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, StatefulOp, define, like
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton, invariant
 
+# The exponent of a state of nothing: sums have no part of it, whatever they decay by.
+NOTHING = -1e38
+
 _TRITON = in_triton("torch_hybrid.ops.wkv._triton:wkv")
 IMPLEMENTATIONS = {
     "cpp": in_cpp("torch_hybrid.ops.wkv._cpu.cpp:wkv", features=INVARIANT),

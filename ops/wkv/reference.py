@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.wkv.op import Wkv
-
-# The exponent of a state of nothing: sums have no part of it, whatever they decay by.
-NOTHING = -1e38
+from torch_hybrid.ops.wkv.op import NOTHING, Wkv
 
 
 def wkv_reference(x: Wkv) -> Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import torch_hybrid as th
+from tests.functional.channels import CHANNELS
 from tests.functional.rules import RULES, Rule, offsets
 from tests.functional.test_ssd import inputs as ssd_inputs
 from tests.ops.contract import assert_same_bits
@@ -54,22 +57,28 @@ def test_no_packing_recompiles(rule: Rule, backend: str) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
 
 
-def test_no_packing_recompiles_ssd() -> None:
-    """Steps and decays are in the graph too; a second T makes one more."""
+@pytest.mark.parametrize("op", ["ssd", *CHANNELS])
+def test_no_packing_recompiles_other_recurrences(op: str) -> None:
+    """A second T makes one graph more."""
     torch.manual_seed(0)
+    function, inputs = (ssd, ssd_inputs) if op == "ssd" else _channels(op)
 
     def loss(*xs: Tensor) -> Tensor:
-        return ssd(*xs[:7], xs[7], output_final_state=False)[0].square().mean()
+        return function(*xs, output_final_state=False)[0].square().mean()
 
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     others = [th.Packing(offsets((n, 9))) for n in (55, 24, 119)]
     for n, packed in enumerate([*packings(8), *others]):
-        xs = [x.requires_grad_() for x in ssd_inputs((packed.num_tokens,))[:7]]
+        xs = [x.requires_grad_() for x in inputs((packed.num_tokens,))[:-1]]
         with torch.compiler.set_stance("default" if n in (0, 8) else "fail_on_recompile"):
             made = torch.autograd.grad(compiled(*xs, packed), xs)
         for a, b in zip(made, torch.autograd.grad(loss(*xs, packed), xs), strict=True):
             assert_same_bits(a, b)
+
+
+def _channels(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return CHANNELS[op].function, CHANNELS[op].inputs
 
 
 def test_other_numbers_of_tokens_share_a_graph() -> None:

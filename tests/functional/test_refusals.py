@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import torch_hybrid as th
+from tests.functional.channels import CHANNELS, Channels
 from tests.functional.rules import RULES, Rule, packing
 from tests.functional.test_ssd import inputs as ssd_inputs
 from torch_hybrid.functional import causal_conv1d, gated_delta_rule, kimi_delta_attention, ssd
 
+each_channels = pytest.mark.parametrize("op", CHANNELS.values(), ids=CHANNELS)
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
@@ -54,6 +56,23 @@ def test_transforms(rule: Rule) -> None:
     )
     with pytest.raises(NotImplementedError, match=re.escape(text)):
         torch.func.grad(lambda q: rule.function(q, *rest)[0].sum())(q)
+
+
+@each_channels
+def test_derivatives_of_channels(op: Channels) -> None:
+    x, *rest = (each.requires_grad_() for each in op.inputs((5,))[:-1])
+    name = op.function.__name__
+    (dx,) = torch.autograd.grad(op.function(x, *rest)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=f"{name} can be differentiated once"):
+        dx.sum().backward()
+    x, *rest = (each.detach() for each in (x, *rest))
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=f"{name} has no forward-mode derivative"),
+    ):
+        op.function(forward_ad.make_dual(x, torch.ones_like(x)), *rest)
+    with pytest.raises(NotImplementedError, match=f"{name}_forward differentiates by backward"):
+        torch.func.grad(lambda x: op.function(x, *rest)[0].sum())(x)
 
 
 def ssd_leaves() -> list[Tensor]:
@@ -104,6 +123,12 @@ def scalar(at: int, by: Callable[[Tensor], Tensor]) -> Callable[[], object]:
     xs = ssd_inputs((5,))
     xs[at] = by(xs[at])
     return lambda: ssd(*xs[:7], None, xs[7])
+
+
+def channel(op: str, at: int, by: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+    xs = CHANNELS[op].inputs((5,))
+    xs[at] = by(xs[at])
+    return lambda: CHANNELS[op].function(*xs[:-1], None, xs[-1])
 
 
 BAD: Mapping[str, tuple[Callable[[], object], str]] = {
@@ -159,6 +184,31 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
     "states of ssd": (
         scalar(7, lambda s: s[:0]),
         "initial_state must have shape [1, 6, 24, 16], got [0, 6, 24, 16]",
+    ),
+    "gates": (
+        channel("rg_lru", 1, lambda g: g[:4]),
+        "gates must have shape [5, 3, 46], got [4, 3, 46]",
+    ),
+    "heads of gates": (
+        channel("rg_lru", 1, lambda g: g[:, :2]),
+        "gates must have heads that divide 69 channels, got 2",
+    ),
+    "log_a": (
+        channel("rg_lru", 2, Tensor.double),
+        "log_a must have dtype torch.float32, got torch.float64",
+    ),
+    "states of rg_lru": (
+        channel("rg_lru", 3, lambda s: s[:0]),
+        "initial_state must have shape [1, 69], got [0, 69]",
+    ),
+    "v of wkv": (
+        channel("wkv", 1, Tensor.double),
+        "v must have dtype torch.float32, got torch.float64",
+    ),
+    "bonus": (channel("wkv", 3, lambda b: b[:5]), "bonus must have shape [69], got [5]"),
+    "states of wkv": (
+        channel("wkv", 4, lambda s: s[:, :2]),
+        "initial_state must have shape [1, 3, 69], got [1, 2, 69]",
     ),
     "activation": (
         lambda: causal_conv1d(torch.ones(3, 2), torch.ones(2, 4), activation="gelu"),

@@ -48,12 +48,14 @@ from tests.ops.paged_attention import cases as paged
 from tests.ops.pooled_selection_step import cases as indexing
 from tests.ops.ragged_attention import cases as ragged
 from tests.ops.registered import channel_recurrences, public_ops
+from tests.ops.rg_lru import backward as rg_lru_backward
 from tests.ops.select_blocks import cases as selection
 from tests.ops.selective_scan import cases as scans
 from tests.ops.ssd import backward as ssd_backward
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd import step_lightning_cases as lightning_step_cases
 from tests.ops.ssd import step_mamba2_cases as ssd_step_cases
+from tests.ops.wkv import backward as wkv_backward
 from torch_hybrid.ops import (
     block_attention,
     causal_conv1d,
@@ -294,7 +296,10 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     name = "causal_conv1d_backward"
     yield name, lambda device: gradients(conv_backward.on(backward, device))
     scan = ssd_backward.make_backward(dtype=dtype)
-    yield "ssd_backward", lambda device: gradients(arguments_moved(scan, device))
+    lru = rg_lru_backward.make_backward(dtype=dtype)
+    mean = wkv_backward.make_backward(dtype=dtype)
+    for name, call in (("ssd_backward", scan), ("rg_lru_backward", lru), ("wkv_backward", mean)):
+        yield name, lambda device, call=call: gradients(arguments_moved(call, device))
     for num_tokens in (3, 50):
         case = experts.Case(num_tokens=num_tokens, top_k=3, dim=77, width=45, routing="some_none")
         args = experts.make_inputs(case, dtype=dtype)

@@ -218,6 +218,18 @@ def _trained_ssd(by: str) -> _Made:
     return (*rows, inputs.cu_seqlens, initial, *grads), {"scale": 1.0}, {}
 
 
+def _trained_channels(op: str, by: str) -> _Made:
+    """A recurrence of single channels: its rows and numbers, without the pool's indices."""
+    cases = import_module(f"tests.ops.{op}.cases")
+    inputs = cases.make_inputs(cases.Case(**_LENGTHS))
+    *given, pool, cu_seqlens, _, _ = inputs.args()
+    initial = torch.randn_like(pool[: len(cu_seqlens) - 1])
+    if by == "forward":
+        return (*given, cu_seqlens, initial), {"output_final_state": True}, {}
+    grads = torch.randn_like(given[0]), torch.randn_like(initial)
+    return (*given, cu_seqlens, initial, *grads), {}, {}
+
+
 def _trained_gated(by: str) -> _Made:
     return _trained(gated_delta.make_inputs(DeltaCase(**_LENGTHS)), by=by)
 
@@ -405,6 +417,8 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "power_sum": lambda: _without_indices(torch.randn(5, 37), 2),
     "previous_rows": _previous_rows,
     "ragged_attention_with_lse": _ragged_attention,
+    "rg_lru_backward": lambda: _trained_channels("rg_lru", "backward"),
+    "rg_lru_forward": lambda: _trained_channels("rg_lru", "forward"),
     "route": lambda: _without_indices(torch.randn(5, 16), torch.randn(16), 3, score="softmax"),
     "select_blocks": _select_blocks,
     "selective_scan": _scan,
@@ -416,6 +430,8 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "state_copy": _state_copy,
     "store_latents": _store_latents,
     "top_k": lambda: _without_indices(torch.randn(5, 37), 3),
+    "wkv_backward": lambda: _trained_channels("wkv", "backward"),
+    "wkv_forward": lambda: _trained_channels("wkv", "forward"),
 }
 CALLS |= {name: partial(_of_own_cases, name) for name in public_ops() if name not in CALLS}
 # Integers that are values and name no place.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def plan_compiled(said: dict[str, Any]) -> list[torch.Tensor]:
 
 
 # The forward of Mamba2 hands its decoder a mask alone.
-@pytest.fixture(scope="module", params=["qwen3_next_dense", "mamba2"])
+@pytest.fixture(scope="module", params=["qwen3_next_dense", "mamba2", "recurrent_gemma"])
 def twin(request: pytest.FixtureRequest) -> Any:
     return make_twin(request.param)
 
@@ -95,12 +96,14 @@ def test_evaluation_keeps_sequences_apart(twin: Any, alone: torch.Tensor, stated
 
 
 def test_positional_arguments_are_those_of_transformers(twin: Any, alone: torch.Tensor):
-    ids, position = sent_by("position_ids").values()
+    sent = sent_by("seq_idx", "position_ids")
+    names = [*inspect.signature(type(twin).forward).parameters][1:]
+    args = [sent.pop(name, None) for name in names[: names.index("labels")]]
     with torch.no_grad():
-        logits = twin(ids, None, position).logits[0]
+        logits = twin(*args, **sent).logits[0]
     torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
-    with pytest.raises(TypeError, match="after labels must be named, got 7 positional"):
-        twin(ids, None, position, None, None, ids, True)
+    with pytest.raises(TypeError, match=f"after labels must be named, got {len(args) + 2} pos"):
+        twin(*args, args[0], True)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -111,7 +114,7 @@ def test_rows_padded_at_either_side(twin: Any, alone: torch.Tensor, side: str):
         place = slice(-row.shape[1], None) if side == "left" else slice(row.shape[1])
         ids[n, place], mask[n, place] = row[0], 1
     with torch.no_grad():
-        logits = twin(ids, mask).logits
+        logits = twin(ids, attention_mask=mask).logits
     torch.testing.assert_close(logits[mask.bool()], alone, atol=1e-4, rtol=1e-4)
 
 

@@ -30,6 +30,7 @@ FAMILIES = (
     "lfm2",
     "lfm2_moe",
     "lfm3",
+    "recurrent_gemma",
 )
 LENGTHS = [70, 1, 3, 33]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_hybrid.packing import Packing, after_first, check_form
 
@@ -138,11 +139,14 @@ def _require(holds: Tensor, message: str, came: Tensor | None = None) -> None:
         raise ValueError(message if came is None else f"{message}, got {came.tolist()}")
 
 
-_POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
-
-
-def named(args: tuple[Any, ...], options: Mapping[str, Any], *, last: str) -> dict[str, Any]:
-    """Name positional arguments as models and decoders of transformers do."""
-    if len(args) > len(_POSITIONAL) + 1:
+def named(
+    module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any], *, last: str
+) -> dict[str, Any]:
+    """Name positional arguments as the forward of a module of transformers does."""
+    names = ["input_ids"]
+    if len(args) > 1:
+        names = [*inspect.signature(type(module).forward).parameters][1:]
+        names = names[: names.index(last) + 1]
+    if len(args) > len(names):
         raise TypeError(f"arguments after {last} must be named, got {len(args)} positional ones")
-    return {**dict(zip((*_POSITIONAL, last), args, strict=False)), **options}
+    return {**dict(zip(names, args, strict=False)), **options}

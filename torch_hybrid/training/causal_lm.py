@@ -36,7 +36,7 @@ class CausalLM(nn.Module):
         **options: Any,
     ) -> Any:
         """Run the model's own forward, or compute its loss a chunk of rows at a time."""
-        inputs = {"labels": labels, **named(args, options, last="labels")}
+        inputs = {"labels": labels, **named(self, args, options, last="labels")}
         labels = inputs.pop("labels")
         if labels is None or inputs.get("use_cache") or inputs.get("past_key_values") is not None:
             return super().forward(labels=labels, **inputs)
@@ -80,7 +80,9 @@ class CausalLM(nn.Module):
         # Factors on logits, of Falcon-H1 and of Granite.
         factor = vars(self.base_model).get("lm_head_multiplier", 1.0)
         factor = factor / vars(self).get("logits_scaling", 1.0)
-        total = self.lm_head(outputs[0] if factor == 1 else outputs[0] * factor, targets)
+        hidden = outputs[0] if factor == 1 else outputs[0] * factor
+        # A bound of logits that RecurrentGemma has.
+        total = self.lm_head(hidden, targets, getattr(config, "logits_soft_cap", None))
         if num_items_in_batch is None:
             num_items_in_batch = (targets != IGNORED).sum()
         loss = total / num_items_in_batch
@@ -114,7 +116,7 @@ class MaskedCausalLM(CausalLM):
         **options: Any,
     ) -> Any:
         """Run the forward of a causal language model."""
-        inputs = named(args, options, last="labels")
+        inputs = named(self, args, options, last="labels")
         if keeps_a_cache(self.base_model, inputs):
             check_says_nothing(inputs)
         else:

@@ -29,7 +29,7 @@ def hand_down_packing(
         ValueError: boundaries contradict each other, or are given beside a cache; or the attention
             was changed since.
     """
-    inputs = named(args, options, last="use_cache")
+    inputs = named(decoder, args, options, last="use_cache")
     if isinstance(mask := inputs.get("attention_mask"), Packing):
         inputs["packing"] = mask
     if keeps_a_cache(decoder, inputs):

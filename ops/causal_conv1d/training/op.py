@@ -24,18 +24,11 @@ from torch_hybrid.ops.core.declare import (
     pair_made,
     several_made,
 )
-from torch_hybrid.ops.core.packed import PackedOp, empty_results, gradients
+from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
 from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton
 
 _FOLDER = "torch_hybrid.ops.causal_conv1d.training"
-FORWARD: dict[str, Implementation] = {
-    name: Implementation(
-        capability=each.capability,
-        launcher=f"{_FOLDER}._pool:causal_conv1d_forward",
-        options={"by": each},
-    )
-    for name, each in IMPLEMENTATIONS.items()
-}
+FORWARD = by_pool(IMPLEMENTATIONS, f"{_FOLDER}._pool:causal_conv1d_forward")
 BACKWARD: dict[str, Implementation] = {
     "cpp": in_cpp(f"{_FOLDER}._cpu:causal_conv1d_backward", checks_indices=False),
     "triton": in_triton(f"{_FOLDER}._triton:causal_conv1d_backward"),

@@ -10,6 +10,7 @@ from torch_hybrid.training.mixers.delta_rules import (
     SeparateGatedDeltaNet,
 )
 from torch_hybrid.training.mixers.mamba2 import FalconH1Mamba2, Mamba2
+from torch_hybrid.training.mixers.rg_lru import RecurrentBlock
 from torch_hybrid.training.mixers.short_conv import ShortConv
 from torch_hybrid.training.mixers.twin import Twin
 
@@ -34,4 +35,5 @@ TWINS: dict[str, type[Twin]] = {
     "Lfm2ShortConv": ShortConv,
     "Lfm2MoeShortConv": ShortConv,
     "Lfm3ShortConv": ShortConv,
+    "RecurrentGemmaRecurrentBlock": RecurrentBlock,
 }

@@ -7,9 +7,9 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from torch_hybrid.functional import causal_conv1d, ssd
+from torch_hybrid.functional import ssd
 from torch_hybrid.packing import Packing
-from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work, by_head
+from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work, by_head, convolved
 
 
 class Mamba2(Twin):
@@ -33,11 +33,7 @@ class Mamba2(Twin):
     def packed(self, x: Tensor, packing: Packing) -> Tensor:
         widths = [self.intermediate_size, self.conv_dim, self.num_heads]
         gate, xBC, dt = self.project(x).split(widths, -1)
-        weight, bias = self.conv1d.weight.squeeze(1).to(xBC.dtype), self.conv1d.bias
-        bias = None if bias is None else bias.to(xBC.dtype)
-        xBC, _ = causal_conv1d(
-            xBC, weight, bias, packing, activation=self.activation, output_final_state=False
-        )
+        xBC = convolved(self.conv1d, xBC, packing, self.activation)
         group_width = (self.conv_dim - self.intermediate_size) // 2
         v, B, C = xBC.split([self.intermediate_size, group_width, group_width], -1)
         B, C = (by_head(each, self.ssm_state_size) for each in (B, C))

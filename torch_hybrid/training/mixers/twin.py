@@ -7,11 +7,12 @@ A twin is a class in front of a mixer's own. With a packing it computes by
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from torch_hybrid.functional import causal_conv1d
 from torch_hybrid.packing import Packing
 
 Submodule = Callable[..., Tensor]
@@ -32,6 +33,27 @@ class Twin(nn.Module):
     def packed(self, x: Tensor, packing: Packing) -> Tensor:
         """Map tokens [T, D] to [T, D]."""
         raise NotImplementedError
+
+
+class TwinOfPair(Twin):
+    """Mixer that returns a pair, whose second is None with a packing."""
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, packing: Packing | None = None, **options: Any
+    ) -> Any:
+        """Map [B, T, D] to [B, T, D] and None."""
+        made = super().forward(hidden_states, *args, packing=packing, **options)
+        return made if packing is None else (made, None)
+
+
+def convolved(
+    conv: nn.Conv1d, x: Tensor, packing: Packing, activation: Literal["silu"] | None = None
+) -> Tensor:
+    """Convolve tokens [T, C] by a causal convolution of transformers."""
+    weight, bias = conv.weight.squeeze(1).to(x.dtype), conv.bias
+    bias = None if bias is None else bias.to(x.dtype)
+    y, _ = causal_conv1d(x, weight, bias, packing, activation=activation, output_final_state=False)
+    return y
 
 
 def by_head(x: Tensor, head_dim: int) -> Tensor:

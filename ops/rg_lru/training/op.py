@@ -1,0 +1,116 @@
+"""Real-gated linear recurrent units without pools: states go in and come out.
+
+The forward runs the kernels of ``rg_lru`` on a pool of its own. The backward is an op of its own,
+which is given what the forward was given, and recomputes the states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
+from torch_hybrid.ops.core.declare import Dense, Index, Rows, define, pair_made, several_made
+from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
+from torch_hybrid.ops.implementations import cut, in_cpp, in_torch, in_triton
+from torch_hybrid.ops.rg_lru.op import IMPLEMENTATIONS, check_gates
+
+# Largest derivative of a square root that the published models train with.
+MAX_SQRT_GRADIENT = 1000.0
+
+_FOLDER = "torch_hybrid.ops.rg_lru.training"
+FORWARD = by_pool(
+    {
+        "cpp": IMPLEMENTATIONS["cpp"],
+        "triton": cut(IMPLEMENTATIONS["triton"]),
+        "torch": IMPLEMENTATIONS["torch"],
+    },
+    f"{_FOLDER}._pool:rg_lru_forward",
+)
+BACKWARD: dict[str, Implementation] = {
+    "cpp": in_cpp(f"{_FOLDER}._cpu:rg_lru_backward"),
+    "triton": in_triton(f"{_FOLDER}._triton:rg_lru_backward"),
+    "torch": in_torch(f"{_FOLDER}._torch:rg_lru_backward", dtypes=FLOATS_AND_FLOAT64),
+}
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class TrainedRgLru(PackedOp):
+    """Arguments that the forward and its backward have."""
+
+    x: Annotated[Tensor, Rows("C")]
+    gates: Annotated[Tensor, Rows("H", "G", apart=2)]
+    log_a: Annotated[Tensor, Dense("C", dtype="work")]
+    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
+    initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "C", dtype="work")]
+
+    @property
+    def rows(self) -> Tensor:
+        """Tensor that the outputs have shape and dtype of."""
+        return self.x
+
+    def states(self, num_states: int) -> Tensor:
+        """Allocate so many states [C]."""
+        work = torch.promote_types(self.x.dtype, torch.float32)
+        return self.x.new_empty(num_states, self.x.shape[1], dtype=work)
+
+    def check(self) -> None:
+        """Raise ValueError unless heads divide the channels, and gates are two a channel."""
+        check_gates(self.x, self.gates)
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class RgLruForward(TrainedRgLru):
+    """Real-gated linear recurrent units without a pool; ``torch_hybrid.functional`` states them.
+
+    Args:
+        x: [T, C], float dtype. gates [T, H, 2 C / H] in that dtype.
+        log_a: [C] float32, or float64 beside float64.
+        cu_seqlens: [N + 1] int32, from 0 to at most T.
+        initial_state: [N, C] like log_a, or None: all sequences start from nothing.
+        output_final_state: whether final states are made.
+        impl: a name in FORWARD.
+
+    Returns:
+        [T, C] outputs in x's dtype, and final states like initial ones, or [0, C].
+    """
+
+    output_final_state: bool = field(kw_only=True)
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class RgLruBackward(TrainedRgLru):
+    """Gradients of :func:`rg_lru_forward`, in fixed orders of sums.
+
+    Args:
+        x, gates, log_a, cu_seqlens, initial_state: those of the forward.
+        dout: [T, C] gradient of the outputs, in x's dtype.
+        dfinal_state: [N, C] gradient of the final states, or None for zeros.
+        impl: a name in BACKWARD.
+
+    Returns:
+        Gradients of x, the gates, log_a and the initial state; the last is empty where that is
+        None.
+    """
+
+    dout: Annotated[Tensor, Rows("C")]
+    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "C", dtype="work")]
+
+
+def empty_gradients(x: TrainedRgLru) -> tuple[Tensor, ...]:
+    """Make the tensors that the backward returns."""
+    rows = (each.new_empty(each.shape) for each in (x.x, x.gates, x.log_a))
+    return *rows, x.states(0 if x.initial_state is None else x.num_seqs)
+
+
+rg_lru_backward = define(RgLruBackward, BACKWARD, returns=several_made(4, empty_gradients))
+rg_lru_forward = define(
+    RgLruForward,
+    FORWARD,
+    returns=pair_made(empty_results),
+    backward=partial(gradients, rg_lru_backward, 0, lambda saved: {}),
+)
