@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 import torch_hybrid as th
 from tests.functional.rules import RULES, Rule, packing
+from tests.functional.test_linear_attention import FORMS
 from tests.functional.test_ssd import inputs as ssd_inputs
 from torch_hybrid.functional import causal_conv1d, gated_delta_rule, kimi_delta_attention, ssd
 
@@ -79,8 +80,21 @@ def test_forward_mode_and_transforms_of_ssd() -> None:
         torch.func.grad(lambda x: ssd(x, *rest)[0].sum())(x)
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_forward_mode_of_linear_attention(name: str) -> None:
+    q, *rest = FORMS[name].inputs((5,))[:-1]
+    function = FORMS[name].function
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=f"{function.__name__} has no forward-mode"),
+    ):
+        function(forward_ad.make_dual(q, torch.ones_like(q)), *rest)
+
+
 def test_nothing_is_mutated() -> None:
-    for run, xs in ((gated_delta_rule, leaves(RULES["gated"])), (ssd, ssd_leaves())):
+    made = ((form.function, form.inputs((5,))) for form in FORMS.values())
+    attention = [(run, [x.requires_grad_() for x in xs]) for run, xs in made]
+    for run, xs in ((gated_delta_rule, leaves(RULES["gated"])), (ssd, ssd_leaves()), *attention):
         before = [x.detach().clone() for x in xs]
         o, final = run(*xs[:-1], None, xs[-1])
         (o.sum() + final.sum()).backward()
@@ -104,6 +118,12 @@ def scalar(at: int, by: Callable[[Tensor], Tensor]) -> Callable[[], object]:
     xs = ssd_inputs((5,))
     xs[at] = by(xs[at])
     return lambda: ssd(*xs[:7], None, xs[7])
+
+
+def linear(name: str, at: int, by: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+    xs = FORMS[name].inputs((5,))
+    xs[at] = by(xs[at])
+    return lambda: FORMS[name].function(*xs[:-1], None, xs[-1])
 
 
 BAD: Mapping[str, tuple[Callable[[], object], str]] = {
@@ -159,6 +179,20 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
     "states of ssd": (
         scalar(7, lambda s: s[:0]),
         "initial_state must have shape [1, 6, 24, 16], got [0, 6, 24, 16]",
+    ),
+    "k of lightning": (
+        linear("lightning", 1, lambda k: k[:4]),
+        "k must have shape [5, 3, 16], got [4, 3, 16]",
+    ),
+    "slopes": (
+        linear("lightning", 3, lambda s: s[:, None]),
+        "slopes must have shape [3], got [3, 1]",
+    ),
+    "i of mlstm": (linear("mlstm", 3, lambda i: i[:, :2]), "i must have shape [5, 3], got [5, 2]"),
+    "f of mlstm": (linear("mlstm", 4, lambda f: f[:4]), "f must have shape [5, 3], got [4, 3]"),
+    "states of mlstm": (
+        linear("mlstm", 5, lambda s: s[:, :, :25]),
+        "initial_state must have shape [1, 3, 32, 16], got [1, 3, 25, 16]",
     ),
     "activation": (
         lambda: causal_conv1d(torch.ones(3, 2), torch.ones(2, 4), activation="gelu"),
