@@ -32,12 +32,17 @@ def linear_cross_entropy_forward(x: LinearCrossEntropyForward) -> tuple[Tensor, 
         rows = slice(start, start + most)
         h, target, counts = hidden[rows], x.targets[rows, None], x.targets[rows, None] != IGNORED
         z, p = logits[: len(h)], log_probs[: len(h)]
-        torch.log_softmax(torch.mm(h, weight.T, out=z), -1, total.dtype, out=p)
+        torch.mm(h, weight.T, out=z)
+        if x.softcap is not None:
+            z.div_(x.softcap).tanh_().mul_(x.softcap)
+        torch.log_softmax(z, -1, total.dtype, out=p)
         picked = p.gather(1, target.clamp(min=0))
         total -= picked.where(counts, 0.0).sum()
         if not x.of_hidden and not x.of_weight:
             continue
         p.exp_().scatter_add_(1, target.clamp(min=0), -torch.ones_like(picked))
+        if x.softcap is not None:
+            p.mul_(1 - (z / x.softcap).square())
         dlogits = p.masked_fill_(~counts, 0.0).to(hidden.dtype)
         if x.of_hidden:
             torch.mm(dlogits, weight, out=dhidden[rows])

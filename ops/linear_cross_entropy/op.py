@@ -35,6 +35,7 @@ class LinearCrossEntropyForward(Op):
         targets: [T] int64 from 0 to V - 1, or -100 for a row without a loss.
         of_hidden: whether the gradient of ``hidden`` is made.
         of_weight: whether that of ``weight`` is.
+        softcap: bound of logits, which are ``softcap tanh(logits / softcap)``; None for none.
         impl: "torch".
 
     Returns:
@@ -46,6 +47,7 @@ class LinearCrossEntropyForward(Op):
     targets: Annotated[Tensor, Dense("T", dtype=torch.int64)]
     of_hidden: bool = field(kw_only=True)
     of_weight: bool = field(kw_only=True)
+    softcap: float | None = field(default=None, kw_only=True)
 
     def check_indices(self) -> None:
         """Raise ValueError for a target that is no row of ``weight``."""

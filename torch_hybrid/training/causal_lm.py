@@ -80,7 +80,9 @@ class CausalLM(nn.Module):
         # Factors on logits, of Falcon-H1 and of Granite.
         factor = vars(self.base_model).get("lm_head_multiplier", 1.0)
         factor = factor / vars(self).get("logits_scaling", 1.0)
-        total = self.lm_head(outputs[0] if factor == 1 else outputs[0] * factor, targets)
+        hidden = outputs[0] if factor == 1 else outputs[0] * factor
+        # A bound of logits that RecurrentGemma has.
+        total = self.lm_head(hidden, targets, getattr(config, "logits_soft_cap", None))
         if num_items_in_batch is None:
             num_items_in_batch = (targets != IGNORED).sum()
         loss = total / num_items_in_batch

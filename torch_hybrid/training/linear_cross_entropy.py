@@ -12,8 +12,13 @@ from torch_hybrid.ops.linear_cross_entropy import linear_cross_entropy_forward
 class LossHead(nn.Linear):
     """Output head that computes a summed cross entropy if it is given targets."""
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Map hidden states to logits, or with ``targets`` [...] int64 to the sum of losses."""
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, softcap: float | None = None
+    ) -> Tensor:
+        """Map hidden states to logits, or with ``targets`` [...] int64 to the sum of losses.
+
+        ``softcap`` bounds the logits of losses alone.
+        """
         if targets is None:
             return super().forward(hidden)
         check_no_tangents("linear_cross_entropy", hidden, self.weight)
@@ -26,5 +31,6 @@ class LossHead(nn.Linear):
             *(hidden.flatten(0, -2), weight, targets.flatten()),
             of_hidden=is_recording and hidden.requires_grad,
             of_weight=is_recording and weight.requires_grad,
+            softcap=softcap,
             impl="torch",
         )[0]

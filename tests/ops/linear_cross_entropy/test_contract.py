@@ -23,15 +23,16 @@ def make_head(dtype: torch.dtype = torch.float64) -> tuple[LossHead, Tensor, Ten
     return head, hidden, targets
 
 
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_loss_and_gradients_are_those_of_whole_logits(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("torch_hybrid.ops.linear_cross_entropy._torch._BLOCK", 16)
     head, hidden, targets = make_head(dtype)
     exact = [x.detach().double().requires_grad_() for x in (hidden, head.weight)]
-    whole = linear_cross_entropy(exact[0].flatten(0, 1), exact[1], targets.flatten())
-    loss = head(hidden, targets)
+    whole = linear_cross_entropy(exact[0].flatten(0, 1), exact[1], targets.flatten(), softcap)
+    loss = head(hidden, targets, softcap)
     made = torch.autograd.grad(loss / 3, (hidden, head.weight))
     expected = torch.autograd.grad(whole / 3, exact)
     tolerance = (
