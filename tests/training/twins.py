@@ -30,6 +30,8 @@ FAMILIES = (
     "lfm2",
     "lfm2_moe",
     "lfm3",
+    "minimax",
+    "xlstm",
 )
 LENGTHS = [70, 1, 3, 33]
 
