@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torch_hybrid.ops.causal_conv1d.training import causal_conv1d_forward
 from torch_hybrid.ops.core.autograd import check_no_tangents
@@ -35,7 +36,16 @@ from torch_hybrid.ops.ssd.training import ssd_forward
 from torch_hybrid.ops.wkv.training import wkv_forward
 from torch_hybrid.packing import Packing
 
-__all__ = ["causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "rg_lru", "ssd", "wkv"]
+__all__ = [
+    "causal_conv1d",
+    "gated_delta_rule",
+    "kimi_delta_attention",
+    "lightning_attention",
+    "mlstm",
+    "rg_lru",
+    "ssd",
+    "wkv",
+]
 
 
 def gated_delta_rule(
@@ -200,6 +210,90 @@ def ssd(
         impl=_first("ssd_forward", B, x) if impl is None else impl,
     )
     return y, final_state if output_final_state else None
+
+
+def lightning_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    packing: Packing | None = None,
+    initial_state: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    output_final_state: bool = True,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run lightning attention, differentiable in all its floating point tensors.
+
+    Per value head: ``S = e^-s S + v k^T; o = scale S q``, by chunks. Arguments, results and errors
+    are those of :func:`gated_delta_rule`, but:
+
+    Args:
+        slopes: [HV] rates s of decay, at least 0, in any float dtype.
+        impl: "cpp", "triton" or "torch".
+
+    From "Lightning Attention-2" (arXiv 2401.04658), as used by MiniMax-01 and Ring-2.5.
+    """
+    check_no_tangents("lightning_attention", q, k, v, slopes, initial_state)
+    check_shapes({"slopes": (slopes, v.shape[1:2])})
+    g = -slopes.to(torch.promote_types(v.dtype, torch.float32)).expand(v.shape[:2])
+    o, final_state = ssd_forward(
+        *(q, k, v, g, None, None, _offsets(packing, q), initial_state),
+        scale=k.shape[-1] ** -0.5 if scale is None else scale,
+        output_final_state=output_final_state,
+        impl=_first("ssd_forward", k, v) if impl is None else impl,
+    )
+    return o, final_state if output_final_state else None
+
+
+def mlstm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    packing: Packing | None = None,
+    initial_state: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    output_final_state: bool = True,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run the matrix memory of xLSTM, differentiable in all its floating point tensors.
+
+    Per value head: ``C = sigmoid(f) C + e^i v k^T; n = sigmoid(f) n + e^i k``, and of the scaled q
+    ``h = C q / max(|n q|, 1)``, by chunks. Arguments, results and errors are those of
+    :func:`gated_delta_rule`, but:
+
+    Args:
+        i: [T, HV] input gates, before their exponential, in any float dtype. Published code divides
+            memories by ``e^m``, m the largest exponent so far; here they are whole, and sums of
+            ``e^i`` must be finite in float32. Soft caps see to that.
+        f: [T, HV] forget gates, before their sigmoid, in any float dtype.
+        initial_state: [N, HV, M, K], M the first multiple of 16 above V: a memory C of values, then
+            the normalizer n in each further row.
+        impl: "cpp", "triton" or "torch".
+
+    Returns:
+        [T, HV, V] outputs in v's dtype, and the final states like initial ones, or None.
+
+    From "xLSTM" (arXiv 2405.04517).
+    """
+    check_no_tangents("mlstm", q, k, v, i, f, initial_state)
+    check_shapes({"i": (i, v.shape[:2]), "f": (f, v.shape[:2])})
+    work, v_dim = torch.promote_types(v.dtype, torch.float32), v.shape[-1]
+    ones = (v_dim // 16 + 1) * 16 - v_dim  # of which one is read; the others align rows
+    read, final_state = ssd_forward(
+        *(q, k, pad(v, (0, ones), value=1.0), -_softplus(-f.to(work)), i.to(work).exp(), None),
+        *(_offsets(packing, q), initial_state),
+        scale=k.shape[-1] ** -0.5 if scale is None else scale,
+        output_final_state=output_final_state,
+        impl=_first("ssd_forward", k, v) if impl is None else impl,
+    )
+    values, normalizer, _ = read.to(work).split([v_dim, 1, ones - 1], -1)
+    h = (values / normalizer.abs().clamp(min=1.0)).to(v.dtype)
+    return h, final_state if output_final_state else None
 
 
 def causal_conv1d(

@@ -13,6 +13,7 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.functional.channels import CHANNELS
 from tests.functional.rules import RULES, Rule, offsets
+from tests.functional.test_linear_attention import FORMS
 from tests.functional.test_ssd import inputs as ssd_inputs
 from tests.ops.contract import assert_same_bits
 from torch_hybrid.functional import causal_conv1d, ssd
@@ -57,11 +58,17 @@ def test_no_packing_recompiles(rule: Rule, backend: str) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
 
 
-@pytest.mark.parametrize("op", ["ssd", *CHANNELS])
-def test_no_packing_recompiles_other_recurrences(op: str) -> None:
-    """A second T makes one graph more."""
+FUNCTIONS: dict[str, tuple[Callable[..., tuple[Tensor, Any]], Callable[..., list[Tensor]]]] = {
+    "ssd": (ssd, ssd_inputs),
+    **{name: (each.function, each.inputs) for name, each in (FORMS | CHANNELS).items()},
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_packing_recompiles_other_recurrences(name: str) -> None:
+    """Steps and decays are in the graph too; a second T makes one more."""
     torch.manual_seed(0)
-    function, inputs = (ssd, ssd_inputs) if op == "ssd" else _channels(op)
+    function, inputs = FUNCTIONS[name]
 
     def loss(*xs: Tensor) -> Tensor:
         return function(*xs, output_final_state=False)[0].square().mean()
@@ -75,10 +82,6 @@ def test_no_packing_recompiles_other_recurrences(op: str) -> None:
             made = torch.autograd.grad(compiled(*xs, packed), xs)
         for a, b in zip(made, torch.autograd.grad(loss(*xs, packed), xs), strict=True):
             assert_same_bits(a, b)
-
-
-def _channels(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return CHANNELS[op].function, CHANNELS[op].inputs
 
 
 def test_other_numbers_of_tokens_share_a_graph() -> None:

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 import torch_hybrid as th
 from tests.functional.channels import CHANNELS, Channels
 from tests.functional.rules import RULES, Rule, packing
+from tests.functional.test_linear_attention import FORMS, Form
 from tests.functional.test_ssd import inputs as ssd_inputs
 from torch_hybrid.functional import causal_conv1d, gated_delta_rule, kimi_delta_attention, ssd
 
@@ -98,8 +99,21 @@ def test_forward_mode_and_transforms_of_ssd() -> None:
         torch.func.grad(lambda x: ssd(x, *rest)[0].sum())(x)
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_forward_mode_of_linear_attention(name: str) -> None:
+    q, *rest = FORMS[name].inputs((5,))[:-1]
+    function = FORMS[name].function
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=f"{function.__name__} has no forward-mode"),
+    ):
+        function(forward_ad.make_dual(q, torch.ones_like(q)), *rest)
+
+
 def test_nothing_is_mutated() -> None:
-    for run, xs in ((gated_delta_rule, leaves(RULES["gated"])), (ssd, ssd_leaves())):
+    made = ((form.function, form.inputs((5,))) for form in FORMS.values())
+    attention = [(run, [x.requires_grad_() for x in xs]) for run, xs in made]
+    for run, xs in ((gated_delta_rule, leaves(RULES["gated"])), (ssd, ssd_leaves()), *attention):
         before = [x.detach().clone() for x in xs]
         o, final = run(*xs[:-1], None, xs[-1])
         (o.sum() + final.sum()).backward()
@@ -125,10 +139,13 @@ def scalar(at: int, by: Callable[[Tensor], Tensor]) -> Callable[[], object]:
     return lambda: ssd(*xs[:7], None, xs[7])
 
 
-def channel(op: str, at: int, by: Callable[[Tensor], Tensor]) -> Callable[[], object]:
-    xs = CHANNELS[op].inputs((5,))
+OTHERS: dict[str, Channels | Form] = {**CHANNELS, **FORMS}
+
+
+def other(name: str, at: int, by: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+    xs = OTHERS[name].inputs((5,))
     xs[at] = by(xs[at])
-    return lambda: CHANNELS[op].function(*xs[:-1], None, xs[-1])
+    return lambda: OTHERS[name].function(*xs[:-1], None, xs[-1])
 
 
 BAD: Mapping[str, tuple[Callable[[], object], str]] = {
@@ -186,29 +203,43 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
         "initial_state must have shape [1, 6, 24, 16], got [0, 6, 24, 16]",
     ),
     "gates": (
-        channel("rg_lru", 1, lambda g: g[:4]),
+        other("rg_lru", 1, lambda g: g[:4]),
         "gates must have shape [5, 3, 46], got [4, 3, 46]",
     ),
     "heads of gates": (
-        channel("rg_lru", 1, lambda g: g[:, :2]),
+        other("rg_lru", 1, lambda g: g[:, :2]),
         "gates must have heads that divide 69 channels, got 2",
     ),
     "log_a": (
-        channel("rg_lru", 2, Tensor.double),
+        other("rg_lru", 2, Tensor.double),
         "log_a must have dtype torch.float32, got torch.float64",
     ),
     "states of rg_lru": (
-        channel("rg_lru", 3, lambda s: s[:0]),
+        other("rg_lru", 3, lambda s: s[:0]),
         "initial_state must have shape [1, 69], got [0, 69]",
     ),
     "v of wkv": (
-        channel("wkv", 1, Tensor.double),
+        other("wkv", 1, Tensor.double),
         "v must have dtype torch.float32, got torch.float64",
     ),
-    "bonus": (channel("wkv", 3, lambda b: b[:5]), "bonus must have shape [69], got [5]"),
+    "bonus": (other("wkv", 3, lambda b: b[:5]), "bonus must have shape [69], got [5]"),
     "states of wkv": (
-        channel("wkv", 4, lambda s: s[:, :2]),
+        other("wkv", 4, lambda s: s[:, :2]),
         "initial_state must have shape [1, 3, 69], got [1, 2, 69]",
+    ),
+    "k of lightning": (
+        other("lightning", 1, lambda k: k[:4]),
+        "k must have shape [5, 3, 16], got [4, 3, 16]",
+    ),
+    "slopes": (
+        other("lightning", 3, lambda s: s[:, None]),
+        "slopes must have shape [3], got [3, 1]",
+    ),
+    "i of mlstm": (other("mlstm", 3, lambda i: i[:, :2]), "i must have shape [5, 3], got [5, 2]"),
+    "f of mlstm": (other("mlstm", 4, lambda f: f[:4]), "f must have shape [5, 3], got [4, 3]"),
+    "states of mlstm": (
+        other("mlstm", 5, lambda s: s[:, :, :25]),
+        "initial_state must have shape [1, 3, 32, 16], got [1, 3, 25, 16]",
     ),
     "activation": (
         lambda: causal_conv1d(torch.ones(3, 2), torch.ones(2, 4), activation="gelu"),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,13 @@ BATCHES = 2  # of a step
 
 
 def train(
-    start: int, stop: int, resume_from: str = "", save_to: str = "", *, by: str = "FSDP2"
+    start: int,
+    stop: int,
+    resume_from: str = "",
+    save_to: str = "",
+    *,
+    by: str = "FSDP2",
+    family: str = "qwen3_next_dense",
 ) -> list[float]:
     """Take steps on two packings each, every rank on its share; return the mean losses.
 
@@ -28,9 +35,10 @@ def train(
         resume_from: folder of a checkpoint of model and optimizer; else both are new.
         save_to: folder for a checkpoint after the last step.
         by: "FSDP2", "FSDP2 of compiled layers" or "DDP".
+        family: of the model.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    twin = make_twin(seed=1 if resume_from else 0)
+    twin = make_twin(family, seed=1 if resume_from else 0)
     if num_ranks > 1:
         twin = spread(twin, by)
     optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
@@ -53,14 +61,21 @@ def train(
     return seen
 
 
+def train_each(families: tuple[str, ...]) -> dict[str, list[float]]:
+    """Take two steps with a twin of each family."""
+    return {family: train(0, 2, family=family) for family in families}
+
+
 def spread(twin: Any, by: str) -> Any:
     """Spread a twin over all ranks."""
     if by == "DDP":
         return DistributedDataParallel(twin)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in twin.model.layers if "compiled" in by else ():
+    layers = next(each for each in twin.modules() if isinstance(each, nn.ModuleList))
+    for layer in layers if "compiled" in by else ():
         layer.compile(fullgraph=True, backend="aot_eager")
-    for module in (*twin.model.layers, twin.lm_head, twin):
+    is_tied = twin.lm_head.weight is twin.get_input_embeddings().weight
+    for module in (*layers, *[twin.lm_head] * (not is_tied), twin):
         fully_shard(module, mesh=mesh)
     return twin
 

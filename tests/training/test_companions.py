@@ -14,7 +14,15 @@ import transformers as tf
 
 import torch_hybrid as th
 from tests.tiny_models import make_model
-from tests.training.twins import flattened, furthest, grads, make_pair, make_rows, make_twin
+from tests.training.twins import (
+    FAMILIES,
+    flattened,
+    furthest,
+    grads,
+    make_pair,
+    make_rows,
+    make_twin,
+)
 
 LORA = {"r": 4, "init_lora_weights": False}
 TARGETS = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]
@@ -155,9 +163,25 @@ def test_make_trainable_takes_a_model_of_peft():
     torch.testing.assert_close(loss_of(adapted), loss_of(twin))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_keeps_gradients(use_reentrant: bool):
-    twin = make_twin()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_all_projections_train_as_those_of_transformers(family: str):
+    config: dict[str, Any] = {"target_modules": "all-linear", **LORA}
+    if family.startswith(("falcon_h1", "mamba2", "nemotron_h")):  # whose out_proj PEFT refuses
+        config["exclude_modules"] = ["out_proj"]
+    theirs, adapted = (peft.get_peft_model(m, peft.LoraConfig(**config)) for m in make_pair(family))
+    theirs.load_state_dict(adapted.state_dict())
+    row = make_rows([40])[0]
+    mine = grads(adapted, adapted(input_ids=row, labels=row).loss)
+    other = grads(theirs, theirs(input_ids=row, labels=row, use_cache=False).loss)
+    assert furthest(mine, other) < 2e-4
+
+
+ONCE = [(family, False) for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "use_reentrant"), [*ONCE, ("qwen3_next_dense", True)])
+def test_activation_checkpointing_keeps_gradients(family: str, use_reentrant: bool):
+    twin = make_twin(family)
     plain = grads(twin, loss_of(twin))
     options = {"use_reentrant": use_reentrant}
     twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
@@ -165,8 +189,9 @@ def test_activation_checkpointing_keeps_gradients(use_reentrant: bool):
     assert furthest(grads(twin, loss_of(twin)), plain) < 1e-6
 
 
-def test_autocast_is_near_float32():
-    twin = make_twin()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_is_near_float32(family: str):
+    twin = make_twin(family)
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(twin)
     assert loss.dtype == torch.float32
@@ -174,13 +199,17 @@ def test_autocast_is_near_float32():
     assert grads(twin, loss).keys() == dict(twin.named_parameters()).keys()
 
 
-def test_bfloat16_models_train():
-    twin = make_twin()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_models_train(family: str):
+    twin = make_twin(family)
     exact = loss_of(twin)
     assert abs(loss_of(twin.bfloat16()) - exact) < 0.05
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "qwen4_exp", "glm5_next"])
+AUXILIARY = ["qwen3_next", "qwen3_5_moe", "qwen4_exp", "glm5_next", "minimax", "granitemoehybrid"]
+
+
+@pytest.mark.parametrize("family", AUXILIARY)
 def test_auxiliary_loss_of_experts_is_that_of_transformers(family: str):
     theirs, twin = make_pair(family)
     row = make_rows([50])[0]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import torch_hybrid as th
 from tests.tiny_models import FEWEST_LAYERS, in_double
@@ -36,12 +37,35 @@ def test_packed_sequences_are_those_of_transformers_one_by_one(family: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_rows_padded_at_either_side_are_those_without(family: str):
+    ours = make_pair(family)[1]
+    rows = make_rows([33, 20])
+    with torch.no_grad():
+        alone = torch.cat([ours(row).logits[0] for row in rows])
+        for padding in ((13, 0), (0, 13)):  # at the left, and at the right
+            ids, mask = (
+                torch.cat([x[0], pad(x[1], padding)])
+                for x in (rows, [torch.ones_like(row) for row in rows])
+            )
+            logits = ours(ids, mask).logits[mask.bool()]
+            torch.testing.assert_close(logits, alone, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_names_shapes_and_flags_of_parameters_stay(family: str):
     theirs, ours = make_pair(family)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
     assert type(ours).__name__ == type(theirs).__name__
     assert isinstance(ours, type(theirs))
+
+
+@pytest.mark.parametrize("family", ["mamba2", "minimax", "xlstm"])
+def test_hidden_states_are_those_of_transformers(family: str):
+    theirs, ours = make_pair(family)
+    row = make_rows([9])[0]
+    kept = [each(row, output_hidden_states=True, use_cache=False) for each in (theirs, ours)]
+    torch.testing.assert_close(*(each.hidden_states for each in kept), atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

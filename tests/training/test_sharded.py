@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.processes import results, run_ranks
-from tests.training.sharded import train
+from tests.training.sharded import train, train_each
+from tests.training.twins import FAMILIES
 
 STEPS = 4
 
@@ -23,6 +24,12 @@ def test_two_ranks_have_the_losses_of_one(alone: list[float], by: str):
     assert alone[-1] < alone[0]
     for losses in results(run_ranks(partial(train, by=by), 2, 0, STEPS)):
         assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_two_ranks_have_the_losses_of_one_in_each_family():
+    (one,) = results(run_ranks(train_each, 1, FAMILIES))
+    for losses in results(run_ranks(train_each, 2, FAMILIES)):
+        assert losses == {name: pytest.approx(each, rel=1e-5) for name, each in one.items()}
 
 
 def test_a_checkpoint_resumes_on_any_number_of_ranks(alone: list[float], tmp_path: Path):

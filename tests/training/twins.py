@@ -31,6 +31,8 @@ FAMILIES = (
     "lfm2_moe",
     "lfm3",
     "recurrent_gemma",
+    "minimax",
+    "xlstm",
 )
 LENGTHS = [70, 1, 3, 33]
 

@@ -81,8 +81,9 @@ class CausalLM(nn.Module):
         factor = vars(self.base_model).get("lm_head_multiplier", 1.0)
         factor = factor / vars(self).get("logits_scaling", 1.0)
         hidden = outputs[0] if factor == 1 else outputs[0] * factor
-        # A bound of logits that RecurrentGemma has.
-        total = self.lm_head(hidden, targets, getattr(config, "logits_soft_cap", None))
+        # A bound of logits, of RecurrentGemma and of xLSTM.
+        softcap = getattr(config, "logits_soft_cap", getattr(config, "output_logit_soft_cap", None))
+        total = self.lm_head(hidden, targets, softcap)
         if num_items_in_batch is None:
             num_items_in_batch = (targets != IGNORED).sum()
         loss = total / num_items_in_batch

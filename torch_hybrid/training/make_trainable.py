@@ -118,7 +118,8 @@ def undo_make_trainable(model: nn.Module) -> None:
 
 def _layer_parts(module: nn.Module) -> Iterator[str]:
     """Name the classes of the parts of a decoder's layers; of other modules, none."""
-    layers = dict(module.named_children()).get("layers")
+    children = dict(module.named_children())
+    layers = children.get("layers", children.get("blocks"))
     for layer in layers.children() if layers is not None else ():
         yield from (type(part).__name__ for part in layer.modules())
 

@@ -9,14 +9,16 @@ from torch_hybrid.training.mixers.delta_rules import (
     LowRankGateKimiDeltaAttention,
     SeparateGatedDeltaNet,
 )
+from torch_hybrid.training.mixers.lightning import LightningAttention
 from torch_hybrid.training.mixers.mamba2 import FalconH1Mamba2, Mamba2
 from torch_hybrid.training.mixers.rg_lru import RecurrentBlock
 from torch_hybrid.training.mixers.short_conv import ShortConv
 from torch_hybrid.training.mixers.twin import Twin
+from torch_hybrid.training.mixers.xlstm import Mlstm, XlstmDecoder
 
 __all__ = ["TWINS", "Twin"]
 
-# By the class names of transformers' mixers.
+# By the class names of transformers' mixers, and of decoders that hand nothing to theirs.
 TWINS: dict[str, type[Twin]] = {
     "Qwen3NextGatedDeltaNet": JointGatedDeltaNet,
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
@@ -36,4 +38,7 @@ TWINS: dict[str, type[Twin]] = {
     "Lfm2MoeShortConv": ShortConv,
     "Lfm3ShortConv": ShortConv,
     "RecurrentGemmaRecurrentBlock": RecurrentBlock,
+    "MiniMaxLightningAttention": LightningAttention,
+    "xLSTMModel": XlstmDecoder,
+    "xLSTMLayer": Mlstm,
 }
