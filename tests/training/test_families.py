@@ -47,7 +47,7 @@ def test_rows_padded_at_either_side_are_those_without(family: str):
                 torch.cat([x[0], pad(x[1], padding)])
                 for x in (rows, [torch.ones_like(row) for row in rows])
             )
-            logits = ours(ids, mask).logits[mask.bool()]
+            logits = ours(ids, attention_mask=mask).logits[mask.bool()]
             torch.testing.assert_close(logits, alone, atol=2e-4, rtol=2e-4)
 
 

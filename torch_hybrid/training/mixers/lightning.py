@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.functional import lightning_attention
 from torch_hybrid.packing import Packing
-from torch_hybrid.training.mixers.twin import Submodule, Twin
+from torch_hybrid.training.mixers.twin import Submodule, TwinOfPair
 
 
-class LightningAttention(Twin):
+class LightningAttention(TwinOfPair):
     """Linear attention with a fixed decay per head, normed over all heads, as in MiniMax-01."""
 
     act_fn: Callable[[Tensor], Tensor]
@@ -24,11 +23,6 @@ class LightningAttention(Twin):
     out_proj: Submodule
     output_gate: Submodule
     qkv_proj: Submodule
-
-    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        """Map [B, T, D] to [B, T, D], and return no state beside it."""
-        out: Any = super().forward(hidden_states, *args, **options)
-        return (out, None) if options.get("packing") is not None else out
 
     def packed(self, x: Tensor, packing: Packing) -> Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (self.num_attention_heads, 3, self.head_dim))
