@@ -34,7 +34,7 @@ def plan_compiled(said: dict[str, Any]) -> list[torch.Tensor]:
 
 
 # The forward of Mamba2 hands its decoder a mask alone.
-@pytest.fixture(scope="module", params=["qwen3_next_dense", "mamba2", "recurrent_gemma"])
+@pytest.fixture(scope="module", params=["qwen3_next_dense", "mamba2", "recurrent_gemma", "rwkv"])
 def twin(request: pytest.FixtureRequest) -> Any:
     return make_twin(request.param)
 

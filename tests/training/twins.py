@@ -31,6 +31,7 @@ FAMILIES = (
     "lfm2_moe",
     "lfm3",
     "recurrent_gemma",
+    "rwkv",
 )
 LENGTHS = [70, 1, 3, 33]
 

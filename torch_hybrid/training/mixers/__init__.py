@@ -11,6 +11,7 @@ from torch_hybrid.training.mixers.delta_rules import (
 )
 from torch_hybrid.training.mixers.mamba2 import FalconH1Mamba2, Mamba2
 from torch_hybrid.training.mixers.rg_lru import RecurrentBlock
+from torch_hybrid.training.mixers.rwkv import ChannelMix, TimeMix
 from torch_hybrid.training.mixers.short_conv import ShortConv
 from torch_hybrid.training.mixers.twin import Twin
 
@@ -36,4 +37,6 @@ TWINS: dict[str, type[Twin]] = {
     "Lfm2MoeShortConv": ShortConv,
     "Lfm3ShortConv": ShortConv,
     "RecurrentGemmaRecurrentBlock": RecurrentBlock,
+    "RwkvSelfAttention": TimeMix,
+    "RwkvFeedForward": ChannelMix,
 }
