@@ -21,13 +21,10 @@ class StateTwin(Twin):
     time_mix_receptance: Tensor
     value: Submodule
 
-    def forward(
-        self, hidden_states: Tensor, *args: Any, state: Any = None, **options: Any
-    ) -> tuple[Tensor, Any]:
+    def forward(self, hidden_states: Tensor, *args: Any, state: Any = None, **options: Any) -> Any:
         """Map [B, T, D] to [B, T, D] and a state."""
         if not isinstance(state, Packing):
-            own: Any = super().forward(hidden_states, *args, state=state, **options)
-            return own
+            return super().forward(hidden_states, *args, state=state, **options)
         return super().forward(hidden_states, packing=state), self.handed_on(state)
 
     def handed_on(self, packing: Packing) -> Packing | None:
