@@ -33,8 +33,11 @@ def plan_compiled(said: dict[str, Any]) -> list[torch.Tensor]:
     return torch.compile(plan, fullgraph=True, backend="aot_eager")(said)
 
 
-# The forward of Mamba2 hands its decoder a mask alone, and xLSTM's decoder its layers nothing.
-@pytest.fixture(scope="module", params=["qwen3_next_dense", "mamba2", "recurrent_gemma", "xlstm"])
+# The forward of Mamba2 hands its decoder a mask alone, xLSTM's decoder its layers nothing.
+KINDS = ["qwen3_next_dense", "mamba2", "recurrent_gemma", "rwkv", "xlstm"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def twin(request: pytest.FixtureRequest) -> Any:
     return make_twin(request.param)
 

@@ -26,6 +26,13 @@ from tests.training.twins import (
 
 LORA = {"r": 4, "init_lora_weights": False}
 TARGETS = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]
+# Projections of one family of each kind of mixer.
+TARGETS_OF = {
+    "qwen3_next_dense": TARGETS,
+    "recurrent_gemma": ["linear_x", "linear_y", "linear_out", "q_proj"],
+    "rwkv": ["key", "value", "receptance", "output"],
+}
+each_kind = pytest.mark.parametrize("family", TARGETS_OF)
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 SIZES = {"max_seqs": 1, "max_tokens": 32, "kv_tokens": 64, "compile": False}
 
@@ -98,11 +105,12 @@ def test_trainer_takes_flattened_batches(tmp_path: Path, compiled: bool):
     assert evaluated[0] < losses[0] / 2
 
 
-def test_adapters_train_save_and_merge(tmp_path: Path):
-    theirs, twin = make_pair()
+@each_kind
+def test_adapters_train_save_and_merge(family: str, tmp_path: Path):
+    theirs, twin = make_pair(family)
     torch.manual_seed(0)
-    adapted = peft.get_peft_model(twin, peft.LoraConfig(target_modules=TARGETS, **LORA))
-    reference = peft.get_peft_model(theirs, peft.LoraConfig(target_modules=TARGETS, **LORA))
+    config = peft.LoraConfig(target_modules=TARGETS_OF[family], **LORA)
+    adapted, reference = (peft.get_peft_model(model, config) for model in (twin, theirs))
     reference.load_state_dict(adapted.state_dict())
     row = make_rows([40])[0]
     mine = grads(adapted, adapted(input_ids=row, labels=row).loss)
@@ -110,14 +118,16 @@ def test_adapters_train_save_and_merge(tmp_path: Path):
     other = grads(reference, reference(input_ids=row, labels=row, use_cache=False).loss)
     assert furthest(mine, other) < 2e-4
     adapted.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(make_twin(), tmp_path).train()
+    again = peft.PeftModel.from_pretrained(make_twin(family), tmp_path).train()
     torch.testing.assert_close(loss_of(again), loss_of(adapted))
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(loss_of(merged), loss_of(again), atol=1e-4, rtol=1e-4)
 
 
-def test_what_was_tuned_is_served():
-    adapted = peft.get_peft_model(make_twin(), peft.LoraConfig(target_modules=TARGETS, **LORA))
+@each_kind
+def test_what_was_tuned_is_served(family: str):
+    config = peft.LoraConfig(target_modules=TARGETS_OF[family], **LORA)
+    adapted = peft.get_peft_model(make_twin(family), config)
     prompt = make_rows([20])[0]
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     expected = adapted.eval().generate(input_ids=prompt, **options)[0, 20:].tolist()

@@ -33,6 +33,7 @@ FAMILIES = (
     "recurrent_gemma",
     "minimax",
     "xlstm",
+    "rwkv",
 )
 LENGTHS = [70, 1, 3, 33]
 

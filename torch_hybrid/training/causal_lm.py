@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -109,6 +110,8 @@ class MaskedCausalLM(CausalLM):
     So the packing goes in place of that mask.
     """
 
+    place = "attention_mask"
+
     def forward(
         self,
         *args: Any,
@@ -121,5 +124,29 @@ class MaskedCausalLM(CausalLM):
         if keeps_a_cache(self.base_model, inputs):
             check_says_nothing(inputs)
         else:
-            inputs["packing"] = inputs["attention_mask"] = packing_of(inputs)
+            inputs["packing"] = inputs[self.place] = packing_of(inputs)
         return super().forward(**{"labels": labels, "skip_logits": skip_logits, **inputs})
+
+
+class StateCausalLM(MaskedCausalLM):
+    """Class in front of a model that hands down a state alone: RWKV."""
+
+    place = "state"
+    head: nn.Module
+
+    @property
+    def lm_head(self) -> nn.Module:  # type: ignore[override]
+        """Output head, under the name that other models give it."""
+        return self.head
+
+
+def head_of(children: Collection[str]) -> str:
+    """Name the output head among the modules of a causal language model."""
+    return "head" if "rwkv" in children else "lm_head"
+
+
+def causal_lm_of(children: Collection[str]) -> type[CausalLM]:
+    """Choose a class by the names of a causal language model's modules."""
+    if "rwkv" in children:
+        return StateCausalLM
+    return MaskedCausalLM if "backbone" in children else CausalLM

@@ -30,8 +30,9 @@ def hand_down_packing(
             was changed since.
     """
     inputs = named(decoder, args, options, last="use_cache")
-    if isinstance(mask := inputs.get("attention_mask"), Packing):
-        inputs["packing"] = mask
+    for place in ("attention_mask", "state"):  # of models that hand down no more
+        if isinstance(inputs.get(place), Packing):
+            inputs["packing"] = inputs.pop(place)
     if keeps_a_cache(decoder, inputs):
         check_says_nothing(inputs)
         return (), inputs
@@ -54,12 +55,19 @@ def hand_down_packing(
     if has_attention(decoder):  # then masks may be those of each kind of layer
         kinds = {*decoder.config.layer_types, "linear_attention", "full_attention"}
         inputs["attention_mask"] = dict.fromkeys(kinds)
-    return (), {**{k: v for k, v in inputs.items() if k not in STATED}, "packing": packing}
+    inputs["state" if hands_states_down(decoder) else "packing"] = packing
+    return (), {k: v for k, v in inputs.items() if k not in STATED}
+
+
+def hands_states_down(decoder: Any) -> bool:
+    """Tell whether layers are handed a state and nothing else, as RWKV's are."""
+    kind: str = decoder.config.model_type
+    return kind == "rwkv"
 
 
 def attends_to_picked_blocks(decoder: Any) -> bool:
     """Tell whether transformers' own attention stays, which knows no packed sequences."""
-    return "indexed_attention" in getattr(decoder.config, "layer_types", ())
+    return has_attention(decoder) and "indexed_attention" in decoder.config.layer_types
 
 
 def has_attention(decoder: Any) -> bool:
@@ -70,7 +78,7 @@ def has_attention(decoder: Any) -> bool:
 
 def keeps_a_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
     """Tell whether a call of a decoder makes or has a cache."""
-    caches = (inputs.get(name) for name in ("past_key_values", "cache_params"))
+    caches = (inputs.get(name) for name in ("past_key_values", "cache_params", "state"))
     if any(cache is not None for cache in caches) or inputs.get("use_cache"):
         return True
     if decoder.training or inputs.get("use_cache") is not None:

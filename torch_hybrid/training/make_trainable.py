@@ -40,7 +40,7 @@ def make_trainable(model: M) -> M:
             and no frozen base under PEFT. Such a base is in block-FP8, or in a format of torchao or
             bitsandbytes.
     """
-    from torch_hybrid.training.causal_lm import CausalLM, MaskedCausalLM
+    from torch_hybrid.training.causal_lm import causal_lm_of, head_of
     from torch_hybrid.training.decoder import (
         ATTENTION,
         attends_to_picked_blocks,
@@ -86,9 +86,8 @@ def make_trainable(model: M) -> M:
             module.__class__ = _in_front(frozen[module], theirs)
         elif frozen.get(children.get("base_layer")) is FrozenFP8Linear:
             module.merge = refuse_to_merge
-        elif type(head := children.get("lm_head")) is nn.Linear and head.bias is None:
-            ours = MaskedCausalLM if "backbone" in children else CausalLM
-            module.__class__ = _in_front(ours, theirs)
+        elif type(head := children.get(head_of(children))) is nn.Linear and head.bias is None:
+            module.__class__ = _in_front(causal_lm_of(children), theirs)
             if head not in frozen:
                 head.__class__ = LossHead
     return model

@@ -12,6 +12,7 @@ from torch_hybrid.training.mixers.delta_rules import (
 from torch_hybrid.training.mixers.lightning import LightningAttention
 from torch_hybrid.training.mixers.mamba2 import FalconH1Mamba2, Mamba2
 from torch_hybrid.training.mixers.rg_lru import RecurrentBlock
+from torch_hybrid.training.mixers.rwkv import ChannelMix, TimeMix
 from torch_hybrid.training.mixers.short_conv import ShortConv
 from torch_hybrid.training.mixers.twin import Twin
 from torch_hybrid.training.mixers.xlstm import Mlstm, XlstmDecoder
@@ -41,4 +42,6 @@ TWINS: dict[str, type[Twin]] = {
     "MiniMaxLightningAttention": LightningAttention,
     "xLSTMModel": XlstmDecoder,
     "xLSTMLayer": Mlstm,
+    "RwkvSelfAttention": TimeMix,
+    "RwkvFeedForward": ChannelMix,
 }

@@ -1,4 +1,4 @@
-"""A base of mixers that train.
+"""Base classes of mixers that train.
 
 A twin is a class in front of a mixer's own. With a packing it computes by
 ``torch_hybrid.functional``; else the mixer's own forward runs, with caches of transformers.
