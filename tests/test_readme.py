@@ -48,6 +48,8 @@ OPS: dict[str, tuple[str, ...]] = {
         "kimi_delta_attention_backward",
         "ssd_forward",
         "ssd_backward",
+        "selective_scan_forward",
+        "selective_scan_backward",
         "causal_conv1d_forward",
         "causal_conv1d_backward",
         "packed_attention_forward",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 import torch_hybrid as th
 from tests.functional.rules import RULES, Rule, offsets
+from tests.functional.test_selective_scan import inputs as scan_inputs
 from tests.functional.test_ssd import inputs as ssd_inputs
 from tests.ops.contract import assert_same_bits
-from torch_hybrid.functional import causal_conv1d, ssd
+from torch_hybrid.functional import causal_conv1d, selective_scan, ssd
 
 NUM_TOKENS = 192
 
@@ -54,18 +56,23 @@ def test_no_packing_recompiles(rule: Rule, backend: str) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
 
 
-def test_no_packing_recompiles_ssd() -> None:
-    """Steps and decays are in the graph too; a second T makes one more."""
+@pytest.mark.parametrize(
+    ("function", "inputs"), [(ssd, ssd_inputs), (selective_scan, scan_inputs)], ids=["ssd", "scan"]
+)
+def test_no_packing_recompiles_mamba(
+    function: Callable[..., tuple[Tensor, Tensor | None]], inputs: Callable[..., list[Tensor]]
+) -> None:
+    """Steps and decays of ssd are in the graph too; a second T makes one more."""
     torch.manual_seed(0)
 
     def loss(*xs: Tensor) -> Tensor:
-        return ssd(*xs[:7], xs[7], output_final_state=False)[0].square().mean()
+        return function(*xs, output_final_state=False)[0].square().mean()
 
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     others = [th.Packing(offsets((n, 9))) for n in (55, 24, 119)]
     for n, packed in enumerate([*packings(8), *others]):
-        xs = [x.requires_grad_() for x in ssd_inputs((packed.num_tokens,))[:7]]
+        xs = [x.requires_grad_() for x in inputs((packed.num_tokens,))[:-1]]
         with torch.compiler.set_stance("default" if n in (0, 8) else "fail_on_recompile"):
             made = torch.autograd.grad(compiled(*xs, packed), xs)
         for a, b in zip(made, torch.autograd.grad(loss(*xs, packed), xs), strict=True):

@@ -13,8 +13,15 @@ from torch.autograd import forward_ad
 
 import torch_hybrid as th
 from tests.functional.rules import RULES, Rule, packing
+from tests.functional.test_selective_scan import inputs as scan_inputs
 from tests.functional.test_ssd import inputs as ssd_inputs
-from torch_hybrid.functional import causal_conv1d, gated_delta_rule, kimi_delta_attention, ssd
+from torch_hybrid.functional import (
+    causal_conv1d,
+    gated_delta_rule,
+    kimi_delta_attention,
+    selective_scan,
+    ssd,
+)
 
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
@@ -56,31 +63,40 @@ def test_transforms(rule: Rule) -> None:
         torch.func.grad(lambda q: rule.function(q, *rest)[0].sum())(q)
 
 
-def ssd_leaves() -> list[Tensor]:
-    return [x.requires_grad_() for x in ssd_inputs((5,))]
+MAMBAS = {"ssd": (ssd, ssd_inputs), "selective_scan": (selective_scan, scan_inputs)}
+each_mamba = pytest.mark.parametrize("name", MAMBAS)
 
 
-def test_second_derivatives_of_ssd() -> None:
+def mamba_leaves(name: str) -> list[Tensor]:
+    return [x.requires_grad_() for x in MAMBAS[name][1]((5,))]
+
+
+@each_mamba
+def test_second_derivatives_of_mamba(name: str) -> None:
     for at in (0, 1):  # of steps by their softplus too
-        xs = ssd_leaves()
-        (dx,) = torch.autograd.grad(ssd(*xs[:7])[0].square().sum(), xs[at], create_graph=True)
-        with pytest.raises(NotImplementedError, match="ssd can be differentiated once"):
+        xs = mamba_leaves(name)
+        total = MAMBAS[name][0](*xs[:-1])[0].square().sum()
+        (dx,) = torch.autograd.grad(total, xs[at], create_graph=True)
+        with pytest.raises(NotImplementedError, match=f"{name} can be differentiated once"):
             dx.sum().backward()
 
 
-def test_forward_mode_and_transforms_of_ssd() -> None:
-    x, *rest = (each.detach() for each in ssd_leaves()[:7])
+@each_mamba
+def test_forward_mode_and_transforms_of_mamba(name: str) -> None:
+    function = MAMBAS[name][0]
+    x, *rest = (each.detach() for each in mamba_leaves(name)[:-1])
     with (
         forward_ad.dual_level(),
-        pytest.raises(NotImplementedError, match="ssd has no forward-mode derivative"),
+        pytest.raises(NotImplementedError, match=f"{name} has no forward-mode derivative"),
     ):
-        ssd(forward_ad.make_dual(x, torch.ones_like(x)), *rest)
-    with pytest.raises(NotImplementedError, match="ssd_forward differentiates by backward"):
-        torch.func.grad(lambda x: ssd(x, *rest)[0].sum())(x)
+        function(forward_ad.make_dual(x, torch.ones_like(x)), *rest)
+    with pytest.raises(NotImplementedError, match=f"{name}_forward differentiates by backward"):
+        torch.func.grad(lambda x: function(x, *rest)[0].sum())(x)
 
 
 def test_nothing_is_mutated() -> None:
-    for run, xs in ((gated_delta_rule, leaves(RULES["gated"])), (ssd, ssd_leaves())):
+    mambas = [(function, mamba_leaves(name)) for name, (function, _) in MAMBAS.items()]
+    for run, xs in ((gated_delta_rule, leaves(RULES["gated"])), *mambas):
         before = [x.detach().clone() for x in xs]
         o, final = run(*xs[:-1], None, xs[-1])
         (o.sum() + final.sum()).backward()
@@ -104,6 +120,12 @@ def scalar(at: int, by: Callable[[Tensor], Tensor]) -> Callable[[], object]:
     xs = ssd_inputs((5,))
     xs[at] = by(xs[at])
     return lambda: ssd(*xs[:7], None, xs[7])
+
+
+def scan(at: int, by: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+    xs = scan_inputs((5,))
+    xs[at] = by(xs[at])
+    return lambda: selective_scan(*xs[:8], None, xs[8])
 
 
 BAD: Mapping[str, tuple[Callable[[], object], str]] = {
@@ -159,6 +181,24 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
     "states of ssd": (
         scalar(7, lambda s: s[:0]),
         "initial_state must have shape [1, 6, 24, 16], got [0, 6, 24, 16]",
+    ),
+    "x of a scan": (scan(0, lambda x: x[0]), "x must have 2 dimensions, got [140]"),
+    "A of a scan": (scan(2, lambda A: A[0]), "A must have 2 dimensions, got [12]"),
+    "C of a scan": (
+        scan(4, lambda C: C[:, :1]),
+        "C must have shape [5, 2, 12], got [5, 1, 12]",
+    ),
+    "groups of a scan": (
+        lambda: selective_scan(*scan_inputs((5,), groups=3)[:5]),
+        "x must have a multiple of the 3 groups of B, got 140",
+    ),
+    "dt's dtype": (
+        scan(1, Tensor.double),
+        "dt must have dtype torch.float32, got torch.float64",
+    ),
+    "states of a scan": (
+        scan(8, lambda s: s[:0]),
+        "initial_state must have shape [1, 140, 12], got [0, 140, 12]",
     ),
     "activation": (
         lambda: causal_conv1d(torch.ones(3, 2), torch.ones(2, 4), activation="gelu"),
