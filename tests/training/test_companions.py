@@ -18,6 +18,7 @@ from tests.training.twins import flattened, furthest, grads, make_pair, make_row
 
 LORA = {"r": 4, "init_lora_weights": False}
 TARGETS = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]
+DIFFERENT = ("qwen3_next_dense", "mamba", "falcon_mamba", "jamba", "zamba")  # in what they round
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 SIZES = {"max_seqs": 1, "max_tokens": 32, "kv_tokens": 64, "compile": False}
 
@@ -108,6 +109,26 @@ def test_adapters_train_save_and_merge(tmp_path: Path):
     torch.testing.assert_close(loss_of(merged), loss_of(again), atol=1e-4, rtol=1e-4)
 
 
+def test_adapters_of_mamba_train_and_merge():
+    """Those of steps too, whose weights alone transformers reads."""
+    targets = ["in_proj", "x_proj"]  # PEFT refuses out_proj
+    for more in ([], ["dt_proj"]):
+        theirs, twin = make_pair("falcon_mamba")
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(twin, peft.LoraConfig(target_modules=targets + more, **LORA))
+        row = make_rows([40])[0]
+        mine = grads(adapted, adapted(input_ids=row, labels=row).loss)
+        assert all(grad.any() for grad in mine.values())
+        if not more:
+            reference = peft.get_peft_model(theirs, peft.LoraConfig(target_modules=targets, **LORA))
+            reference.load_state_dict(adapted.state_dict())
+            other = grads(reference, reference(input_ids=row, labels=row, use_cache=False).loss)
+            assert furthest(mine, other) < 2e-4
+        before = loss_of(adapted)
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(loss_of(merged), before, atol=1e-4, rtol=1e-4)
+
+
 def test_what_was_tuned_is_served():
     adapted = peft.get_peft_model(make_twin(), peft.LoraConfig(target_modules=TARGETS, **LORA))
     prompt = make_rows([20])[0]
@@ -155,9 +176,10 @@ def test_make_trainable_takes_a_model_of_peft():
     torch.testing.assert_close(loss_of(adapted), loss_of(twin))
 
 
+@pytest.mark.parametrize("family", DIFFERENT)
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_keeps_gradients(use_reentrant: bool):
-    twin = make_twin()
+def test_activation_checkpointing_keeps_gradients(use_reentrant: bool, family: str):
+    twin = make_twin(family)
     plain = grads(twin, loss_of(twin))
     options = {"use_reentrant": use_reentrant}
     twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
@@ -165,8 +187,9 @@ def test_activation_checkpointing_keeps_gradients(use_reentrant: bool):
     assert furthest(grads(twin, loss_of(twin)), plain) < 1e-6
 
 
-def test_autocast_is_near_float32():
-    twin = make_twin()
+@pytest.mark.parametrize("family", DIFFERENT)
+def test_autocast_is_near_float32(family: str):
+    twin = make_twin(family)
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(twin)
     assert loss.dtype == torch.float32
@@ -174,8 +197,9 @@ def test_autocast_is_near_float32():
     assert grads(twin, loss).keys() == dict(twin.named_parameters()).keys()
 
 
-def test_bfloat16_models_train():
-    twin = make_twin()
+@pytest.mark.parametrize("family", DIFFERENT)
+def test_bfloat16_models_train(family: str):
+    twin = make_twin(family)
     exact = loss_of(twin)
     assert abs(loss_of(twin.bfloat16()) - exact) < 0.05
 

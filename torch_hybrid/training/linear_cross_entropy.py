@@ -18,9 +18,9 @@ class LossHead(nn.Linear):
             return super().forward(hidden)
         check_no_tangents("linear_cross_entropy", hidden, self.weight)
         weight, kind = self.weight, hidden.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        rounds = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if rounds else weight.dtype
+        hidden, weight = hidden.to(dtype), weight.to(dtype)  # of Mamba, hidden may be wider
         is_recording = torch.is_grad_enabled()
         return linear_cross_entropy_forward(
             *(hidden.flatten(0, -2), weight, targets.flatten()),

@@ -9,6 +9,7 @@ from torch_hybrid.training.mixers.delta_rules import (
     LowRankGateKimiDeltaAttention,
     SeparateGatedDeltaNet,
 )
+from torch_hybrid.training.mixers.mamba import Mamba, NormedMamba, ZambaMamba
 from torch_hybrid.training.mixers.mamba2 import FalconH1Mamba2, Mamba2
 from torch_hybrid.training.mixers.short_conv import ShortConv
 from torch_hybrid.training.mixers.twin import Twin
@@ -25,6 +26,10 @@ TWINS: dict[str, type[Twin]] = {
     "KimiLinearDeltaAttention": LowRankGateKimiDeltaAttention,
     "Glm5NextTextLinearAttention": LowRankGateKimiDeltaAttention,
     "BailingHybridDeltaAttention": KimiDeltaAttention,
+    "MambaMixer": Mamba,
+    "FalconMambaMixer": NormedMamba,
+    "JambaMambaMixer": NormedMamba,
+    "ZambaMambaMixer": ZambaMamba,
     "Mamba2Mixer": Mamba2,
     "BambaMixer": Mamba2,
     "GraniteMoeHybridMambaLayer": Mamba2,
