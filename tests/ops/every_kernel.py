@@ -49,6 +49,7 @@ from tests.ops.pooled_selection_step import cases as indexing
 from tests.ops.ragged_attention import cases as ragged
 from tests.ops.registered import channel_recurrences, public_ops
 from tests.ops.select_blocks import cases as selection
+from tests.ops.selective_scan import backward as scan_backward
 from tests.ops.selective_scan import cases as scans
 from tests.ops.ssd import backward as ssd_backward
 from tests.ops.ssd import cases as ssd
@@ -295,6 +296,9 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield name, lambda device: gradients(conv_backward.on(backward, device))
     scan = ssd_backward.make_backward(dtype=dtype)
     yield "ssd_backward", lambda device: gradients(arguments_moved(scan, device))
+    selective = scan_backward.make_backward(dtype=dtype)
+    name = "selective_scan_backward"
+    yield name, lambda device: gradients(arguments_moved(selective, device))
     for num_tokens in (3, 50):
         case = experts.Case(num_tokens=num_tokens, top_k=3, dim=77, width=45, routing="some_none")
         args = experts.make_inputs(case, dtype=dtype)

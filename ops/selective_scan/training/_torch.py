@@ -29,7 +29,8 @@ def selective_scan_backward(x: SelectiveScanBackward) -> tuple[Tensor, ...]:
 
     def open_states(given: Tensor | None) -> Tensor:
         S = x.states(len(seqs.slots)).zero_() if given is None else given[seqs.slots]
-        return S.unflatten(1, (x.B.shape[1], -1))
+        opened: Tensor = S.unflatten(1, (x.B.shape[1], -1))
+        return opened
 
     S, starts = open_states(x.initial_state), []
     for chunk in steps:
@@ -62,7 +63,8 @@ class _Chunk:
         num_groups, work = x.B.shape[1], x.work
 
         def rows(given: Tensor) -> Tensor:
-            return given[token].to(work).unflatten(2, (num_groups, -1))
+            by_group: Tensor = given[token].to(work).unflatten(2, (num_groups, -1))
+            return by_group
 
         def of_channels(given: Tensor | None) -> Tensor | float:
             return 0.0 if given is None else given.unflatten(0, (num_groups, -1))

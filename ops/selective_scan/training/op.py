@@ -6,7 +6,7 @@ backward is an op of its own, which is given what the forward was given: states 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated
 
@@ -17,12 +17,15 @@ from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_
 from torch_hybrid.ops.core.packed import PackedOp, empty_results, gradients
 from torch_hybrid.ops.core.recurrence import CHUNK
 from torch_hybrid.ops.core.registration import check_groups
-from torch_hybrid.ops.implementations import in_cpp, in_torch
+from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
 from torch_hybrid.ops.selective_scan.op import IMPLEMENTATIONS
 
 _FOLDER = "torch_hybrid.ops.selective_scan.training"
 BACKWARD: dict[str, Implementation] = {
     "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:selective_scan_backward"),
+    "triton": in_triton(
+        f"{_FOLDER}._triton:selective_scan_backward", dtypes=CPP_DTYPES, limits={"state_dim": 256}
+    ),
     "torch": in_torch(f"{_FOLDER}._torch:selective_scan_backward", dtypes=FLOATS_AND_FLOAT64),
 }
 
@@ -30,6 +33,8 @@ BACKWARD: dict[str, Implementation] = {
 def _by_pool(name: str) -> Implementation:
     """Make an implementation of the forward of one of the chunk form."""
     chunk_form = IMPLEMENTATIONS[f"{CHUNK}_{name}"]
+    if name == "triton":  # where a sequence is cut must not go by other sequences
+        chunk_form = replace(chunk_form, options={**chunk_form.options, "fewest_segments": 1})
     return Implementation(
         capability=(BACKWARD["torch"] if name == "torch" else chunk_form).capability,
         launcher=f"{_FOLDER}._pool:selective_scan_forward",

@@ -43,10 +43,10 @@ class Mamba(Twin):
             x, weight, bias, packing, activation=self.activation, output_final_state=False
         )
         dt, dt_bias, B, C = self.select(x)
+        dt, B, C = dt.to(x.dtype), B.to(x.dtype), C.to(x.dtype)
+        A, D = -as_work(self.A_log).exp().view(-1, self.ssm_state_size), self.D.flatten()
         y, _ = selective_scan(
-            *(x, dt.to(x.dtype), -as_work(self.A_log).exp().view(-1, self.ssm_state_size)),
-            *(B.to(x.dtype), C.to(x.dtype), self.D.flatten(), gate, dt_bias, packing),
-            output_final_state=False,
+            *(x, dt, A, B, C, D, gate), dt_bias, packing, output_final_state=False
         )
         return self.out_proj(y)
 
