@@ -52,6 +52,8 @@ OPS: dict[str, tuple[str, ...]] = {
         "rg_lru_backward",
         "wkv_forward",
         "wkv_backward",
+        "selective_scan_forward",
+        "selective_scan_backward",
         "causal_conv1d_forward",
         "causal_conv1d_backward",
         "packed_attention_forward",

@@ -32,6 +32,7 @@ from torch_hybrid.ops.delta_rule.training import (
     kimi_delta_attention_forward,
 )
 from torch_hybrid.ops.rg_lru.training import rg_lru_forward
+from torch_hybrid.ops.selective_scan.training import selective_scan_forward
 from torch_hybrid.ops.ssd.training import ssd_forward
 from torch_hybrid.ops.wkv.training import wkv_forward
 from torch_hybrid.packing import Packing
@@ -43,6 +44,7 @@ __all__ = [
     "lightning_attention",
     "mlstm",
     "rg_lru",
+    "selective_scan",
     "ssd",
     "wkv",
 ]
@@ -208,6 +210,65 @@ def ssd(
         scale=1.0,
         output_final_state=output_final_state,
         impl=_first("ssd_forward", B, x) if impl is None else impl,
+    )
+    return y, final_state if output_final_state else None
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    packing: Packing | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    output_final_state: bool = True,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run Mamba's selective scan, differentiable in all its floating point tensors.
+
+    Per channel: ``d = softplus(dt + dt_bias); S = e^(d A) S + d x B; y = (S C + D x) silu(z)``.
+    Channel ``c`` reads group ``c // (E // G)`` of B and C. Sums, and steps d, are float32, of
+    float64 float64.
+
+    Args:
+        x: [T, E] inputs: float32, bfloat16, or float64 (by "torch"). Rows of a token are
+            contiguous, tokens may lie any distance apart; so for dt, B, C and z.
+        dt: [T, E] step sizes before bias and softplus, in x's dtype.
+        A: [E, N] rates of decay, at most 0, in any float dtype.
+        B: [T, G, N] what inputs write, in x's dtype; E is a multiple of G.
+        C: [T, G, N] what outputs read, in x's dtype.
+        D: [E] weight of each input in its own output, in any float dtype; None for 0.
+        z: [T, E] gate of the outputs, in x's dtype; None: they are not gated.
+        dt_bias: [E] bias of the step sizes, in any float dtype; None for 0.
+        packing: of T tokens in several sequences; None for one sequence.
+        initial_state: [capacity, E, N] float32, or float64 beside float64; None for zeros.
+        output_final_state: as in :func:`gated_delta_rule`.
+        impl: "cpp", "triton" or "torch", as in :func:`gated_delta_rule`.
+
+    Returns:
+        [T, E] outputs in x's dtype, and the final states like initial ones, or None.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device is not as above, or ``impl`` is unknown.
+        NotImplementedError: an argument carries a forward-mode tangent.
+
+    From "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (arXiv 2312.00752).
+    """
+    check_no_tangents("selective_scan", x, dt, A, B, C, D, z, dt_bias, initial_state)
+    work = torch.promote_types(x.dtype, torch.float32)
+    D, dt_bias = (None if each is None else each.to(work) for each in (D, dt_bias))
+    if impl is None:
+        op = "selective_scan_forward"
+        impl = first_impl(op, x.device, x.dtype, state_dim=A.shape[-1])
+    y, final_state = selective_scan_forward(
+        *(x, dt, A.to(work), B, C, D, z, dt_bias, _offsets(packing, x), initial_state),
+        output_final_state=output_final_state,
+        impl=impl,
     )
     return y, final_state if output_final_state else None
 

@@ -39,6 +39,11 @@ class PackedOp(Op):
         """Tensor that the outputs have shape and dtype of."""
         raise NotImplementedError
 
+    @property
+    def work(self) -> torch.dtype:
+        """Dtype of states and sums: float32, or float64."""
+        return torch.promote_types(self.rows.dtype, torch.float32)
+
     def states(self, num_states: int) -> Tensor:
         """Allocate so many states; a packing has room for many more sequences than there are."""
         raise NotImplementedError
@@ -61,11 +66,6 @@ class PackedRecurrence(PackedOp):
     def rows(self) -> Tensor:
         """Tensor that the outputs have shape and dtype of."""
         return self.v
-
-    @property
-    def work(self) -> torch.dtype:
-        """Dtype of states and sums: float32, or float64."""
-        return torch.promote_types(self.v.dtype, torch.float32)
 
     def states(self, num_states: int) -> Tensor:
         """Allocate so many states [HV, V, K]."""

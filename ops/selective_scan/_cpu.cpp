@@ -11,6 +11,7 @@
 
 #include "aligned_floats.h"
 #include "call.h"
+#include "power_of_2.h"
 #include "recurrent_call.h"
 #include "simd.h"
 
@@ -18,7 +19,6 @@ namespace selective {
 
 using th::LANES;
 using th::f32x16;
-using th::i32x16;
 
 TH_CALL(Call,
   const void *x, *dt, *B, *C, *z;  // [T, C], [T, C], [T, G, N], [T, G, N], [T, C] or null
@@ -35,24 +35,6 @@ TH_CALL(Call,
 // Channels that a thread takes at once: of 16 states each, they and their rates are 8 KiB.
 constexpr int64_t BLOCK_CHANNELS = 64;
 constexpr int64_t STRETCH = 8;  // tokens whose steps and gates are worked out together
-
-// 2^x within 1e-7 relative for x <= 0, not below 2^-126. NaN stays.
-TH_INLINE f32x16 power_of_2(f32x16 x) {
-  const f32x16 low = th::splat(-126.0f);
-  x = th::select(x < low, low, x);
-  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
-  const f32x16 shift = th::splat(12582912.0f);
-  const f32x16 shifted = x + shift;
-  const f32x16 f = x - (shifted - shift);
-  f32x16 p = th::splat(1.535336145e-4f);
-  p = th::fma(p, f, th::splat(1.339887457e-3f));
-  p = th::fma(p, f, th::splat(9.618437361e-3f));
-  p = th::fma(p, f, th::splat(5.550332471e-2f));
-  p = th::fma(p, f, th::splat(2.402264791e-1f));
-  p = th::fma(p, f, th::splat(6.931472029e-1f));
-  p = th::fma(p, f, th::splat(1.0f));
-  return th::bit_cast<f32x16>(th::bit_cast<i32x16>(p) + (th::bit_cast<i32x16>(shifted) << 23));
-}
 
 // Some channels of one sequence.
 template <typename T>
@@ -117,7 +99,7 @@ TH_INLINE f32x16 advance(const float* step, const float* u, const float* rates, 
 #pragma GCC unroll 4
     for (int i = 0; i < count; ++i) {
       float* s = state + i * LANES;
-      const f32x16 decay = power_of_2(th::load(rates + i * LANES) * step[i]);
+      const f32x16 decay = th::power_of_2(th::load(rates + i * LANES) * step[i]);
       const f32x16 advanced = th::fma(th::load(s), decay, b * u[i]);
       th::store(s, advanced);
       products[i] = advanced * c;
@@ -127,7 +109,7 @@ TH_INLINE f32x16 advance(const float* step, const float* u, const float* rates, 
       f32x16 sum{};
       th::for_lanes(state_dim, [&](int64_t k, int n) TH_LAMBDA {
         float* s = state + i * state_dim + k;
-        const f32x16 decay = power_of_2(th::load(rates + i * state_dim + k, n) * step[i]);
+        const f32x16 decay = th::power_of_2(th::load(rates + i * state_dim + k, n) * step[i]);
         const f32x16 advanced = th::fma(th::load(s, n), decay, th::load(B + k, n) * u[i]);
         th::store(s, advanced, n);
         sum = th::fma(advanced, th::load(C + k, n), sum);

@@ -17,17 +17,17 @@ from torch_hybrid.ops.selective_scan.op import SelectiveScan
 
 def recurrent_selective_scan(given: SelectiveScan) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
-    x, z, B, C, D = given.x, given.z, given.B, given.C, given.D.float()
+    x, z, B, C, work = given.x, given.z, given.B, given.C, given.state.dtype
     seqs = sequences_of(given)
-    S, A = initial_states(given.state, seqs), -given.A_log.float().exp()
+    S, A, D = initial_states(given.state, seqs), -given.A_log.to(work).exp(), given.D.to(work)
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for i in range(seqs.max_length):
         num_left = int((seqs.lengths > i).sum())
         token = seqs.starts[:num_left] + i
-        x_t, step = x[token].float(), _steps(given, token)
-        _advance(S[:num_left], x_t, step, _of_channels(B, token, x), A)
-        y = _read(S[:num_left], _of_channels(C, token, x)) + D * x_t
-        out[token] = (y if z is None else y * silu(z[token].float())).to(out.dtype)
+        x_t, step = x[token].to(work), _steps(given, token)
+        _advance(S[:num_left], x_t, step, _of_channels(B, token, given), A)
+        y = _read(S[:num_left], _of_channels(C, token, given)) + D * x_t
+        out[token] = (y if z is None else y * silu(z[token].to(work))).to(out.dtype)
     store_states(given.state, seqs, S)
     return out
 
@@ -35,22 +35,22 @@ def recurrent_selective_scan(given: SelectiveScan) -> Tensor:
 def chunk_selective_scan(given: SelectiveScan) -> Tensor:
     """Walk all chunks side by side from zero states; then the states from chunk to chunk; then all
     chunks again for what those have in their outputs."""
-    x, z, B, C, D = given.x, given.z, given.B, given.C, given.D.float()
+    x, z, B, C, work = given.x, given.z, given.B, given.C, given.state.dtype
     seqs = sequences_of(given)
-    S, A = initial_states(given.state, seqs), -given.A_log.float().exp()
+    S, A, D = initial_states(given.state, seqs), -given.A_log.to(work).exp(), given.D.to(work)
     chunk_size = given.chunk_size
     chunks = chunk_table(seqs, chunk_size)
     # Rows past the end of a sequence have steps of 0: they change no state.
     steps = _steps(given, chunks.token) * chunks.is_real[..., None]
 
     def read(states: Tensor, i: int) -> Tensor:
-        return _read(states, _of_channels(C, chunks.token[:, i], x))
+        return _read(states, _of_channels(C, chunks.token[:, i], given))
 
-    x_c = x[chunks.token].float()
+    x_c = x[chunks.token].to(work)
     y = D * x_c
     own = x_c.new_zeros(len(chunks.token), *S.shape[1:])
     for i in range(chunk_size):
-        _advance(own, x_c[:, i], steps[:, i], _of_channels(B, chunks.token[:, i], x), A)
+        _advance(own, x_c[:, i], steps[:, i], _of_channels(B, chunks.token[:, i], given), A)
         y[:, i] += read(own, i)
 
     since_start = steps.cumsum(1)
@@ -65,7 +65,7 @@ def chunk_selective_scan(given: SelectiveScan) -> Tensor:
     store_states(given.state, seqs, S)
 
     if z is not None:
-        y *= silu(z[chunks.token].float())
+        y *= silu(z[chunks.token].to(work))
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     out[chunks.token[chunks.is_real]] = y[chunks.is_real].to(out.dtype)
     return out
@@ -73,13 +73,14 @@ def chunk_selective_scan(given: SelectiveScan) -> Tensor:
 
 def _steps(given: SelectiveScan, token: Tensor) -> Tensor:
     """Compute the step sizes of some tokens."""
-    dt = given.dt[token].float()
-    return softplus(dt if given.dt_bias is None else dt + given.dt_bias.float())
+    dt = given.dt[token].to(given.state.dtype)
+    return softplus(dt if given.dt_bias is None else dt + given.dt_bias.to(dt.dtype))
 
 
-def _of_channels(rows: Tensor, token: Tensor, x: Tensor) -> Tensor:
+def _of_channels(rows: Tensor, token: Tensor, given: SelectiveScan) -> Tensor:
     """Take rows [T, G, N] of some tokens, each group's repeated for its channels."""
-    return rows[token].float().repeat_interleave(x.shape[1] // rows.shape[1], 1)
+    of_group = given.x.shape[1] // rows.shape[1]
+    return rows[token].to(given.state.dtype).repeat_interleave(of_group, 1)
 
 
 def _advance(S: Tensor, x: Tensor, step: Tensor, B: Tensor, A: Tensor) -> None:

@@ -36,10 +36,17 @@ _FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer two more laun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walks:
-    """Programs of a call: its channels are dealt out to them, its sequences maybe cut."""
+    """Programs of a call: its channels are dealt out to them, its sequences maybe cut.
+
+    Attributes:
+        given: arguments of the call.
+        is_chunked: whether sequences may be cut.
+        fewest_segments: of as many tokens as there are, for sequences to be cut.
+    """
 
     given: SelectiveScan
     is_chunked: bool
+    fewest_segments: int = _FEWEST_SEGMENTS
 
     @property
     def is_wide(self) -> bool:
@@ -54,7 +61,7 @@ class Walks:
         The number of sequences does not count: in a captured graph most of them may be empty.
         """
         segment = _SEGMENT if self.is_wide else _SEGMENT // 2
-        is_cut = self.is_chunked and len(self.given.x) >= _FEWEST_SEGMENTS * segment
+        is_cut = self.is_chunked and len(self.given.x) >= self.fewest_segments * segment
         return segment if is_cut else 0
 
     @property
@@ -87,15 +94,17 @@ class Walks:
         return {**self.sizes(), **launched}
 
 
-def selective_scan(given: SelectiveScan, *, is_chunked: bool = False) -> Tensor:
+def selective_scan(
+    given: SelectiveScan, *, is_chunked: bool = False, fewest_segments: int = _FEWEST_SEGMENTS
+) -> Tensor:
     """Launch either form; the parts of the chunk form are segments."""
     x = given.x
     num_seqs = given.state_indices.shape[0]
     if num_seqs == 0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    walks = Walks(given=given, is_chunked=is_chunked)
-    starts, ends = _walk_segments(walks) if walks.segment else (None, None)
+    walks = Walks(given=given, is_chunked=is_chunked, fewest_segments=fewest_segments)
+    starts, ends = walk_segments(walks) if walks.segment else (None, None)
     num_walks = walks.segments if walks.segment else num_seqs
     bind(_scan_kernel, given)[(walks.programs * num_walks,)](
         starts=starts,
@@ -107,7 +116,7 @@ def selective_scan(given: SelectiveScan, *, is_chunked: bool = False) -> Tensor:
     return out
 
 
-def _walk_segments(walks: Walks) -> tuple[Tensor, Tensor]:
+def walk_segments(walks: Walks) -> tuple[Tensor, Tensor]:
     """Find what a sequence of several segments starts from, by the first token of its first one.
 
     And the states after each segment that is not its last, by that segment's first token.
@@ -219,7 +228,7 @@ def _scan_kernel(
                 if dt_bias is not None:
                     before += bias
                 step = tl.where(is_there, softplus(before), 0.0)
-                b_s = _after(b_s, rate, step, b_x, rows_b[place].to(tl.float32))
+                b_s = after(b_s, rate, step, b_x, rows_b[place].to(tl.float32))
                 b_y = tl.sum(b_s * rows_c[place].to(tl.float32)[None, :], 1) + skip * b_x
                 if z is not None:
                     b_z = rows_z[place].to(tl.float32)
@@ -290,7 +299,7 @@ def _segment_kernel(
                 before += bias
             step = softplus(before)
             b_x = rows_x[place].to(tl.float32)
-            b_s = _after(b_s, rate, step, b_x, rows_b[place].to(tl.float32))
+            b_s = after(b_s, rate, step, b_x, rows_b[place].to(tl.float32))
             total += step
     kept = (first // SEGMENT).to(tl.int64) * (G * CHANNELS)
     tl.store(ends + kept * N + tile_s, b_s, mask=mask_s)
@@ -350,7 +359,7 @@ def _carry_kernel(
 
 
 @triton.jit
-def _after(
+def after(
     b_s: tl.tensor, rate: tl.tensor, step: tl.tensor, b_x: tl.tensor, b_b: tl.tensor
 ) -> tl.tensor:
     """Advance states by a token, of which the steps are 0 where there is none."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 import torch_hybrid as th
-from tests.ops.contract import assert_same_bits
+from tests.ops.contract import assert_same_bits, assert_within_budget, skip_reason
 from torch_hybrid.functional import gated_delta_rule, kimi_delta_attention
+from torch_hybrid.ops.core.registration import REGISTERED
 from torch_hybrid.ops.delta_rule.reference import delta_rule_step
 
 Tensors = list[Tensor]
@@ -100,6 +102,14 @@ KIMI = Rule(function=kimi_delta_attention, by_channel=True, num_k_heads=3, num_v
 RULES = {"gated": GATED, "kimi": KIMI}
 
 
+def on_a_cpu(op: str) -> Iterator[object]:
+    """List the implementations of an op that run on a CPU, as parameters of a test."""
+    for name, each in REGISTERED[op].items():
+        if "cpu" in each.capability.devices:
+            why = skip_reason(each, "cpu")
+            yield pytest.param(name, marks=pytest.mark.skipif(bool(why), reason=why or ""))
+
+
 def offsets(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
@@ -121,6 +131,58 @@ def with_gradients(
 def weights(xs: Tensors) -> Tensors:
     """Make random weights of outputs and final states."""
     return [torch.randn(xs[2].shape), torch.randn(xs[5].shape)]
+
+
+def assert_all_within_budget(
+    names: Sequence[str], made: Tensors, exact: Tensors, other: Tensors
+) -> None:
+    """Compare results and gradients, by name, as ``assert_within_budget`` does."""
+    for name, a, b, c in zip(names, made, exact, other, strict=True):
+        try:
+            assert_within_budget(a, b, c)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def assert_packed_is_single(
+    run: Callable[[Tensors, Sequence[int] | None], tuple[Tensor, Tensor]],
+    xs: Tensors,
+    weights: Tensors,
+    lengths: Sequence[int],
+    by_token: Sequence[int],
+) -> None:
+    """Compare a packing with its sequences alone; the last of ``xs`` are their initial states.
+
+    Gradients of what all sequences share are sums of theirs within rounding.
+    """
+    y, final, *grads = with_gradients(lambda x: run(x, lengths), xs, weights)
+    shared = [torch.zeros_like(x) for x in xs]
+    for n, (start, end) in enumerate(pairwise(offsets(lengths).tolist())):
+        rows, seq = slice(start, end), slice(n, n + 1)
+        own = [x[rows] if at in by_token else x for at, x in enumerate(xs[:-1])] + [xs[-1][seq]]
+        alone = with_gradients(lambda x: run(x, None), own, [weights[0][rows], weights[1][seq]])
+        assert_same_bits(alone[0], y[rows])
+        assert_same_bits(alone[1], final[seq])
+        for at, grad in enumerate(alone[2:]):
+            if at in by_token:
+                assert_same_bits(grad, grads[at][rows])
+            elif at == len(xs) - 1:
+                assert_same_bits(grad, grads[at][seq])
+            else:
+                shared[at] += grad
+    for at in range(len(xs) - 1):
+        if at not in by_token:
+            torch.testing.assert_close(shared[at], grads[at], rtol=1e-5, atol=1e-4)
+
+
+def assert_rounds_once(
+    run: Callable[[Tensors], tuple[Tensor, Tensor]], xs: Tensors, weights: Tensors
+) -> None:
+    """Compare bfloat16 with results from float32 arithmetic on the rounded inputs."""
+    w = [x.bfloat16().float() for x in weights]
+    made, wide = (with_gradients(run, each, w) for each in (xs, [x.float() for x in xs]))
+    for a, b in zip(made, wide, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=2**-7, atol=1e-5 * b.abs().max().item())
 
 
 def assert_same_bits_on_threads(run: Callable[[], Tensors]) -> None:

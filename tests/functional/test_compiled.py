@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import torch_hybrid as th
-from tests.functional.channels import CHANNELS
+from tests.functional.functions import FUNCTIONS
 from tests.functional.rules import RULES, Rule, offsets
-from tests.functional.test_linear_attention import FORMS
-from tests.functional.test_ssd import inputs as ssd_inputs
 from tests.ops.contract import assert_same_bits
-from torch_hybrid.functional import causal_conv1d, ssd
+from torch_hybrid.functional import causal_conv1d
 
 NUM_TOKENS = 192
 
@@ -56,12 +52,6 @@ def test_no_packing_recompiles(rule: Rule, backend: str) -> None:
                 assert_same_bits(a, b)
             else:
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
-
-
-FUNCTIONS: dict[str, tuple[Callable[..., tuple[Tensor, Any]], Callable[..., list[Tensor]]]] = {
-    "ssd": (ssd, ssd_inputs),
-    **{name: (each.function, each.inputs) for name, each in (FORMS | CHANNELS).items()},
-}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

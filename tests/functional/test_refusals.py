@@ -12,13 +12,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import torch_hybrid as th
-from tests.functional.channels import CHANNELS, Channels
+from tests.functional.functions import FUNCTIONS
 from tests.functional.rules import RULES, Rule, packing
-from tests.functional.test_linear_attention import FORMS, Form
-from tests.functional.test_ssd import inputs as ssd_inputs
-from torch_hybrid.functional import causal_conv1d, gated_delta_rule, kimi_delta_attention, ssd
+from tests.functional.test_selective_scan import inputs as scan_inputs
+from torch_hybrid.functional import (
+    causal_conv1d,
+    gated_delta_rule,
+    kimi_delta_attention,
+    selective_scan,
+)
 
-each_channels = pytest.mark.parametrize("op", CHANNELS.values(), ids=CHANNELS)
+each_function = pytest.mark.parametrize("name", FUNCTIONS)
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
@@ -59,61 +63,36 @@ def test_transforms(rule: Rule) -> None:
         torch.func.grad(lambda q: rule.function(q, *rest)[0].sum())(q)
 
 
-@each_channels
-def test_derivatives_of_channels(op: Channels) -> None:
-    x, *rest = (each.requires_grad_() for each in op.inputs((5,))[:-1])
-    name = op.function.__name__
-    (dx,) = torch.autograd.grad(op.function(x, *rest)[0].square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match=f"{name} can be differentiated once"):
-        dx.sum().backward()
-    x, *rest = (each.detach() for each in (x, *rest))
-    with (
-        forward_ad.dual_level(),
-        pytest.raises(NotImplementedError, match=f"{name} has no forward-mode derivative"),
-    ):
-        op.function(forward_ad.make_dual(x, torch.ones_like(x)), *rest)
-    with pytest.raises(NotImplementedError, match=f"{name}_forward differentiates by backward"):
-        torch.func.grad(lambda x: op.function(x, *rest)[0].sum())(x)
+def leaves_of(name: str) -> list[Tensor]:
+    return [x.requires_grad_() for x in FUNCTIONS[name][1]((5,))]
 
 
-def ssd_leaves() -> list[Tensor]:
-    return [x.requires_grad_() for x in ssd_inputs((5,))]
-
-
-def test_second_derivatives_of_ssd() -> None:
+@each_function
+def test_second_derivatives_of_others(name: str) -> None:
+    function, _ = FUNCTIONS[name]
     for at in (0, 1):  # of steps by their softplus too
-        xs = ssd_leaves()
-        (dx,) = torch.autograd.grad(ssd(*xs[:7])[0].square().sum(), xs[at], create_graph=True)
-        with pytest.raises(NotImplementedError, match="ssd can be differentiated once"):
+        xs = leaves_of(name)[:-1]
+        (dx,) = torch.autograd.grad(function(*xs)[0].square().sum(), xs[at], create_graph=True)
+        with pytest.raises(NotImplementedError, match=r"\w+ can be differentiated once"):
             dx.sum().backward()
 
 
-def test_forward_mode_and_transforms_of_ssd() -> None:
-    x, *rest = (each.detach() for each in ssd_leaves()[:7])
-    with (
-        forward_ad.dual_level(),
-        pytest.raises(NotImplementedError, match="ssd has no forward-mode derivative"),
-    ):
-        ssd(forward_ad.make_dual(x, torch.ones_like(x)), *rest)
-    with pytest.raises(NotImplementedError, match="ssd_forward differentiates by backward"):
-        torch.func.grad(lambda x: ssd(x, *rest)[0].sum())(x)
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_forward_mode_of_linear_attention(name: str) -> None:
-    q, *rest = FORMS[name].inputs((5,))[:-1]
-    function = FORMS[name].function
+@each_function
+def test_forward_mode_and_transforms_of_others(name: str) -> None:
+    function, _ = FUNCTIONS[name]
+    x, *rest = (each.detach() for each in leaves_of(name)[:-1])
     with (
         forward_ad.dual_level(),
         pytest.raises(NotImplementedError, match=f"{function.__name__} has no forward-mode"),
     ):
-        function(forward_ad.make_dual(q, torch.ones_like(q)), *rest)
+        function(forward_ad.make_dual(x, torch.ones_like(x)), *rest)
+    with pytest.raises(NotImplementedError, match=r"\w+_forward differentiates by backward"):
+        torch.func.grad(lambda x: function(x, *rest)[0].sum())(x)
 
 
 def test_nothing_is_mutated() -> None:
-    made = ((form.function, form.inputs((5,))) for form in FORMS.values())
-    attention = [(run, [x.requires_grad_() for x in xs]) for run, xs in made]
-    for run, xs in ((gated_delta_rule, leaves(RULES["gated"])), (ssd, ssd_leaves()), *attention):
+    others = [(function, leaves_of(name)) for name, (function, _) in FUNCTIONS.items()]
+    for run, xs in ((gated_delta_rule, leaves(RULES["gated"])), *others):
         before = [x.detach().clone() for x in xs]
         o, final = run(*xs[:-1], None, xs[-1])
         (o.sum() + final.sum()).backward()
@@ -133,19 +112,11 @@ def delta(
     return lambda: RULES[rule].function(*xs[:5], initial_state=xs[5], **options)
 
 
-def scalar(at: int, by: Callable[[Tensor], Tensor]) -> Callable[[], object]:
-    xs = ssd_inputs((5,))
-    xs[at] = by(xs[at])
-    return lambda: ssd(*xs[:7], None, xs[7])
-
-
-OTHERS: dict[str, Channels | Form] = {**CHANNELS, **FORMS}
-
-
 def other(name: str, at: int, by: Callable[[Tensor], Tensor]) -> Callable[[], object]:
-    xs = OTHERS[name].inputs((5,))
+    function, inputs = FUNCTIONS[name]
+    xs = inputs((5,))
     xs[at] = by(xs[at])
-    return lambda: OTHERS[name].function(*xs[:-1], None, xs[-1])
+    return lambda: function(*xs[:-1], None, xs[-1])
 
 
 BAD: Mapping[str, tuple[Callable[[], object], str]] = {
@@ -191,15 +162,21 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
         "packing must be on cpu, got meta; `to` moves it",
     ),
     "x of ssd": (
-        scalar(0, lambda x: x[0]),
+        other("ssd", 0, lambda x: x[0]),
         "x must be [T, H, P] and B [T, G, N], got [6, 24] and [5, 2, 16]",
     ),
-    "dt of ssd": (scalar(1, lambda dt: dt[:, :5]), "dt must have shape [5, 6], got [5, 5]"),
-    "A of ssd": (scalar(2, lambda A: A[None]), "A must have shape [6], got [1, 6]"),
-    "C of ssd": (scalar(4, lambda C: C[:, :1]), "C must have shape [5, 2, 16], got [5, 1, 16]"),
-    "C's dtype": (scalar(4, Tensor.double), "C must have dtype torch.float32, got torch.float64"),
+    "dt of ssd": (other("ssd", 1, lambda dt: dt[:, :5]), "dt must have shape [5, 6], got [5, 5]"),
+    "A of ssd": (other("ssd", 2, lambda A: A[None]), "A must have shape [6], got [1, 6]"),
+    "C of ssd": (
+        other("ssd", 4, lambda C: C[:, :1]),
+        "C must have shape [5, 2, 16], got [5, 1, 16]",
+    ),
+    "C's dtype": (
+        other("ssd", 4, Tensor.double),
+        "C must have dtype torch.float32, got torch.float64",
+    ),
     "states of ssd": (
-        scalar(7, lambda s: s[:0]),
+        other("ssd", 7, lambda s: s[:0]),
         "initial_state must have shape [1, 6, 24, 16], got [0, 6, 24, 16]",
     ),
     "gates": (
@@ -240,6 +217,30 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
     "states of mlstm": (
         other("mlstm", 5, lambda s: s[:, :, :25]),
         "initial_state must have shape [1, 3, 32, 16], got [1, 3, 25, 16]",
+    ),
+    "x of a scan": (
+        other("selective_scan", 0, lambda x: x[0]),
+        "x must have 2 dimensions, got [140]",
+    ),
+    "A of a scan": (
+        other("selective_scan", 2, lambda A: A[0]),
+        "A must have 2 dimensions, got [12]",
+    ),
+    "C of a scan": (
+        other("selective_scan", 4, lambda C: C[:, :1]),
+        "C must have shape [5, 2, 12], got [5, 1, 12]",
+    ),
+    "groups of a scan": (
+        lambda: selective_scan(*scan_inputs((5,), groups=3)[:5]),
+        "x must have a multiple of the 3 groups of B, got 140",
+    ),
+    "dt's dtype": (
+        other("selective_scan", 1, Tensor.double),
+        "dt must have dtype torch.float32, got torch.float64",
+    ),
+    "states of a scan": (
+        other("selective_scan", 8, lambda s: s[:0]),
+        "initial_state must have shape [1, 140, 12], got [0, 140, 12]",
     ),
     "activation": (
         lambda: causal_conv1d(torch.ones(3, 2), torch.ones(2, 4), activation="gelu"),

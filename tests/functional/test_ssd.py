@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -12,14 +12,17 @@ from torch.nn.functional import softplus
 
 from tests.functional.rules import (
     Tensors,
+    assert_all_within_budget,
+    assert_packed_is_single,
+    assert_rounds_once,
     assert_same_bits_on_threads,
     offsets,
+    on_a_cpu,
     packing,
     with_gradients,
 )
-from tests.ops.contract import assert_same_bits, assert_within_budget, skip_reason
+from tests.ops.contract import assert_same_bits
 from torch_hybrid.functional import ssd
-from torch_hybrid.ops.core.registration import REGISTERED
 from torch_hybrid.ops.ssd.reference import ssd_step
 
 # One token, chunk borders of 32 and their neighbours, an empty sequence, and long ones.
@@ -40,14 +43,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def on_a_cpu() -> Iterator[object]:
-    for name, each in REGISTERED["ssd_backward"].items():
-        if "cpu" in each.capability.devices:
-            why = skip_reason(each, "cpu")
-            yield pytest.param(name, marks=pytest.mark.skipif(bool(why), reason=why or ""))
-
-
-on_each = pytest.mark.parametrize("impl", [*on_a_cpu()])
+on_each = pytest.mark.parametrize("impl", [*on_a_cpu("ssd_backward")])
 
 
 def inputs(lengths: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensors:
@@ -122,11 +118,7 @@ def test_gradients_within_twice_the_error_of_transformers(
     made = with_gradients(lambda x: ours(x, lengths, impl), xs, w)
     wide = with_gradients(lambda x: exact(x, lengths), [x.double() for x in xs], w)
     other = with_gradients(lambda x: theirs(x, lengths), xs, w)
-    for name, a, b, c in zip(NAMES, made, wide, other, strict=True):
-        try:
-            assert_within_budget(a, b, c)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+    assert_all_within_budget(NAMES, made, wide, other)
 
 
 @pytest.mark.parametrize("A", [0.0, -20.0])
@@ -144,27 +136,9 @@ def test_extreme_decays(impl: str, A: float) -> None:
 
 @on_each
 def test_packed_has_the_bits_of_single(impl: str) -> None:
-    """Gradients of what all sequences share are sums of theirs within rounding."""
     lengths = (70, 1, 0, 64, 20, 33)
     xs = inputs(lengths)
-    w = weights(xs)
-    y, final, *grads = with_gradients(lambda x: ours(x, lengths, impl), xs, w)
-    shared = [torch.zeros_like(x) for x in xs]
-    for n, (start, end) in enumerate(pairwise(offsets(lengths).tolist())):
-        rows, seq = slice(start, end), slice(n, n + 1)
-        own = [x[rows] if at in BY_TOKEN else x for at, x in enumerate(xs[:7])] + [xs[7][seq]]
-        alone = with_gradients(lambda x: ours(x, None, impl), own, [w[0][rows], w[1][seq]])
-        assert_same_bits(alone[0], y[rows])
-        assert_same_bits(alone[1], final[seq])
-        for at, grad in enumerate(alone[2:]):
-            if at in BY_TOKEN:
-                assert_same_bits(grad, grads[at][rows])
-            elif at == 7:
-                assert_same_bits(grad, grads[at][seq])
-            else:
-                shared[at] += grad
-    for at in (2, 5, 6):
-        torch.testing.assert_close(shared[at], grads[at], rtol=1e-5, atol=1e-4)
+    assert_packed_is_single(lambda x, n: ours(x, n, impl), xs, weights(xs), lengths, BY_TOKEN)
 
 
 @on_each
@@ -177,16 +151,8 @@ def test_bits_depend_on_no_run_and_no_number_of_threads(impl: str) -> None:
 
 @on_each
 def test_bfloat16(impl: str) -> None:
-    """Within one rounding of results from float32 arithmetic on the rounded inputs."""
-    lengths = (40, 7)
-    xs = inputs(lengths, torch.bfloat16)
-    w = [x.bfloat16().float() for x in weights(xs)]
-    made, wide = (
-        with_gradients(lambda x: ours(x, lengths, impl), each, w)
-        for each in (xs, [x.float() for x in xs])
-    )
-    for a, b in zip(made, wide, strict=True):
-        torch.testing.assert_close(a.float(), b, rtol=2**-7, atol=1e-5 * b.abs().max().item())
+    xs = inputs((40, 7), torch.bfloat16)
+    assert_rounds_once(lambda x: ours(x, (40, 7), impl), xs, weights(xs))
 
 
 @on_each

@@ -50,6 +50,7 @@ from tests.ops.ragged_attention import cases as ragged
 from tests.ops.registered import channel_recurrences, public_ops
 from tests.ops.rg_lru import backward as rg_lru_backward
 from tests.ops.select_blocks import cases as selection
+from tests.ops.selective_scan import backward as scan_backward
 from tests.ops.selective_scan import cases as scans
 from tests.ops.ssd import backward as ssd_backward
 from tests.ops.ssd import cases as ssd
@@ -298,8 +299,10 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     scan = ssd_backward.make_backward(dtype=dtype)
     lru = rg_lru_backward.make_backward(dtype=dtype)
     mean = wkv_backward.make_backward(dtype=dtype)
-    for name, call in (("ssd_backward", scan), ("rg_lru_backward", lru), ("wkv_backward", mean)):
-        yield name, lambda device, call=call: gradients(arguments_moved(call, device))
+    selective = scan_backward.make_backward(dtype=dtype)
+    backwards = {"ssd": scan, "rg_lru": lru, "wkv": mean, "selective_scan": selective}
+    for name, call in backwards.items():
+        yield f"{name}_backward", lambda device, call=call: gradients(arguments_moved(call, device))
     for num_tokens in (3, 50):
         case = experts.Case(num_tokens=num_tokens, top_k=3, dim=77, width=45, routing="some_none")
         args = experts.make_inputs(case, dtype=dtype)

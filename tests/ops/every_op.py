@@ -230,6 +230,15 @@ def _trained_channels(op: str, by: str) -> _Made:
     return (*given, cu_seqlens, initial, *grads), {}, {}
 
 
+def _trained_scan(by: str) -> _Made:
+    x = scans.make_inputs(scans.Case(bias="float32", **_LENGTHS))
+    initial = torch.randn_like(x.state[:-3])
+    args = (x.x, x.dt, -x.A_log.exp(), x.B, x.C, x.D, x.z, x.dt_bias, x.cu_seqlens, initial)
+    if by == "forward":
+        return args, {"output_final_state": True}, {}
+    return (*args, torch.randn_like(x.x), torch.randn_like(initial)), {}, {}
+
+
 def _trained_gated(by: str) -> _Made:
     return _trained(gated_delta.make_inputs(DeltaCase(**_LENGTHS)), by=by)
 
@@ -422,6 +431,8 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "route": lambda: _without_indices(torch.randn(5, 16), torch.randn(16), 3, score="softmax"),
     "select_blocks": _select_blocks,
     "selective_scan": _scan,
+    "selective_scan_backward": lambda: _trained_scan("backward"),
+    "selective_scan_forward": lambda: _trained_scan("forward"),
     "ssd": _ssd,
     "ssd_backward": lambda: _trained_ssd("backward"),
     "ssd_forward": lambda: _trained_ssd("forward"),

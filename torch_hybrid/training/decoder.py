@@ -51,10 +51,10 @@ def hand_down_packing(
         x = inputs.get("input_ids")
         x = inputs["inputs_embeds"] if x is None else x
         inputs["position_ids"] = packing.positions.view(x.shape[:2])
-    inputs["attention_mask"] = None
+    inputs["attention_mask"] = packing if hands_masks_alone(decoder) else None
     if has_attention(decoder):  # then masks may be those of each kind of layer
-        kinds = {*decoder.config.layer_types, "linear_attention", "full_attention"}
-        inputs["attention_mask"] = dict.fromkeys(kinds)
+        kinds = {*decoder.config.layer_types, "full_attention"}
+        inputs["attention_mask"] = {**dict.fromkeys(kinds), "linear_attention": packing}
     inputs["state" if hands_states_down(decoder) else "packing"] = packing
     return (), {k: v for k, v in inputs.items() if k not in STATED}
 
@@ -74,6 +74,11 @@ def has_attention(decoder: Any) -> bool:
     """Tell whether any layer of a decoder attends; those of Mamba2 do not."""
     attends: bool = decoder._supports_sdpa
     return attends
+
+
+def hands_masks_alone(decoder: Any) -> bool:
+    """Tell whether a decoder without attention hands its layers a mask, and no other keyword."""
+    return decoder.config.model_type in ("mamba", "falcon_mamba")
 
 
 def keeps_a_cache(decoder: Any, inputs: dict[str, Any]) -> bool:

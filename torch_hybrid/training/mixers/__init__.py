@@ -10,6 +10,7 @@ from torch_hybrid.training.mixers.delta_rules import (
     SeparateGatedDeltaNet,
 )
 from torch_hybrid.training.mixers.lightning import LightningAttention
+from torch_hybrid.training.mixers.mamba import Mamba, NormedMamba, ZambaMamba
 from torch_hybrid.training.mixers.mamba2 import FalconH1Mamba2, Mamba2
 from torch_hybrid.training.mixers.rg_lru import RecurrentBlock
 from torch_hybrid.training.mixers.rwkv import ChannelMix, TimeMix
@@ -29,6 +30,10 @@ TWINS: dict[str, type[Twin]] = {
     "KimiLinearDeltaAttention": LowRankGateKimiDeltaAttention,
     "Glm5NextTextLinearAttention": LowRankGateKimiDeltaAttention,
     "BailingHybridDeltaAttention": KimiDeltaAttention,
+    "MambaMixer": Mamba,
+    "FalconMambaMixer": NormedMamba,
+    "JambaMambaMixer": NormedMamba,
+    "ZambaMambaMixer": ZambaMamba,
     "Mamba2Mixer": Mamba2,
     "BambaMixer": Mamba2,
     "GraniteMoeHybridMambaLayer": Mamba2,

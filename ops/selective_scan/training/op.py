@@ -1,0 +1,146 @@
+"""The selective scan without pools: states go in and come out.
+
+The forward runs the kernels of the chunk form of ``selective_scan`` on a pool of its own. The
+backward is an op of its own, which is given what the forward was given: states are recomputed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated
+
+from torch import Tensor
+
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
+from torch_hybrid.ops.core.packed import PackedOp, empty_results, gradients
+from torch_hybrid.ops.core.recurrence import CHUNK
+from torch_hybrid.ops.core.registration import check_groups
+from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
+from torch_hybrid.ops.selective_scan.op import IMPLEMENTATIONS
+
+_FOLDER = "torch_hybrid.ops.selective_scan.training"
+BACKWARD: dict[str, Implementation] = {
+    "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:selective_scan_backward"),
+    "triton": in_triton(
+        f"{_FOLDER}._triton:selective_scan_backward", dtypes=CPP_DTYPES, limits={"state_dim": 256}
+    ),
+    "torch": in_torch(f"{_FOLDER}._torch:selective_scan_backward", dtypes=FLOATS_AND_FLOAT64),
+}
+
+
+def _by_pool(name: str) -> Implementation:
+    """Make an implementation of the forward of one of the chunk form."""
+    chunk_form = IMPLEMENTATIONS[f"{CHUNK}_{name}"]
+    if name == "triton":  # where a sequence is cut must not go by other sequences
+        chunk_form = replace(chunk_form, options={**chunk_form.options, "fewest_segments": 1})
+    return Implementation(
+        capability=(BACKWARD["torch"] if name == "torch" else chunk_form).capability,
+        launcher=f"{_FOLDER}._pool:selective_scan_forward",
+        options={"by": chunk_form},
+    )
+
+
+FORWARD = {name: _by_pool(name) for name in ("cpp", "triton", "torch")}
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class TrainedScan(PackedOp):
+    """Arguments that the forward and its backward have."""
+
+    x: Annotated[Tensor, Rows("E")]
+    dt: Annotated[Tensor, Rows("E")]
+    A: Annotated[Tensor, Dense("E", "M", dtype="work")]
+    B: Annotated[Tensor, Rows("G", "M", counts="G")]
+    C: Annotated[Tensor, Rows("G", "M", counts=False)]
+    D: Annotated[Tensor | None, Dense("E", dtype="work")]
+    z: Annotated[Tensor | None, Rows("E")]
+    dt_bias: Annotated[Tensor | None, Dense("E", dtype="work")]
+    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
+    initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "E", "M", dtype="work")]
+
+    @property
+    def rows(self) -> Tensor:
+        """Tensor that the outputs have shape and dtype of."""
+        return self.x
+
+    def states(self, num_states: int) -> Tensor:
+        """Allocate so many states [E, M]."""
+        return self.A.new_empty(num_states, *self.A.shape)
+
+    def check(self) -> None:
+        """Raise ValueError unless groups divide the channels."""
+        check_groups("x must have", self.x.shape[1], self.B.shape[1], "groups of B")
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class SelectiveScanForward(TrainedScan):
+    """Selective scan without a pool; ``torch_hybrid.functional`` states it.
+
+    Args:
+        x, dt: [T, E], float dtype.
+        A: [E, M] rates of decay, at most 0, float32, or float64 beside float64.
+        B, C: [T, G, M] in x's dtype.
+        D: [E] weight of each input in its own output, like A, or None for 0.
+        z: [T, E] gate of the outputs in x's dtype; None: they are not gated.
+        dt_bias: [E] bias of the step sizes, like A, or None for 0.
+        cu_seqlens: [N + 1] int32, from 0 to at most T.
+        initial_state: [N, E, M] like A, or None for zeros.
+        output_final_state: whether final states are made.
+        impl: a name in FORWARD.
+
+    Returns:
+        [T, E] outputs in x's dtype, and final states like initial ones, or [0, E, M].
+    """
+
+    output_final_state: bool = field(kw_only=True)
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class SelectiveScanBackward(TrainedScan):
+    """Gradients of :func:`selective_scan_forward`, in fixed orders of sums.
+
+    Args:
+        x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_state: those of the forward.
+        dout: [T, E] gradient of the outputs, in x's dtype.
+        dfinal_state: [N, E, M] gradient of the final states, or None for zeros.
+        impl: a name in BACKWARD.
+
+    Returns:
+        Gradients of x, dt, A, B, C, D, z, dt_bias and the initial state; empty where these are
+        None.
+    """
+
+    dout: Annotated[Tensor, Rows("E")]
+    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "E", "M", dtype="work")]
+
+
+def empty_gradients(x: TrainedScan) -> tuple[Tensor, ...]:
+    """Make the tensors that the backward returns."""
+    num_tokens, channels = x.x.shape
+    D, bias = (x.A.new_empty(0 if each is None else channels) for each in (x.D, x.dt_bias))
+    z = x.x.new_empty(0 if x.z is None else num_tokens, channels)
+    states = x.states(0 if x.initial_state is None else x.num_seqs)
+    dx, ddt, dA, dB, dC = (each.new_empty(each.shape) for each in (x.x, x.dt, x.A, x.B, x.C))
+    return dx, ddt, dA, dB, dC, D, z, bias, states
+
+
+selective_scan_backward = define(
+    SelectiveScanBackward,
+    BACKWARD,
+    returns=several_made(9, empty_gradients),
+    limited={"state_dim": "M"},
+    flops="12 * T * E * M",
+    cpp=Cpp("num_offsets-1=num_seqs E=channels G=num_groups M=state_dim"),
+)
+selective_scan_forward = define(
+    SelectiveScanForward,
+    FORWARD,
+    returns=pair_made(empty_results),
+    limited={"state_dim": "M"},
+    backward=partial(
+        gradients, selective_scan_backward, 0, lambda saved: {"state_dim": saved[2].shape[1]}
+    ),
+    flops="4 * T * E * M",
+)
