@@ -6,9 +6,9 @@ Heads are those of the 225M models (models.py); q and k are normalised within. T
 of one thread, user and system together, the least of a few runs by turns: other work on the machine
 moves them little. Gradients of both are compared first.
 
-On a GPU: heads of Qwen3-Next and Kimi-Linear, and ssd, in bfloat16, beside flash-linear-attention
-where it is installed, whose gated rule is FlashQLA's where that is. Times are those in which a
-kernel runs.
+On a GPU: heads of Qwen3-Next and Kimi-Linear, ssd, lightning attention and mLSTM, in bfloat16,
+beside flash-linear-attention where it is installed, whose gated rule is FlashQLA's where that is.
+Times are those in which a kernel runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 import torch_hybrid as th
 from benchmarks.gpu.steps import kernels_of
 from tests.functional.rules import GATED, KIMI, Rule, offsets, packing
-from torch_hybrid.functional import ssd
+from torch_hybrid.functional import lightning_attention, mlstm, ssd
 
 # 2 x 512 and 8 x 128 tokens; heads of Qwen3-Next and of Kimi-Linear.
 LENGTHS = ((512,) * 2, (128,) * 8)
@@ -141,11 +141,18 @@ def ops_on(
     x, B, C = (torch.randn(T, *dims).bfloat16() for dims in ((H, P), (G, N), (G, N)))
     heads = -4 * torch.rand(H), B, C, torch.rand(H), torch.randn(H) - 2
 
-    def ours(*xs: Tensor) -> Tensor:
-        return ssd(*xs, packed, output_final_state=False)[0]
+    def by(function: Callable[..., tuple[Tensor, Tensor | None]]) -> dict[str, Outputs]:
+        return {"torch_hybrid": lambda *xs: function(*xs, packed, output_final_state=False)[0]}
 
     inputs = [x, torch.randn(T, H).bfloat16(), *heads]
-    yield f"ssd, {H} x {P}, {G} groups of {N}", inputs, 0, {"torch_hybrid": ours}
+    yield f"ssd, {H} x {P}, {G} groups of {N}", inputs, 0, by(ssd)
+    # Heads of MiniMax-01, and of xLSTM-7b.
+    for H, K, V, function in ((64, 128, 128, lightning_attention), (8, 256, 512, mlstm)):
+        qkv = [torch.randn(T, H, width).bfloat16() for width in (K, K, V)]
+        gates = [torch.randn(T, H), torch.randn(T, H) + 4]
+        if function is lightning_attention:
+            gates = [torch.logspace(-3, 0, H)]
+        yield f"{function.__name__}, {H} x {K}, V {V}", [*qkv, *gates], 2, by(function)
 
 
 def main() -> None:

@@ -72,6 +72,8 @@ class Case:
     def products(self, model: nn.Module) -> int:
         """FLOPs of the products with weights: forward, and backward for inputs and weights."""
         weights = [each.weight for each in model.modules() if isinstance(each, nn.Linear)]
+        # All tokens take MiniMax's one expert.
+        weights += [each for name, each in model.named_parameters() if ".experts." in name]
         return 6 * self.num_seqs * self.length * sum(weight.numel() for weight in weights)
 
 
@@ -80,9 +82,9 @@ def check(case: Case, who: str, step: Callable[[], Tensor], model: Any, exact: A
     loss, (expected, grads) = step(), exact
     torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0.0)
     for name, weight in model.named_parameters():
-        distance = (weight.grad - grads[name]).norm() / grads[name].norm()
-        if not distance <= TOLERANCES[case.dtype]:
-            raise ValueError(f"{who}: the gradient of {name} is {distance:.1e} away")
+        distance, size = (weight.grad - grads[name]).norm(), grads[name].norm()
+        if not distance <= TOLERANCES[case.dtype] * size:  # a router of one expert has none
+            raise ValueError(f"{who}: the gradient of {name} is {distance:.1e} of {size:.1e} away")
     model.zero_grad(set_to_none=True)
 
 

@@ -13,42 +13,73 @@ from torch_hybrid.ops.linear_cross_entropy.op import (
     empty_results,
 )
 
-_FEWEST_ROWS = 256  # of a chunk: each adds once to the gradient of all weights
+# Rows of a chunk: each adds once to the gradient of all weights, unless it is the only one.
+_FEWEST_ROWS = {"cpu": 1024, "cuda": 256}
 _BLOCK = 2048  # rows of weights on a CPU, whose product stays in the cache until it is added
+_CACHED = 2**19  # logits on a CPU that stay in the cache from their maximum to their gradient
 
 
 @without_autocast
 def linear_cross_entropy_forward(x: LinearCrossEntropyForward) -> tuple[Tensor, ...]:
-    """Take as many rows at once as have logits about as large as all hidden states."""
-    hidden, weight = x.hidden, x.weight
+    """Take as many rows at once as have logits about as large as all hidden states.
+
+    Gradients of logits take the place of these.
+    """
+    hidden, weight, kind = x.hidden, x.weight, x.hidden.device.type
     total, dhidden, dweight = empty_results(x)
     total.zero_()
-    sums = torch.zeros_like(dweight, dtype=total.dtype)
-    most = min(len(hidden), max(_FEWEST_ROWS, -(-hidden.numel() // weight.shape[0])))
+    size = -(-hidden.numel() // weight.shape[0])
+    most = min(len(hidden), max(_FEWEST_ROWS[kind], size))
+    is_whole = most == len(hidden) > 0
+    sums = dweight if is_whole else torch.zeros_like(dweight, dtype=total.dtype)
     # Of each chunk; memory is slow at its first use.
     logits = hidden.new_empty(most, len(weight))
-    log_probs = torch.empty_like(logits, dtype=total.dtype)
+    few = min(most, max(1, _CACHED // len(weight))) if kind == "cpu" else most
+    log_probs = torch.empty_like(logits[:few], dtype=total.dtype)
     for start in range(0, len(hidden), max(most, 1)):
         rows = slice(start, start + most)
-        h, target, counts = hidden[rows], x.targets[rows, None], x.targets[rows, None] != IGNORED
-        z, p = logits[: len(h)], log_probs[: len(h)]
-        torch.mm(h, weight.T, out=z)
-        if x.softcap is not None:
-            z.div_(x.softcap).tanh_().mul_(x.softcap)
-        torch.log_softmax(z, -1, total.dtype, out=p)
-        picked = p.gather(1, target.clamp(min=0))
-        total -= picked.where(counts, 0.0).sum()
-        if not x.of_hidden and not x.of_weight:
-            continue
-        p.exp_().scatter_add_(1, target.clamp(min=0), -torch.ones_like(picked))
-        if x.softcap is not None:
-            p.mul_(1 - (z / x.softcap).square())
-        dlogits = p.masked_fill_(~counts, 0.0).to(hidden.dtype)
+        counts = x.targets[rows, None] != IGNORED
+        h = hidden[rows].where(counts, 0.0)
+        z = torch.mm(h, weight.T, out=logits[: len(h)])
+        for block, target, count in zip(
+            *(each.split(max(few, 1)) for each in (z, x.targets[rows, None], counts)), strict=True
+        ):
+            total -= _differentiate(x, block, target, count, log_probs[: len(block)])
         if x.of_hidden:
-            torch.mm(dlogits, weight, out=dhidden[rows])
-        if x.of_weight:
-            _add_product(sums, dlogits.T, h)
+            torch.mm(z, weight, out=dhidden[rows]).masked_fill_(~counts, 0.0)
+        if x.of_weight and is_whole:
+            torch.mm(z.T, h, out=dweight)
+        elif x.of_weight:
+            _add_product(sums, z.T, h)
     return total, dhidden, sums.to(weight.dtype)
+
+
+def _differentiate(
+    x: LinearCrossEntropyForward, z: Tensor, target: Tensor, counts: Tensor, p: Tensor
+) -> Tensor:
+    """Put the gradients of losses in the place of logits ``z [R, V]``.
+
+    Args:
+        x: arguments of the forward.
+        z: [R, V] logits before their bound; mutated if gradients are asked for.
+        target: [R, 1] targets; ``counts`` [R, 1] tells which have a loss.
+        p: [R, V] scratch in the dtype of sums.
+
+    Returns:
+        The sum [] of log probabilities of targets.
+    """
+    cap = x.softcap
+    bounded = z if cap is None else cap * (z.to(p.dtype) / cap).tanh_()
+    torch.log_softmax(bounded, -1, p.dtype, out=p)
+    picked = p.gather(1, target.clamp(min=0))
+    total = picked.where(counts, 0.0).sum()
+    if not x.of_hidden and not x.of_weight:
+        return total
+    p.exp_().scatter_add_(1, target.clamp(min=0), -torch.ones_like(picked))
+    if cap is not None:
+        p.mul_(1 - (bounded / cap).square_())
+    z.copy_(p)
+    return total
 
 
 def _add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:

@@ -77,6 +77,32 @@ def test_generation_and_its_caches_are_those_of_transformers(family: str):
     assert torch.equal(*tokens)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_trained_is_served(family: str):
+    twin = make_pair(family)[1].eval()
+    row = make_rows([20])[0]
+    with torch.no_grad():
+        expected = twin(row, use_cache=False).logits[0]
+    runner = th.Runner(
+        th.adapt(twin), max_seqs=1, max_tokens=32, kv_tokens=64, page_size=16, compile=False
+    )
+    served = runner.extend(runner.new_sequences(1), row.tolist(), logits="all")
+    torch.testing.assert_close(served, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_decays_of_minimax_are_those_of_its_config_after_a_cast():
+    layers = {"num_hidden_layers": 4, "layer_types": ["full_attention", "linear_attention"] * 2}
+    theirs, ours = (model.model.layers[1].self_attn for model in make_pair("minimax", **layers))
+    ours.bfloat16().float()  # rounds the buffers that transformers' forward reads
+    theirs.load_state_dict(dict(ours.named_parameters()), strict=False)
+    torch.manual_seed(0)
+    x = torch.randn(1, 70, 64)
+    with torch.no_grad():
+        expected, _ = theirs(x, None, None)
+        made, _ = ours(x, packing=th.Packing(torch.tensor([0, 70])))
+    torch.testing.assert_close(made, expected)
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl"])
 def test_models_that_see_train_with_images_and_packed_texts(family: str):
     few = FEWEST_LAYERS[family.removesuffix("_vl")]

@@ -11,24 +11,29 @@ from torch_hybrid.ops.linear_cross_entropy import linear_cross_entropy_forward
 from torch_hybrid.ops.linear_cross_entropy.reference import linear_cross_entropy
 from torch_hybrid.training.linear_cross_entropy import LossHead
 
-TOKENS, DIM, VOCAB = 600, 8, 37  # 3 chunks of rows
+TOKENS, DIM, VOCAB = 600, 8, 37
 
 
-def make_head(dtype: torch.dtype = torch.float64) -> tuple[LossHead, Tensor, Tensor]:
+def make_head(
+    dtype: torch.dtype = torch.float64, tokens: int = TOKENS
+) -> tuple[LossHead, Tensor, Tensor]:
     torch.manual_seed(0)
     head = LossHead(DIM, VOCAB, bias=False, dtype=dtype)
-    hidden = torch.randn(3, TOKENS // 3, DIM, dtype=dtype, requires_grad=True)
-    targets = torch.randint(VOCAB, (3, TOKENS // 3))
+    hidden = torch.randn(3, tokens // 3, DIM, dtype=dtype, requires_grad=True)
+    targets = torch.randint(VOCAB, (3, tokens // 3))
     targets[0, ::7] = -100
     return head, hidden, targets
 
 
+@pytest.mark.parametrize("rows", [256, TOKENS])  # of a chunk
 @pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_loss_and_gradients_are_those_of_whole_logits(
-    dtype: torch.dtype, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, softcap: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("torch_hybrid.ops.linear_cross_entropy._torch._BLOCK", 16)
+    sizes = {"_BLOCK": 16, "_CACHED": 100 * VOCAB, "_FEWEST_ROWS": {"cpu": rows}}
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"torch_hybrid.ops.linear_cross_entropy._torch.{name}", size)
     head, hidden, targets = make_head(dtype)
     exact = [x.detach().double().requires_grad_() for x in (hidden, head.weight)]
     whole = linear_cross_entropy(exact[0].flatten(0, 1), exact[1], targets.flatten(), softcap)
@@ -96,3 +101,21 @@ def test_the_functions_take_what_they_are_given():
     given = hidden.flatten(0, 1), head.weight.float(), targets.flatten()
     with pytest.raises(ValueError, match=r"weight must have dtype torch.float64, got .*float32"):
         linear_cross_entropy_forward(*given, of_hidden=True, of_weight=True, impl="torch")
+
+
+def test_rows_without_a_loss_may_hold_anything():
+    head, hidden, targets = make_head()
+    filled = hidden.detach().masked_fill((targets == -100)[..., None], torch.nan).requires_grad_()
+    made = []
+    for x in (hidden, filled):
+        loss = head(x, targets)
+        made.append([loss, *torch.autograd.grad(loss, (x, head.weight))])
+    assert all(map(torch.equal, *made))
+
+
+def test_no_tokens_have_no_loss():
+    head, hidden, targets = make_head(tokens=0)
+    loss = head(hidden, targets)
+    loss.backward()
+    assert loss == 0
+    assert not head.weight.grad.any()

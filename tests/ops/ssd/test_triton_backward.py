@@ -27,9 +27,12 @@ def test_in_the_interpreter(
 
 
 @needs_interpreter
-@pytest.mark.parametrize("is_mamba2", [True, False])
-def test_gradients_in_interpreter(is_mamba2: bool):
-    check(make_backward(is_mamba2=is_mamba2), 1e-6)
+@pytest.mark.parametrize("form", ["Mamba2", "lightning", "mLSTM"])
+def test_gradients_in_interpreter(form: str):
+    x = make_backward(is_mamba2=form != "lightning")
+    if form == "mLSTM":
+        x.D = None
+    check(x, 1e-6)
 
 
 @needs_interpreter
@@ -69,6 +72,7 @@ def test_compiles_without_spills() -> None:
     for label, heads, dims in (
         ("Nemotron-H", (8, 96), (128, 80)),
         ("Falcon-H1", (1, 24), (256, 64)),
+        ("xLSTM", (8, 8), (256, 528)),
     ):
         x = make_backward(
             (8192,), heads=heads, dims=dims, dtype=torch.bfloat16, num_padding_tokens=0
