@@ -151,6 +151,13 @@ OF_FORM: dict[str, tuple[dict[str, Any], str]] = {
     "a packing beside a cache": (
         {"packing": th.Packing(torch.tensor([0, 12])), "use_cache": True}, "got packing: leave"
     ),
+    "offsets elsewhere": (
+        {"cu_seq_lens_q": torch.tensor([0, 12]).to("meta")}, "cu_seq_lens_q must be on cpu"
+    ),
+    "no offsets": ({"cu_seq_lens_k": OFFSETS[:0]}, r"cu_seq_lens_k must have shape \[N \+ 1\]"),
+    "positions elsewhere": ({"position_ids": MASK.to("meta")}, "position_ids must be on cpu"),
+    "a mask elsewhere": ({"attention_mask": MASK.to("meta")}, "attention_mask must be on cpu"),
+    "a list for positions": ({"position_ids": [[0] * 6] * 2}, "must be a tensor, got list"),
     "numbers of floats": ({"seq_idx": MASK / 1}, "seq_idx must have dtype"),
 }  # fmt: skip
 OF_VALUES: dict[str, tuple[dict[str, Any], str]] = {
@@ -166,6 +173,10 @@ OF_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "offsets that fall": (
         {"cu_seq_lens_q": torch.tensor([0, 7, 5, 12])},
+        "from 0 to the number of tokens",
+    ),
+    "offsets that end late": (
+        {"cu_seq_lens_q": torch.tensor([0, 20])},
         "from 0 to the number of tokens",
     ),
     "offsets that begin late": (
