@@ -93,6 +93,26 @@ def text_positions(inputs: Mapping[str, Any]) -> Tensor | None:
     return position
 
 
+def check_positions_go_on(inputs: Mapping[str, Any]) -> None:
+    """Raise ValueError, or fail as ``packing_of`` does, if positions restart within a row.
+
+    Those of padding are any. Where a mask says for each pair of tokens who sees whom, they may.
+    """
+    position, mask = text_positions(inputs), inputs.get("attention_mask")
+    if position is None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+        return
+    check_form("position_ids", position, (2,))
+    restarts = position.diff() != 1
+    if mask is not None:  # of earlier tokens too
+        is_token = mask[:, mask.shape[1] - position.shape[1] :] != 0
+        restarts = restarts & is_token[:, 1:] & is_token[:, :-1]
+    _require(
+        ~restarts.any(),
+        "a call with a cache keeps no packed sequences apart, got position_ids that restart: "
+        "leave use_cache and past_key_values out",
+    )
+
+
 def _check_device(name: str, given: torch.device, expected: torch.device) -> None:
     if given != expected:
         how = "; `to` moves it" if name == "packing" else ""
