@@ -503,6 +503,8 @@ def _offsets(packing: Packing | None, rows: Tensor) -> Tensor:
     """Return the offsets of the sequences among rows, those of one sequence by default."""
     if packing is None:
         return torch.arange(2, dtype=torch.int32, device=rows.device) * rows.shape[0]
+    if not isinstance(packing, Packing):
+        raise ValueError(f"packing must be a th.Packing, got {type(packing).__name__}")
     if packing.num_tokens != rows.shape[0]:
         raise ValueError(
             f"packing must be of the {rows.shape[0]} tokens given, got {packing.num_tokens}"

@@ -110,8 +110,7 @@ class Packing:
             ValueError: as above; or, for a mask on a CPU and outside of a graph, it has holes.
             CapacityError: as above.
         """
-        if attention_mask.dtype is not torch.bool:
-            check_form("attention_mask", attention_mask, (2,))
+        check_form("attention_mask", attention_mask, (2,), or_bool=True)
         is_token = attention_mask.bool()
         changes = is_token[:, 1:] != is_token[:, :-1]
         if is_token.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -127,12 +126,15 @@ class Packing:
         """Plan sequences by their first tokens.
 
         Args:
-            starts: [T] or [B, T] bools, true at the first token of each sequence and of each row.
+            starts: [T] or [B, T] integers or bools, true at the first token of each sequence; each
+                row begins one.
             capacity: as above.
 
         Raises:
-            CapacityError: as above.
+            ValueError, CapacityError: as above.
         """
+        check_form("starts", starts, (1, 2), or_bool=True)
+        starts = after_first(starts[..., 1:].bool()) if starts.numel() else starts.bool()
         is_first, num_tokens, device = starts.flatten(), starts.numel(), starts.device
         capacity = _default_capacity(num_tokens, device) if capacity is None else capacity
         ordinal = is_first.cumsum(0) - 1
@@ -203,14 +205,16 @@ pytree.register_pytree_node(
 )
 
 
-def check_form(name: str, given: Tensor, ndims: tuple[int, ...]) -> None:
+def check_form(name: str, given: Tensor, ndims: tuple[int, ...], *, or_bool: bool = False) -> None:
     """Raise ValueError unless a tensor has one of these numbers of dimensions, and integers."""
     if not isinstance(given, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
     if given.ndim not in ndims:
         allowed = " or ".join(map(str, ndims))
         raise ValueError(f"{name} must have {allowed} dimensions, got shape {list(given.shape)}")
-    if given.dtype not in (torch.int32, torch.int64):
+    if given.dtype not in (torch.int32, torch.int64) and not (
+        or_bool and given.dtype is torch.bool
+    ):
         raise ValueError(f"{name} must have dtype torch.int32 or torch.int64, got {given.dtype}")
 
 

@@ -80,6 +80,12 @@ def test_empty_sequences_and_capacity() -> None:
     assert tables(th.Packing(torch.tensor([0]))) == ([0], [], [])
 
 
+def test_each_row_begins_a_sequence() -> None:
+    starts = torch.tensor([[0, 1, 0], [0, 0, 0]])
+    assert th.Packing.from_starts(starts, 3).cu_seqlens.tolist() == [0, 1, 3, 6]
+    assert tables(th.Packing.from_starts(starts[:, :0])) == ([0], [], [])
+
+
 def test_a_pytree_of_tensors() -> None:
     packing = th.Packing(offsets(LENGTHS))
     leaves, structure = pytree.tree_flatten(packing)
@@ -140,6 +146,26 @@ BAD: dict[str, tuple[Callable[[], th.Packing], type[Exception], str]] = {
         lambda: th.Packing.from_attention_mask(torch.tensor([[1, 1, 1], [1, 0, 1]])),
         ValueError,
         "attention_mask must have one run of tokens in a row, got holes in rows [1]",
+    ),
+    "a mask of one row": (
+        lambda: th.Packing.from_attention_mask(torch.ones(3, dtype=torch.bool)),
+        ValueError,
+        "attention_mask must have 2 dimensions, got shape [3]",
+    ),
+    "no mask": (
+        lambda: th.Packing.from_attention_mask(None),
+        ValueError,
+        "attention_mask must be a tensor, got NoneType",
+    ),
+    "starts of floats": (
+        lambda: th.Packing.from_starts(torch.ones(2)),
+        ValueError,
+        "starts must have dtype torch.int32 or torch.int64, got torch.float32",
+    ),
+    "a list of starts": (
+        lambda: th.Packing.from_starts([True, False]),
+        ValueError,
+        "starts must be a tensor, got list",
     ),
     "a mask of floats": (
         lambda: th.Packing.from_attention_mask(torch.ones(1, 2)),

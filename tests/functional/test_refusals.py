@@ -157,6 +157,10 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
         lambda: kimi_delta_attention(*RULES["kimi"].inputs((5,))[:5], packing((3, 4))),
         "packing must be of the 5 tokens given, got 7",
     ),
+    "offsets for a packing": (
+        lambda: causal_conv1d(torch.ones(3, 2), torch.ones(2, 4), None, torch.tensor([0, 3])),
+        "packing must be a th.Packing, got Tensor",
+    ),
     "device": (
         lambda: gated_delta_rule(*RULES["gated"].inputs((5,))[:5], packing((5,)).to("meta")),
         "packing must be on cpu, got meta; `to` moves it",

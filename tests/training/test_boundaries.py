@@ -157,6 +157,13 @@ OF_FORM: dict[str, tuple[dict[str, Any], str]] = {
     "a packing beside a cache": (
         {"packing": th.Packing(torch.tensor([0, 12])), "use_cache": True}, "got packing: leave"
     ),
+    "offsets elsewhere": (
+        {"cu_seq_lens_q": torch.tensor([0, 12]).to("meta")}, "cu_seq_lens_q must be on cpu"
+    ),
+    "no offsets": ({"cu_seq_lens_k": OFFSETS[:0]}, r"cu_seq_lens_k must have shape \[N \+ 1\]"),
+    "positions elsewhere": ({"position_ids": MASK.to("meta")}, "position_ids must be on cpu"),
+    "a mask elsewhere": ({"attention_mask": MASK.to("meta")}, "attention_mask must be on cpu"),
+    "a list for positions": ({"position_ids": [[0] * 6] * 2}, "must be a tensor, got list"),
     "numbers of floats": ({"seq_idx": MASK / 1}, "seq_idx must have dtype"),
 }  # fmt: skip
 OF_VALUES: dict[str, tuple[dict[str, Any], str]] = {
@@ -174,6 +181,10 @@ OF_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"cu_seq_lens_q": torch.tensor([0, 7, 5, 12])},
         "from 0 to the number of tokens",
     ),
+    "offsets that end late": (
+        {"cu_seq_lens_q": torch.tensor([0, 20])},
+        "from 0 to the number of tokens",
+    ),
     "offsets that begin late": (
         {"cu_seq_lens_k": torch.tensor([1, 12])},
         "from 0 to the number of tokens",
@@ -186,6 +197,46 @@ def test_contradictions_are_refused(twin: Any, case: str):
     said, message = (OF_FORM | OF_VALUES)[case]
     with pytest.raises(ValueError, match=message):
         twin(torch.ones(2, 6, dtype=torch.long), **said)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mask", [(), ("attention_mask",)])
+def test_a_cache_beside_positions_that_restart_is_refused(
+    twin: Any, training: bool, mask: tuple[str, ...]
+):
+    message = "got position_ids that restart: leave use_cache"
+    said = {**sent_by("position_ids"), "use_cache": True}
+    if mask:
+        said["attention_mask"] = torch.ones_like(said["input_ids"])
+    twin.train(training)
+    with pytest.raises(ValueError, match=message):
+        twin(**said)
+    with pytest.raises(ValueError, match=message):
+        twin(**said, labels=said["input_ids"])
+    twin.train()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_config_that_asks_for_a_cache_keeps_sequences_apart(
+    twin: Any, alone: torch.Tensor, training: bool
+):
+    assert twin.config.use_cache
+    with torch.no_grad():
+        out = twin.train(training)(**sent_by("position_ids"))
+    twin.train()
+    assert out.get("past_key_values", out.get("cache_params")) is None
+    torch.testing.assert_close(out.logits[0], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_cache_takes_positions_of_padded_rows(twin: Any, side: str):
+    """As ``generate`` sends them: padding has position 1."""
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, slice(2) if side == "left" else slice(-2, None)] = 0
+    position = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    with torch.no_grad():
+        out = twin(mask, mask, position, use_cache=True)
+    assert out.get("past_key_values", out.get("cache_params")) is not None
 
 
 def test_calls_without_tokens_are_refused(twin: Any):

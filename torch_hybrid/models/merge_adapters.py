@@ -13,7 +13,6 @@ from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.formats import block_scales
-from torch_hybrid.training.frozen_layers import refuse_to_merge
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
@@ -67,6 +66,8 @@ def _untie(model: nn.Module) -> None:
         if isinstance(module, BaseTunerLayer):
             base: Any = module.get_base_layer()
             if any(weight.dtype == block_scales.DTYPE for weight in base.parameters()):
+                from torch_hybrid.training.frozen_layers import refuse_to_merge
+
                 refuse_to_merge()
             for key, weight in list(base.named_parameters(recurse=False)):
                 if count[id(weight)] > 1:

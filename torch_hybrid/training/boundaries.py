@@ -25,7 +25,7 @@ def packing_of(inputs: Mapping[str, Any]) -> Packing:
     Raises:
         ValueError: there are no tokens; a mask has holes, or is none of tokens; it disagrees with
             ``seq_idx``, or offsets of queries with those of keys; a packing or offsets are of
-            another number of tokens; or a packing is on another device. In a graph or on a GPU:
+            another number of tokens; or anything is on another device. In a graph or on a GPU:
             RuntimeError, of those that depend on values.
     """
     x = inputs.get("input_ids")
@@ -43,10 +43,7 @@ def packing_of(inputs: Mapping[str, Any]) -> Packing:
                 f"packing must be of the {num_rows * num_tokens} tokens of the inputs, "
                 f"got one of {packing.num_tokens}"
             )
-        if packing.cu_seqlens.device != x.device:
-            raise ValueError(
-                f"packing must be on {x.device}, got {packing.cu_seqlens.device}; `to` moves it"
-            )
+        _check_device("packing", packing.cu_seqlens.device, x.device)
         return packing
     row = torch.arange(num_tokens, dtype=torch.int64, device=x.device).expand(num_rows, num_tokens)
     return Packing.from_starts(_starts(inputs, row))
@@ -66,11 +63,8 @@ def check_rows_alone(inputs: Mapping[str, Any], packing: Packing) -> None:
 def _starts(inputs: Mapping[str, Any], row: Tensor) -> Tensor:
     """Mark the tokens [B, T] that begin a sequence."""
     starts = row == 0
-    position, seq_idx = inputs.get("position_ids"), inputs.get("seq_idx")
+    position, seq_idx = text_positions(inputs), inputs.get("seq_idx")
     mask = inputs.get("attention_mask")
-    if position is not None and position.ndim == 3:
-        # Axes of images and videos say nothing of boundaries; the first of four is the text's.
-        position = position[0] if len(position) == 4 else None
     if position is not None:
         _check_rows("position_ids", position, row)
         starts = starts | after_first(position.diff() != 1)
@@ -91,9 +85,45 @@ def _starts(inputs: Mapping[str, Any], row: Tensor) -> Tensor:
     return starts
 
 
+def text_positions(inputs: Mapping[str, Any]) -> Tensor | None:
+    """Return ``position_ids`` of texts, or None if there are none."""
+    position: Tensor | None = inputs.get("position_ids")
+    if isinstance(position, Tensor) and position.ndim == 3:
+        # Axes of images and videos say nothing of boundaries; the first of four is the text's.
+        return position[0] if len(position) == 4 else None
+    return position
+
+
+def check_positions_go_on(inputs: Mapping[str, Any]) -> None:
+    """Raise ValueError, or fail as ``packing_of`` does, if positions restart within a row.
+
+    Those of padding are any. Where a mask says for each pair of tokens who sees whom, they may.
+    """
+    position, mask = text_positions(inputs), inputs.get("attention_mask")
+    if position is None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+        return
+    check_form("position_ids", position, (2,))
+    restarts = position.diff() != 1
+    if mask is not None:  # of earlier tokens too
+        is_token = mask[:, mask.shape[1] - position.shape[1] :] != 0
+        restarts = restarts & is_token[:, 1:] & is_token[:, :-1]
+    _require(
+        ~restarts.any(),
+        "a call with a cache keeps no packed sequences apart, got position_ids that restart: "
+        "leave use_cache and past_key_values out",
+    )
+
+
+def _check_device(name: str, given: torch.device, expected: torch.device) -> None:
+    if given != expected:
+        how = "; `to` moves it" if name == "packing" else ""
+        raise ValueError(f"{name} must be on {expected}, got {given}{how}")
+
+
 def _check_rows(name: str, given: Tensor, row: Tensor) -> None:
     """Raise ValueError unless a tensor has an integer for each token, or for each of one row."""
     check_form(name, given, (2,))
+    _check_device(name, given.device, row.device)
     if given.shape[1] != row.shape[1] or given.shape[0] not in (1, row.shape[0]):
         raise ValueError(f"{name} must have shape {list(row.shape)}, got {list(given.shape)}")
 
@@ -102,6 +132,7 @@ def _of_mask(mask: Any, seq_idx: Tensor | None, row: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask.shape != row.shape:
         came = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask must have shape {tuple(row.shape)}, got {came}")
+    _check_device("attention_mask", mask.device, row.device)
     is_token = mask != 0
     changes = _changes(is_token)
     rises = (changes & is_token).sum(-1)
@@ -114,6 +145,9 @@ def _of_mask(mask: Any, seq_idx: Tensor | None, row: Tensor) -> Tensor:
 
 def _of_offsets(name: str, offsets: Tensor, starts: Tensor) -> Tensor:
     check_form(name, offsets, (1,))
+    _check_device(name, offsets.device, starts.device)
+    if not offsets.shape[0]:
+        raise ValueError(f"{name} must have shape [N + 1], got [0]")
     end = starts.numel()
     # A diff of two offsets has a size of 1, for which a graph is compiled anew.
     rises = (offsets == offsets.cummax(0).values).all()

@@ -11,7 +11,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from torch_hybrid.packing import Packing
-from torch_hybrid.training.boundaries import STATED, check_rows_alone, named, packing_of
+from torch_hybrid.training.boundaries import (
+    STATED,
+    check_positions_go_on,
+    check_rows_alone,
+    named,
+    packing_of,
+)
 from torch_hybrid.training.packed_attention import packed_attention
 
 ATTENTION = "torch_hybrid_packed"  # of our attention function in transformers
@@ -93,12 +99,16 @@ def keeps_a_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
 
 
 def check_says_nothing(inputs: dict[str, Any]) -> None:
-    """Raise ValueError if a call with a cache says where sequences begin: it would drop that."""
+    """Raise ValueError if a call with a cache says where sequences begin: it would drop that.
+
+    Positions that restart say so too.
+    """
     if stated := [name for name in ("packing", *STATED) if inputs.get(name) is not None]:
         raise ValueError(
             f"a call with a cache keeps no packed sequences apart, got {', '.join(stated)}: "
             "leave use_cache and past_key_values out"
         )
+    check_positions_go_on(inputs)
 
 
 def attention(
