@@ -28,27 +28,13 @@ LENGTHS = (5, 64, 131)
 # Each op alone is in Inductor's code in ``ops/test_every_op.py``, with every pool that it mutates:
 # layers hand them over whole.
 BY_INDUCTOR = ("qwen3_5_moe", "bailing_hybrid", "falcon_h1_norm")
-# What is traced, copied and rewritten.
-AS_TRACED = (
-    "qwen4_exp",
-    "glm5_next",
-    "kimi_linear",
-    "olmo_hybrid",
-    "minimax",
-    "bamba",
-    "granitemoehybrid",
-    "nemotron_h",
-    "mamba2",
-    "zamba2",
-    "lfm3",
-    "recurrent_gemma",
-    "mamba",
-    "jamba",
-    "rwkv",
-    "xlstm",
-    "zaya",
-    "inkling2",
+# Modules of these are parts of other families'.
+PARTS = (
+    *("qwen3", "qwen3_next", "qwen3_next_dense", "qwen3_5", "deepseek_v3", "falcon_h1"),
+    *("granitemoehybrid_dense", "zamba", "falcon_mamba", "lfm2", "lfm2_moe", "inkling"),
 )
+# What is traced, copied and rewritten.
+AS_TRACED = tuple(family for family in BUILDERS if family not in (*BY_INDUCTOR, *PARTS))
 SEEDS = {"granitemoehybrid": 0}  # without a near tie of routers; 2 for the others
 # Latents are expanded, in one pass or in chunks; in Kimi Linear they are attended to as they are.
 EXPANDED = th.Backends(prefix=th.PrefixPolicy(token_budget=96, absorbed="never"))
