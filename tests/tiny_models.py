@@ -554,6 +554,11 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+# Every kind of mixer, alone in its layer and beside another, experts, and streams of residuals.
+EACH_KIND = (
+    *("qwen3_next", "qwen4_exp", "glm5_next", "kimi_linear", "minimax", "falcon_h1", "jamba"),
+    *("lfm2", "recurrent_gemma", "zaya", "inkling2", "rwkv", "xlstm"),
+)
 _TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _CONVOLUTION = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 # Layers of every kind that a family has, and no more of them.

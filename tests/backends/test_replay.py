@@ -18,7 +18,6 @@ from torch_hybrid.ops.gated_pooling import gated_pooling
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.rg_lru import rg_lru
 from torch_hybrid.ops.selective_scan import selective_scan
-from torch_hybrid.ops.wkv import wkv
 
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason="needs a C++ compiler")
 DRAFTS, SLOTS, CHANNELS, BLOCK = 3, 5, 40, 4
@@ -72,15 +71,6 @@ def unit(state: Tensor) -> Run:
     return run
 
 
-def average(state: Tensor) -> Run:
-    log_decay, bonus = -some(CHANNELS).abs(), some(CHANNELS)
-
-    def run(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: Any) -> Tensor:
-        return wkv(*advancing, log_decay, bonus, state, *where(at), impl="cpp")
-
-    return run
-
-
 def scan(state: Tensor) -> Run:
     A_log, D = some(CHANNELS, state.shape[2]), some(CHANNELS)
 
@@ -97,7 +87,6 @@ OPS: dict[str, tuple[Callable[[Tensor], Run], tuple[int, ...], Any, Any]] = {
     "causal_conv1d": (convolution, (3, CHANNELS), [(CHANNELS,)], [(CHANNELS,)]),
     "gated_pooling": (pooling, (BLOCK - 1, 2, CHANNELS), [(CHANNELS,)] * 2, []),
     "rg_lru": (unit, (CHANNELS,), [(CHANNELS,), (2, CHANNELS)], []),
-    "wkv": (average, (3, CHANNELS), [(CHANNELS,)] * 2, []),
     "selective_scan": (
         scan,
         (CHANNELS, 16),

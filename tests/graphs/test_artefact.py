@@ -25,7 +25,7 @@ from torch_hybrid.graphs.artefact.facts import facts_of
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, without
 from torch_hybrid.graphs.runner import Runner
 
-# Of one kind of step; what has two: ``test_what_is_not_there_yet_is_compiled_and_written``.
+# Of one kind of step; what has two: ``test_an_artefact_is_written_as_soon_as_a_step_is_compiled``.
 SIZES: dict[str, Any] = {"max_seqs": 4, "max_tokens": 128, "kv_tokens": 256, "prefill": False}
 DECODE = [[[3], [7], [9]], [[1], [2], [3]], [[4], [5], [6]]]
 PREFILL = [[[3] * 40, [7], [9, 9, 9]], [[1], [2], [3]], [[4], [5, 6], [7] * 9]]
@@ -112,38 +112,24 @@ def test_a_runner_that_loaded_steps_saves_them_again(
 
 
 @pytest.mark.slow
-def test_what_is_not_there_yet_is_compiled_and_written(tmp_path: Path):
-    path, model = tmp_path / "steps", make_model(num_layers=2)
-    for is_loaded in (False, True):
-        runner = Runner(model, **SIZES, artefact=path)
-        runner.warm_up()
-        assert [g.is_loaded for g in runner.report().graphs.values()] == [is_loaded]
-    # Steps of a runner with more variants are those of the file, and the others are added to it.
-    served = []
-    for _ in range(2):
-        runner = Runner(model, **SIZES | {"prefill": True}, artefact=path)
-        runner.warm_up()
-        served.append(serve(runner, PREFILL))
-    assert [g.is_loaded for g in runner.report().graphs.values()] == [True, True]
-    assert torch.equal(*served)
-
-
-@pytest.mark.slow
 def test_an_artefact_is_written_as_soon_as_a_step_is_compiled(tmp_path: Path):
     """Not when all are, nor when somebody asks for it; and what was in it stays in it."""
-    path, sizes = tmp_path / "steps", SIZES | {"prefill": True}
-    prompt, token = [[3] * 40, [7], [9, 9, 9]], [[1], [2], [3]]
-    model = make_model(num_layers=2)
-    for steps, are_loaded in (([prompt], {"extend": False}), ([token], {"decode": False})):
-        runner = Runner(model, **sizes, artefact=path)
-        assert path.exists() == (steps == [token])
-        serve(runner, steps)
-        assert {name: g.is_loaded for name, g in runner.report().graphs.items()} == are_loaded
-    runner = Runner(model, **sizes, artefact=path)
-    served = serve(runner, [prompt, token])
-    loaded = {name: graph.is_loaded for name, graph in runner.report().graphs.items()}
-    assert loaded == {"extend": True, "decode": True}
-    assert torch.equal(served, serve(Runner(model, **sizes), [prompt, token]))
+    path, model = tmp_path / "steps", make_model(num_layers=2)
+    [prompts, *others] = PREFILL
+
+    def served(steps: list[list[list[int]]], **options: Any) -> tuple[dict[str, bool], Tensor]:
+        runner = Runner(model, **SIZES | options, artefact=path)
+        logits = serve(runner, steps)
+        return {name: g.is_loaded for name, g in runner.report().graphs.items()}, logits
+
+    assert not path.exists()
+    assert served(others[:1])[0] == {"decode": False}
+    assert path.exists()
+    # Steps of a runner with more variants are those of the file, and the others are added to it.
+    assert served([prompts], prefill=True)[0] == {"extend": False}
+    are_loaded, logits = served(PREFILL, prefill=True)
+    assert are_loaded == {"decode": True, "extend": True}
+    assert torch.equal(logits, serve(Runner(model, **SIZES | {"prefill": True}), PREFILL))
 
 
 def refusal(path: Path, model: th.HybridModel, **options: Any) -> str:

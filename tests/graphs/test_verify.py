@@ -14,11 +14,13 @@ from torch import Tensor
 
 import torch_hybrid as th
 from tests.devices import needs_cuda
+from tests.graphs.as_traced import run_as_traced
 from tests.models import ring_checkpoint
 from tests.ops.triton_interpreter import needs_triton
-from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, make_hybrid, make_model
+from tests.tiny_models import EACH_KIND, FEWEST_LAYERS, VOCAB_SIZE, make_hybrid, make_model
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.capturing.cuda_graph import why_not_capturable
+from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.adapt import adapt
 from torch_hybrid.ops.core.capability import Implementation, Need
@@ -31,25 +33,8 @@ from torch_hybrid.sampling import Draw, Sampling
 
 SIZES = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 512}
 DRAFTS = 3
-# A family for each kind of mixer that replays, one without any, and one that transformers lacks.
-FAMILIES = (
-    "qwen3_next_dense",
-    "kimi_linear",
-    "falcon_h1",
-    "minimax",
-    "qwen3",
-    "ring_2_5",
-    "lfm2",
-    "zamba",
-    "zaya",
-    "recurrent_gemma",
-    "rwkv",
-    "xlstm",
-    "qwen4_exp",
-    "glm5_next",
-    "inkling",
-    "inkling2",
-)
+# Every kind of mixer that replays, a family without any, and one that transformers lacks.
+FAMILIES = (*EACH_KIND, "qwen3", "inkling", "ring_2_5")
 
 
 def small(family: str, device: str = "cpu") -> Any:
@@ -161,15 +146,38 @@ def test_padded_steps_on_static_inputs():
 
 @pytest.mark.slow
 def test_compiled_steps():
-    """By an op that is called twice for each layer; by one that replays, with the model's own head:
-    ``serving/speculation/test_head.py``."""
-    twins = Twins(small("recurrent_gemma"), compile=True)
+    """Steps with drafts by Inductor, others as traced, with an op that replays. With the model's
+    own head: ``serving/speculation/test_head.py``."""
+    with run_as_traced():
+        twins = Twins(make_hybrid(), compile=True)
+        twins.extend(1, 1, 1)
+    report = go_through_compiled(twins)
+    assert calls_of("gated_delta_step", report) == 1
+    assert report.graphs["verify"].regions
+    assert report.pool_clones == ()
+
+
+def test_steps_as_traced():
+    """By an op that is called twice for each layer, as Inductor compiles it in
+    ``ops/test_every_op.py``."""
+    with run_as_traced():
+        report = go_through_compiled(Twins(small("recurrent_gemma"), compile=True))
+    assert calls_of("rg_lru", report) == 2
+
+
+def calls_of(op: str, report: Report) -> int:
+    """How often a verify step calls an op."""
+    ops = report.graphs["verify"].ops
+    return sum(count for name, count in ops.items() if name.startswith(op))
+
+
+def go_through_compiled(twins: Twins) -> Report:
+    """Go through compiled steps, and return what the runner reports of them."""
     go_through(twins)
     report = twins.runner.report()
     assert {"decode", "extend", "verify"} == set(report.graphs)
-    assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
-    ops = report.graphs["verify"].ops
-    assert sum(count for name, count in ops.items() if name.startswith("rg_lru")) == 2
+    assert (report.recompiles, report.graph_breaks) == (0, 0)
+    return report
 
 
 @needs_cuda

@@ -4,46 +4,50 @@ import http.client
 import json
 import os
 import re
-import signal
-import subprocess
+import runpy
 import sys
 import time
 
 import pytest
+import torch
 
 import torch_hybrid as th
 from tests.http.conftest import RECALL, prompt_of, tokenizers, transformers, wait_for
+from tests.parallel.processes import FORKSERVER
 
 LIMIT_S = 120
 OPTIONS = ["--ranks", "--device", "cpu", "--eager", "--port", "0", "--max-seqs", "4"]
 
 
+def run_rank(arguments, environment, log):
+    """The command line, as a process of torchrun's, which writes its messages to ``log``."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sys.argv[1:] = arguments
+    runpy.run_module("torch_hybrid.cli", run_name="__main__")
+
+
 class Ranks:
-    """Processes of a server, by rank, as torchrun starts them."""
+    """Processes of a server, by rank, with the variables that torchrun sets."""
 
     def __init__(self, checkpoint, folder, port):
         self._log, self._checkpoint = folder / "err", checkpoint
+        self._log.touch()
         self.processes = [self._start(rank, folder, port) for rank in range(2)]
-        wait_for(lambda: "listening on" in self.log or self.processes[0].poll() is not None)
+        wait_for(lambda: "listening on" in self.log or not self.processes[0].is_alive())
         self.port = int(re.search(r"listening on http://127.0.0.1:(\d+)", self.log)[1])
         wait_for(lambda: self.ask("GET", "/health")[0] == 200)
 
     def _start(self, rank, folder, port):
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        added = {name: str(value) for name, value in {**ranks, **where}.items()}
-        command = [
-            sys.executable,
-            "-m",
-            "torch_hybrid.cli",
-            "serve",
-            str(self._checkpoint),
-            *OPTIONS,
-        ]
-        with (self._log if rank == 0 else folder / "err1").open("w") as err:
-            return subprocess.Popen(
-                command, stderr=err, env={**os.environ, **added, "OMP_NUM_THREADS": "1"}
-            )
+        environment = {name: str(value) for name, value in {**ranks, **where}.items()}
+        log = self._log if rank == 0 else folder / "err1"
+        arguments = ["serve", str(self._checkpoint), *OPTIONS]
+        process = FORKSERVER.Process(target=run_rank, args=(arguments, environment, log))
+        process.start()
+        return process
 
     @property
     def log(self):
@@ -60,7 +64,9 @@ class Ranks:
 
     def ends(self):
         """Exit codes of both."""
-        return [process.wait(LIMIT_S) for process in self.processes]
+        for process in self.processes:
+            process.join(LIMIT_S)
+        return [process.exitcode for process in self.processes]
 
 
 @pytest.fixture
@@ -75,7 +81,7 @@ def ranks(checkpoint, tmp_path, unused_port):
     yield started
     for process in started.processes:
         process.kill()
-        process.wait()
+        process.join()
 
 
 @pytest.fixture
@@ -116,7 +122,7 @@ def test_texts_are_those_of_one_rank(ranks, recall):
     body = {"prompt": prompt_of(1), "max_tokens": 12, "temperature": 1.0, "n": 3}
     assert ranks.ask("POST", "/v1/completions", body)[0] == 200  # drawn without a seed
     for process in ranks.processes:
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
     assert ranks.ends() == [0, 0], ranks.log
 
 

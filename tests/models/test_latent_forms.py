@@ -1,6 +1,7 @@
 """MLA prefill in all its forms: equal logits, a graph for each form, no recompiles.
 
-Inductor's code of each form is held to transformers' logits in ``test_compiled``.
+Inductor's code of expanded forms is held to transformers' logits in ``test_compiled``, of the
+absorbed one to eager steps in ``graphs/test_kv_dtype.py``.
 """
 
 from __future__ import annotations

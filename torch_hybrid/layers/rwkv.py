@@ -13,7 +13,7 @@ from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.mixer import Blocks, Mixer, empty_parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.ops.wkv import wkv
-from torch_hybrid.specs.rwkv import TOKEN_SHIFT, ChannelMixSpec, TimeMixSpec
+from torch_hybrid.specs.linear_recurrences import TOKEN_SHIFT, ChannelMixSpec, TimeMixSpec
 
 
 class TokenShift(nn.Module):

@@ -6,8 +6,7 @@
     indexed_attention     attention to blocks that an indexer selects
     delta_rules           recurrences with convolutions: gated delta rule, Kimi delta attention
     state_spaces          Mamba2, Mamba
-    linear_recurrences    lightning attention, gated linear recurrent units, mLSTM
-    rwkv                  RWKV's mixers of tokens and of channels
+    linear_recurrences    lightning attention, gated linear recurrent units, mLSTM, RWKV's mixers
     convolutions          short convolutions, those of projections and branches
     past_tokens           n-grams, and hidden states for a head that drafts
     table                 the mixers of each layer, and the indices of their pools
@@ -26,13 +25,14 @@ from torch_hybrid.specs.indexed_attention import IndexedAttentionSpec, IndexedLa
 from torch_hybrid.specs.layer import LayerFamily, LayerSpec
 from torch_hybrid.specs.linear_recurrences import (
     MOST_GATE_SOFTCAP,
+    ChannelMixSpec,
     LightningSpec,
     MlstmSpec,
     RgLruSpec,
+    TimeMixSpec,
 )
 from torch_hybrid.specs.past_tokens import KEPT_HIDDEN, NgramSpec, PreviousHiddenSpec
 from torch_hybrid.specs.pools import RECORDS, SCALES, STATE_RECORDS, Pool
-from torch_hybrid.specs.rwkv import ChannelMixSpec, TimeMixSpec
 from torch_hybrid.specs.state_spaces import Mamba2Spec, MambaSpec
 from torch_hybrid.specs.table import LayerEntry, LayerTable
 

@@ -43,6 +43,14 @@ WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "rms_norm": lambda x: F.rms_norm(x, (x.shape[-1],), x[0, 0], 1e-3),
     "layer_norm": lambda x: F.layer_norm(x, (x.shape[-1],), x[0, 0], x[0, 1], 1e-3),
 }
+# Their graphs are parts of those of others, whose code has experts or norms besides.
+WRITTEN_BY_OTHERS = {
+    "qwen3_next_dense",  # qwen3_next
+    "qwen3_5",  # qwen3_5_moe
+    "granitemoehybrid_dense",  # granitemoehybrid
+    "falcon_h1",  # falcon_h1_norm
+    "lfm2",  # lfm2_moe
+}
 # What leaves elements as they are, or computes each by itself; ``amax`` and ``topk`` compare them.
 _ELEMENTWISE = {
     *("abs", "add", "amax", "cat", "chunk", "clamp", "clamp_min", "clone", "concatenate"),
@@ -229,14 +237,16 @@ def test_no_sum_is_left_in_a_step(family: str):
     model = th.adapt(make_model(family, **FEWEST_LAYERS[family]).bfloat16())
     sizes = {"max_seqs": 4, "max_tokens": 192, "kv_tokens": 400, "batch_invariant": True}
     prompts = [[*range(3, 40)], [5]]
+    plain = th.Runner(model, **sizes, compile=False)
+    with Looking() as as_it_is:
+        found = with_own_functions(plain.extend, OWN)(plain.new_sequences(2), prompts)
+    assert as_it_is.seen <= _ELEMENTWISE
+    if family in WRITTEN_BY_OTHERS:
+        return
     with run_as_traced():
         traced = th.Runner(model, **sizes, passes=[*DEFAULT_PASSES, SUMS])
         logits = traced.extend(traced.new_sequences(2), prompts)
         with Looking() as in_graph:
             traced.extend(traced.new_sequences(2), prompts)
-    plain = th.Runner(model, **sizes, compile=False)
-    with Looking() as as_it_is:
-        found = with_own_functions(plain.extend, OWN)(plain.new_sequences(2), prompts)
     torch.testing.assert_close(found, logits, atol=0.1, rtol=0.02)
     assert in_graph.seen <= _ELEMENTWISE
-    assert as_it_is.seen <= _ELEMENTWISE

@@ -28,41 +28,19 @@ from tests.graphs.traced import (
     two_layers,
 )
 from tests.parallel import processes
-from tests.tiny_models import BUILDERS, FEWEST_LAYERS, kinds_of, make_hybrid, make_model
+from tests.tiny_models import BUILDERS, EACH_KIND, FEWEST_LAYERS, kinds_of, make_hybrid, make_model
 from torch_hybrid.graphs.compiling.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, apply_passes
 from torch_hybrid.graphs.passes.marks import half_of, in_half
 from torch_hybrid.graphs.passes.schedule import Stage, interleave_halves, read_schedule
 from torch_hybrid.models.adapt import adapt
 
-# Every kind of mixer, alone in its layer and beside another, experts, and layers of feed-forward
-# alone: a schedule sees ops and what they write, and other families have no others.
-FAMILIES = [
-    "bailing_hybrid",
-    "falcon_h1",
-    "glm5_next",
-    "inkling2",
-    "jamba",
-    "lfm2",
-    "minimax",
-    "nemotron_h",
-    "qwen3_next",
-    "qwen4_exp",
-    "recurrent_gemma",
-    "rwkv",
-    "xlstm",
-    "zaya",
-]
-DECODED = [
-    "bailing_hybrid",
-    "falcon_h1",
-    "glm5_next",
-    "jamba",
-    "qwen3_next",
-    "qwen4_exp",
-    "recurrent_gemma",
-    "rwkv",
-]
+# And layers of feed-forward alone: a schedule sees ops and what they write, and other families have
+# no others.
+FAMILIES = (*EACH_KIND, "nemotron_h")
+# Ops of these are those of Mamba2, the convolution and full attention.
+WITHOUT_STEPS = ("inkling2", "lfm2", "minimax", "xlstm", "zaya")
+DECODED = tuple(family for family in EACH_KIND if family not in WITHOUT_STEPS)
 STEPS = [
     *((family, [70, 3]) for family in FAMILIES),
     *((family, [1, 1, 1]) for family in DECODED),
@@ -152,16 +130,7 @@ def test_values_are_bitwise_those_of_the_order_as_traced(family: str, lengths: l
 
 
 def test_every_kind_of_mixer_is_scheduled_above():
-    assert kinds_of(FAMILIES) == kinds_of(BUILDERS)
-    # Whose ops are those of Mamba2.
-    others = {
-        "lightning_attention",
-        "mlstm",
-        "short_convolution",
-        "convolved_projection",
-        "branch_convolution",
-    }
-    assert kinds_of(DECODED) == kinds_of(BUILDERS) - others
+    assert kinds_of(EACH_KIND) == kinds_of(BUILDERS)
 
 
 def test_each_half_keeps_its_order_and_every_node_is_there_once():

@@ -6,6 +6,7 @@ Their bits are those of a token alone, however it comes, and no hot loop keeps i
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -57,27 +58,31 @@ def built_for_avx2() -> None:
     libraries(AVX2)
 
 
-def run_tests(*arguments: str) -> None:
+def test_what_runs_there_is_right() -> None:
+    """Headers and the peak are; ops and models keep the bits of a token alone. In one process:
+    starting one takes longer than most of it."""
+    families = sorted({f"tests/ops/{x.relative_to(HEADERS.parent).parts[0]}" for x in sources()})
+    others = (
+        "tests/ops/native/test_headers.py",
+        "tests/benchmarks/test_ceilings.py",
+        "tests/graphs/test_batch_invariant.py",
+    )
+    names = " or ".join(f"test_any_cut_in_any_company_has_the_same_bits[{m}-" for m in MODELS)
+    of_ops = f"cpp and not inductor and ({' or '.join(SAME_BITS)})"
+    selected = f"{of_ops} or test_headers or test_ceilings or float32 and ({names})"
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *families, *others]
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(
-        command, env=environment | ENVIRONMENT, capture_output=True, text=True, check=False
+        [*command, "-k", selected],
+        env=environment | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
-
-
-def test_ops_keep_the_bits_of_a_token_alone() -> None:
-    families = sorted({f"tests/ops/{x.relative_to(HEADERS.parent).parts[0]}" for x in sources()})
-    run_tests(*families, "-k", f"cpp and not inductor and ({' or '.join(SAME_BITS)})")
-
-
-def test_headers_are_right_and_the_peak_is_one() -> None:
-    run_tests("tests/ops/native/test_headers.py", "tests/benchmarks/test_ceilings.py")
-
-
-def test_models_keep_the_bits_of_a_token_alone() -> None:
-    names = " or ".join(f"test_any_cut_in_any_company_has_the_same_bits[{m}-" for m in MODELS)
-    run_tests("tests/graphs/test_batch_invariant.py", "-k", f"float32 and ({names})")
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 300, done.stdout
 
 
 @pytest.mark.skipif(objdump_missing(), reason="no objdump")
