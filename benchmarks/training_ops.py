@@ -6,9 +6,9 @@ Heads are those of the 225M models (models.py); q and k are normalised within. T
 of one thread, user and system together, the least of a few runs by turns: other work on the machine
 moves them little. Gradients of both are compared first.
 
-On a GPU: heads of Qwen3-Next and Kimi-Linear, ssd, lightning attention and mLSTM, in bfloat16,
-beside flash-linear-attention where it is installed, whose gated rule is FlashQLA's where that is.
-Times are those in which a kernel runs.
+On a GPU: heads of Qwen3-Next and Kimi-Linear, ssd, lightning attention, mLSTM and selective_scan, in
+bfloat16, beside flash-linear-attention and mamba-ssm where these are installed; fla's gated rule is
+FlashQLA's where that is. Times are those in which a kernel runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 import torch_hybrid as th
 from benchmarks.gpu.steps import kernels_of
 from tests.functional.rules import GATED, KIMI, Rule, offsets, packing
-from torch_hybrid.functional import lightning_attention, mlstm, ssd
+from torch_hybrid.functional import lightning_attention, mlstm, selective_scan, ssd
 
 # 2 x 512 and 8 x 128 tokens; heads of Qwen3-Next and of Kimi-Linear.
 LENGTHS = ((512,) * 2, (128,) * 8)
@@ -153,6 +153,30 @@ def ops_on(
         if function is lightning_attention:
             gates = [torch.logspace(-3, 0, H)]
         yield f"{function.__name__}, {H} x {K}, V {V}", [*qkv, *gates], 2, by(function)
+    E, N = 8192, 16
+    x, dt, z = (torch.randn(T, E).bfloat16() for _ in range(3))
+    B, C = (torch.randn(T, 1, N).bfloat16() for _ in range(2))
+    A = -torch.arange(1, N + 1, dtype=torch.float32, device="cpu").repeat(E, 1)
+    inputs = [x, dt, A, B, C, torch.rand(E), z, torch.randn(E) - 4]
+    yield f"selective_scan, {E} channels of {N}", inputs, 0, scans(packed)
+
+
+def scans(packed: th.Packing) -> dict[str, Outputs]:
+    """Make functions of x, dt, A, B, C, D, z and dt_bias [T, ...]; mamba-ssm takes one sequence."""
+
+    def ours(*xs: Tensor) -> Tensor:
+        return selective_scan(*xs, packing=packed, output_final_state=False)[0]
+
+    if importlib.util.find_spec("mamba_ssm") is None:
+        return {"torch_hybrid": ours}
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    def theirs(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *own: Tensor) -> Tensor:
+        D, z, bias = own
+        x, dt, z, B, C = (each.movedim(0, -1)[None] for each in (x, dt, z, B, C))
+        return selective_scan_fn(x, dt, A, B, C, D, z, bias, delta_softplus=True)[0].T
+
+    return {"torch_hybrid": ours, "mamba-ssm": theirs}
 
 
 def main() -> None:
