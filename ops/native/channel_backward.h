@@ -5,10 +5,11 @@
 // back. A Call has cu_seqlens, num_seqs, num_tokens and num_threads. A Rule is one vector of channels:
 //
 //   STATES, SUMS                            numbers of a state, and gradients that are sums over tokens
+//   State                                   with h.keep(float*) and State::kept(float*)
 //   Gradient                                of a state
 //   prepare(call, head, first, n)           takes n channels of a head from `first` on
-//   open(seq, h)                            h[STATES]: the state that a sequence starts from
-//   advance(t, is_first, h)                 to the state after token t
+//   open(seq) -> State                      that a sequence starts from
+//   advance(t, is_first, h) -> State        after token t
 //   close(seq, h) -> Gradient               of the state after the last token, h
 //   back(t, is_first, h, grad, sums)        to before token t, where the state is h
 //   leave(seq, h, grad)                     stores that of the state that a sequence starts from, h
@@ -46,38 +47,57 @@ int64_t longest_sequence(const Call& call) {
   return longest;
 }
 
+// Some channels of one sequence, and what is kept of its tokens.
+template <typename Rule, int VECTORS>
+struct BothWays {
+  using State = typename Rule::State;
+  using Gradient = typename Rule::Gradient;
+
+  const Rule (&rules)[VECTORS];
+  int64_t seq, begin, end;
+  float* kept;
+
+  float* place(int64_t t, int v) const {
+    return kept + ((t - begin) * VECTORS + v) * Rule::STATES * LANES;
+  }
+
+  TH_NOINLINE void forward(State (&h)[VECTORS]) const {
+    for (int v = 0; v < VECTORS; ++v) h[v] = rules[v].open(seq);
+    for (int64_t t = begin; t < end; ++t)
+      for (int v = 0; v < VECTORS; ++v) {
+        h[v].keep(place(t, v));
+        h[v] = rules[v].advance(t, t == begin, h[v]);
+      }
+  }
+
+  // Tokens from `last` - 1 back to `first`.
+  TH_NOINLINE void back(int64_t first, int64_t last, Gradient (&grads)[VECTORS],
+                        f32x16 (&totals)[VECTORS][Rule::SUMS]) const {
+    f32x16 sums[VECTORS][Rule::SUMS] = {};
+    for (int64_t t = last - 1; t >= first; --t)
+      for (int v = 0; v < VECTORS; ++v)
+        rules[v].back(t, t == begin, State::kept(place(t, v)), grads[v], sums[v]);
+    for (int v = 0; v < VECTORS; ++v)
+      for (int i = 0; i < Rule::SUMS; ++i) totals[v][i] += sums[v][i];
+  }
+};
+
 // VECTORS * LANES channels of a head from `first` on, or n of one vector, through all sequences.
 template <typename Rule, int VECTORS, typename Call>
 void walk_both_ways(const Call& call, int64_t head, int64_t first, int n, float* kept) {
-  using State = f32x16[Rule::STATES];
   Rule rules[VECTORS];
   f32x16 totals[VECTORS][Rule::SUMS] = {};
   for (int v = 0; v < VECTORS; ++v) rules[v].prepare(call, head, first + v * LANES, n);
   for (int64_t seq = 0; seq < call.num_seqs; ++seq) {
     const int64_t begin = call.cu_seqlens[seq], end = call.cu_seqlens[seq + 1];
-    const auto place = [&](int64_t t, int v) {
-      return kept + ((t - begin) * VECTORS + v) * Rule::STATES * LANES;
-    };
-    State h[VECTORS];
-    for (int v = 0; v < VECTORS; ++v) rules[v].open(seq, h[v]);
-    for (int64_t t = begin; t < end; ++t)
-      for (int v = 0; v < VECTORS; ++v) {
-        for (int i = 0; i < Rule::STATES; ++i) store(place(t, v) + i * LANES, h[v][i]);
-        rules[v].advance(t, t == begin, h[v]);
-      }
+    const BothWays<Rule, VECTORS> walk{rules, seq, begin, end, kept};
+    typename Rule::State h[VECTORS];
     typename Rule::Gradient grads[VECTORS];
+    walk.forward(h);
     for (int v = 0; v < VECTORS; ++v) grads[v] = rules[v].close(seq, h[v]);
-    for (int64_t last = end; last > begin; last -= std::min(SUMMED, last - begin)) {
-      f32x16 sums[VECTORS][Rule::SUMS] = {};
-      for (int64_t t = last - 1; t >= std::max(begin, last - SUMMED); --t)
-        for (int v = 0; v < VECTORS; ++v) {
-          for (int i = 0; i < Rule::STATES; ++i) h[v][i] = load(place(t, v) + i * LANES);
-          rules[v].back(t, t == begin, h[v], grads[v], sums[v]);
-        }
-      for (int v = 0; v < VECTORS; ++v)
-        for (int i = 0; i < Rule::SUMS; ++i) totals[v][i] += sums[v][i];
-    }
-    for (int v = 0; v < VECTORS; ++v) rules[v].leave(seq, h[v], grads[v]);
+    for (int64_t last = end; last > begin; last -= std::min(SUMMED, last - begin))
+      walk.back(std::max(begin, last - SUMMED), last, grads, totals);
+    for (int v = 0; v < VECTORS; ++v) rules[v].leave(seq, rules[v].open(seq), grads[v]);
   }
   for (int v = 0; v < VECTORS; ++v) rules[v].finish(totals[v]);
 }

@@ -24,7 +24,13 @@ TH_CALL(Call,
 template <typename T>
 struct Rule {
   static constexpr int STATES = 1, SUMS = 1;
-  using State = f32x16[STATES];
+
+  struct State {
+    f32x16 h;
+
+    TH_INLINE void keep(float* p) const { store(p, h); }
+    static TH_INLINE State kept(const float* p) { return {load(p)}; }
+  };
 
   // Of the state after a token, whose decay takes it to before the token.
   struct Gradient {
@@ -56,25 +62,25 @@ struct Rule {
     return states ? load(states + seq * channels + channel, n) : f32x16{};
   }
 
-  TH_INLINE void open(int64_t seq, State& h) const { h[0] = state(call->initial_state, seq); }
+  TH_INLINE State open(int64_t seq) const { return {state(call->initial_state, seq)}; }
 
-  TH_INLINE void advance(int64_t t, bool is_first, State& h) const {
+  TH_INLINE State advance(int64_t t, bool is_first, State before) const {
     const Gated g = gated(t);
     const f32x16 scale = is_first && !call->initial_state ? splat(1.0f) : g.scale;
-    h[0] = fma(scale, g.input * input(t), g.decay * h[0]);
+    return {fma(scale, g.input * input(t), g.decay * before.h)};
   }
 
-  TH_INLINE Gradient close(int64_t seq, const State&) const {
+  TH_INLINE Gradient close(int64_t seq, State) const {
     return {state(call->dfinal_state, seq), splat(1.0f)};
   }
 
-  TH_INLINE void back(int64_t t, bool is_first, const State& h, Gradient& grad,
+  TH_INLINE void back(int64_t t, bool is_first, State before, Gradient& grad,
                       f32x16 (&sums)[SUMS]) const {
     const f32x16 x = input(t);
     const Gated g = gated(t);
     const T* dout = (const T*)call->dout + t * call->dout_stride + channel;
     const f32x16 dh = fma(grad.dh, grad.decay, load(dout, n));
-    f32x16 scale = splat(1.0f), dlog_decay = g.decay * h[0];
+    f32x16 scale = splat(1.0f), dlog_decay = g.decay * before.h;
     if (!is_first || call->initial_state) {
       const f32x16 root = max(g.scale, splat(float(0.5 / call->max_sqrt_gradient)));
       scale = g.scale, dlog_decay -= g.decay * g.decay * g.input * x / root;
@@ -89,7 +95,7 @@ struct Rule {
     grad = {dh, g.decay};
   }
 
-  TH_INLINE void leave(int64_t seq, const State&, const Gradient& grad) const {
+  TH_INLINE void leave(int64_t seq, State, const Gradient& grad) const {
     if (call->dinitial_state)
       store(call->dinitial_state + seq * channels + channel, grad.dh * grad.decay, n);
   }

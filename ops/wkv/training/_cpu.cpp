@@ -26,7 +26,18 @@ TH_CALL(Call,
 template <typename T>
 struct Rule {
   static constexpr int STATES = 3, SUMS = 2;
-  using State = f32x16[STATES];
+
+  struct State {
+    Sums sums;
+
+    TH_INLINE void keep(float* p) const {
+      store(p, sums.numerator), store(p + LANES, sums.denominator);
+      store(p + 2 * LANES, sums.exponent);
+    }
+    static TH_INLINE State kept(const float* p) {
+      return {{load(p), load(p + LANES), load(p + 2 * LANES)}};
+    }
+  };
 
   struct Gradient {
     Sums sums;
@@ -51,57 +62,62 @@ struct Rule {
     return states + (seq * STATES + i) * channels + channel;
   }
 
-  TH_INLINE void open(int64_t seq, State& h) const {
-    h[0] = h[1] = f32x16{}, h[2] = splat(NOTHING);
-    if (call->initial_state)
-      for (int i = 0; i < STATES; ++i) h[i] = load(part(call->initial_state, seq, i), n);
+  TH_INLINE State open(int64_t seq) const {
+    if (!call->initial_state) return {{f32x16{}, f32x16{}, splat(NOTHING)}};
+    const float* first = part(call->initial_state, seq, 0);
+    return {{load(first, n), load(first + channels, n), load(first + 2 * channels, n)}};
   }
 
-  TH_INLINE void advance(int64_t t, bool, State& h) const {
-    const Sums sums = Sums{h[0], h[1], h[2] + log_decay}.with(row(call->k, call->k_stride, t),
-                                                              row(call->v, call->v_stride, t));
-    h[0] = sums.numerator, h[1] = sums.denominator, h[2] = sums.exponent;
+  TH_INLINE State advance(int64_t t, bool, State before) const {
+    before.sums.exponent += log_decay;
+    return {before.sums.with(row(call->k, call->k_stride, t), row(call->v, call->v_stride, t))};
   }
 
-  TH_INLINE Gradient close(int64_t seq, const State& h) const {
+  TH_INLINE Gradient close(int64_t seq, State last) const {
+    const Sums& h = last.sums;
     if (!call->dfinal_state) return {{f32x16{}, f32x16{}, splat(NOTHING)}, f32x16{}};
     const f32x16 above = load(part(call->dfinal_state, seq, 0), n);
     const f32x16 below = load(part(call->dfinal_state, seq, 1), n);
     const f32x16 own = load(part(call->dfinal_state, seq, 2), n);
-    return {{above, below, -h[2]}, own - above * h[0] - below * h[1]};
+    return {{above, below, -h.exponent}, own - above * h.numerator - below * h.denominator};
   }
 
-  TH_INLINE void back(int64_t t, bool, const State& h, Gradient& grad, f32x16 (&sums)[SUMS]) const {
+  TH_INLINE void back(int64_t t, bool, State before, Gradient& grad,
+                      f32x16 (&sums)[SUMS]) const {
+    const Sums& h = before.sums;
     const f32x16 k = row(call->k, call->k_stride, t), v = row(call->v, call->v_stride, t);
-    const Sums& after = grad.sums;
-    const f32x16 seen = exp(k + after.exponent);  // what the token is to all later ones
-    f32x16 dv = seen * after.numerator, dk = fma(dv, v, seen * after.denominator);
-    const f32x16 decayed = exp(log_decay + h[2] + after.exponent);
-    sums[0] += decayed * fma(after.numerator, h[0], after.denominator * h[1]);
-    // The exponent of the state after the token is that before it or the token's own.
-    const auto is_kept = h[2] + log_decay > k;
-    dk += select(is_kept, f32x16{}, grad.exponent);
-    grad.exponent = select(is_kept, grad.exponent, f32x16{});
-    sums[0] += grad.exponent;
-
-    const Sums all = Sums{h[0], h[1], h[2]}.with(k + bonus, v);
+    const Sums all = h.with(k + bonus, v);
     const f32x16 out = all.numerator / all.denominator;
     const f32x16 dall = row(call->dout, call->dout_stride, t) / all.denominator;
     const f32x16 own = exp(k + bonus - all.exponent) * dall, down = own * (v - out);
-    store((T*)call->dv + t * channels + channel, dv + own, n);
-    store((T*)call->dk + t * channels + channel, dk + down, n);
     sums[1] += down;
+
+    const Sums& after = grad.sums;
+    const f32x16 seen = exp(k + after.exponent);  // what the token is to all later ones
+    const f32x16 dv = seen * after.numerator, dk = fma(dv, v, seen * after.denominator);
+    // The exponent of the state after the token is that before it or the token's own.
+    const auto is_kept = h.exponent + log_decay > k;
+    const f32x16 dexponent = select(is_kept, f32x16{}, grad.exponent);
+    store((T*)call->dv + t * channels + channel, dv + own, n);
+    store((T*)call->dk + t * channels + channel, dk + dexponent + down, n);
+
+    const f32x16 decayed = exp(log_decay + h.exponent + after.exponent);
+    grad.exponent = select(is_kept, grad.exponent, f32x16{});
+    sums[0] += decayed * fma(after.numerator, h.numerator, after.denominator * h.denominator);
+    sums[0] += grad.exponent;
     grad.sums.exponent += log_decay;
     grad.sums = grad.sums.with(-all.exponent, dall, -dall * out);
   }
 
-  TH_INLINE void leave(int64_t seq, const State& h, const Gradient& grad) const {
+  TH_INLINE void leave(int64_t seq, State first, const Gradient& grad) const {
+    const Sums& h = first.sums;
     if (!call->dinitial_state) return;
-    const f32x16 weight = exp(h[2] + grad.sums.exponent);
+    const f32x16 weight = exp(h.exponent + grad.sums.exponent);
     const f32x16 above = weight * grad.sums.numerator, below = weight * grad.sums.denominator;
     store(part(call->dinitial_state, seq, 0), above, n);
     store(part(call->dinitial_state, seq, 1), below, n);
-    store(part(call->dinitial_state, seq, 2), fma(above, h[0], fma(below, h[1], grad.exponent)), n);
+    const f32x16 both = fma(above, h.numerator, fma(below, h.denominator, grad.exponent));
+    store(part(call->dinitial_state, seq, 2), both, n);
   }
 
   void finish(const f32x16 (&sums)[SUMS]) const {
