@@ -6,7 +6,7 @@ Heads are those of the 225M models (models.py); q and k are normalised within. T
 of one thread, user and system together, the least of a few runs by turns: other work on the machine
 moves them little. Gradients of both are compared first.
 
-On a GPU: heads of Qwen3-Next and Kimi-Linear, ssd, lightning attention, mLSTM and selective_scan, in
+On a GPU: heads of Qwen3-Next and Kimi-Linear, ssd, lightning attention, mLSTM, selective_scan, in
 bfloat16, beside flash-linear-attention and mamba-ssm where these are installed; fla's gated rule is
 FlashQLA's where that is. Times are those in which a kernel runs.
 """
