@@ -16,7 +16,8 @@ from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_t
 from tests.ops.triton_resources import assert_all_fit, resources_of
 
 # Measured on an H200 to be faster than what spills nothing: 64 rows a chunk, four warps for values.
-MAY_SPILL = {"values: Nemotron-H": 32, "keys: Falcon-H1": 64}
+# Falcon-H1's and xLSTM's were timed in this form alone.
+MAY_SPILL = {"values: Nemotron-H": 32, "keys: Falcon-H1": 64, "keys: xLSTM": 64, "values: xLSTM": 232}
 
 
 @needs_triton
