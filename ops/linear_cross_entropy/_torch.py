@@ -42,7 +42,7 @@ def linear_cross_entropy_forward(x: LinearCrossEntropyForward) -> tuple[Tensor, 
             continue
         p.exp_().scatter_add_(1, target.clamp(min=0), -torch.ones_like(picked))
         if x.softcap is not None:
-            p.mul_(1 - (z / x.softcap).square())
+            p.mul_(z.to(p.dtype).div(x.softcap).square_().neg_().add_(1))
         dlogits = p.masked_fill_(~counts, 0.0).to(hidden.dtype)
         if x.of_hidden:
             torch.mm(dlogits, weight, out=dhidden[rows])
