@@ -14,7 +14,7 @@ from torch_hybrid.ops.linear_cross_entropy.op import (
 )
 
 # Rows of a chunk: each adds once to the gradient of all weights, unless it is the only one.
-_FEWEST_ROWS = {"cpu": 1024, "cuda": 256}
+_FEWEST_ROWS, _FEWEST_ROWS_ON_A_CPU = 256, 1024
 _BLOCK = 2048  # rows of weights on a CPU, whose product stays in the cache until it is added
 _CACHED = 2**19  # logits on a CPU that stay in the cache from their maximum to their gradient
 
@@ -25,16 +25,16 @@ def linear_cross_entropy_forward(x: LinearCrossEntropyForward) -> tuple[Tensor, 
 
     Gradients of logits take the place of these.
     """
-    hidden, weight, kind = x.hidden, x.weight, x.hidden.device.type
+    hidden, weight, on_cpu = x.hidden, x.weight, x.hidden.device.type == "cpu"
     total, dhidden, dweight = empty_results(x)
     total.zero_()
     size = -(-hidden.numel() // weight.shape[0])
-    most = min(len(hidden), max(_FEWEST_ROWS[kind], size))
+    most = min(len(hidden), max(_FEWEST_ROWS_ON_A_CPU if on_cpu else _FEWEST_ROWS, size))
     is_whole = most == len(hidden) > 0
     sums = dweight if is_whole else torch.zeros_like(dweight, dtype=total.dtype)
     # Of each chunk; memory is slow at its first use.
     logits = hidden.new_empty(most, len(weight))
-    few = min(most, max(1, _CACHED // len(weight))) if kind == "cpu" else most
+    few = min(most, max(1, _CACHED // len(weight))) if on_cpu else most
     log_probs = torch.empty_like(logits[:few], dtype=total.dtype)
     for start in range(0, len(hidden), max(most, 1)):
         rows = slice(start, start + most)

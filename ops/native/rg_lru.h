@@ -11,15 +11,15 @@ struct Decay {
   // For x <= 0. Near 0 by the series of 1 - e^x, where the difference has no digits left: a decay is
   // within half a rounding there, as over many tokens it must be.
   static TH_INLINE Decay of(f32x16 x) {
-    f32x16 series = splat(1.0f / 40320);
-    float factorial = 40320;
-#pragma GCC unroll 7
-    for (int n = 8; n > 1; --n) {
+    f32x16 series = splat(1.0f / 5040);
+    float factorial = 5040;
+#pragma GCC unroll 6
+    for (int n = 7; n > 1; --n) {
       factorial /= float(n);
       series = fma(series, x, splat(1.0f / factorial));
     }
     const f32x16 lost = -x * series, kept = exp(x);
-    const auto is_near = x > -0.5f;
+    const auto is_near = x > -0.25f;
     return {select(is_near, 1.0f - lost, kept), select(is_near, lost, 1.0f - kept)};
   }
 };
