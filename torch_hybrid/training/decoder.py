@@ -59,7 +59,7 @@ def hand_down_packing(
 
 def attends_to_picked_blocks(decoder: Any) -> bool:
     """Tell whether transformers' own attention stays, which knows no packed sequences."""
-    return "indexed_attention" in getattr(decoder.config, "layer_types", ())
+    return has_attention(decoder) and "indexed_attention" in decoder.config.layer_types
 
 
 def has_attention(decoder: Any) -> bool:
