@@ -324,8 +324,8 @@ def mlstm(
     """Run the matrix memory of xLSTM, differentiable in all its floating point tensors.
 
     Per value head: ``C = sigmoid(f) C + e^i v k^T; n = sigmoid(f) n + e^i k``, and of the scaled q
-    ``h = C q / max(|n q|, 1)``, by chunks. Arguments, results and errors are those of
-    :func:`gated_delta_rule`, but:
+    ``h = C q / max(|n q|, 1)``, by chunks. The backward is given C q and n q, too. Arguments,
+    results and errors are those of :func:`gated_delta_rule`, but:
 
     Args:
         i: [T, HV] input gates, before their exponential, in any float dtype. Published code divides
