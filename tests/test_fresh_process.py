@@ -126,7 +126,7 @@ def test_import_takes_less_than_half_of_the_time_of_torch(
         import torch_hybrid
         print((process_time() - middle) / (middle - start))
     """
-    assert min(float(run(code)) for _ in range(3)) < 0.5
+    assert any(float(run(code)) < 0.5 for _ in range(3))
 
 
 def test_import_loads_no_optional_package_compiles_no_kernel_and_starts_no_compiler():

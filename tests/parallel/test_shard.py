@@ -9,9 +9,13 @@ import torch_hybrid as th
 from tests.parallel import jobs
 from tests.parallel.jobs import HYBRID, CompiledJob, Shared
 from tests.parallel.processes import results, run_ranks
-from tests.tiny_models import BUILDERS, make_hybrid
+from tests.tiny_models import BUILDERS, EACH_KIND, make_hybrid
 
-FAMILIES = [*BUILDERS, "ring_2_5"]
+# Four ranks divide every kind of mixer; what families make of them is divided by two as well.
+FAMILIES = {
+    2: [*BUILDERS, "ring_2_5"],
+    4: [*EACH_KIND, "olmo_hybrid", "nemotron_h", "ring_2_5"],
+}
 MIXTURES = ["qwen3_next", "deepseek_v3", "granitemoehybrid", "nemotron_h", "ring_2_5"]
 # Inductor is given the layer that has every collective, and sizes that only a step knows. Its code
 # of a linear layer that is shared: ``examples/overlap_two_processes.py``.
@@ -32,23 +36,37 @@ def assert_shared(shared: list[Shared]) -> None:
     assert {one.counts for one in shared} == {(0, 0, 0)}
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def runs(request: pytest.FixtureRequest) -> Runs:
+def shared_by(num_ranks: int) -> Runs:
     """All families in one go: starting processes takes longer than what they do."""
-    ended = run_ranks(jobs.share_all, request.param, FAMILIES, False, limit_s=300)
-    return results(ended)
+    return results(run_ranks(jobs.share_all, num_ranks, FAMILIES[num_ranks], False, limit_s=300))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_one_process(runs: Runs, family: str):
-    assert_shared([run[family] for run in runs])
+@pytest.fixture(scope="module")
+def two() -> Runs:
+    return shared_by(2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Runs:
+    return shared_by(4)
+
+
+@pytest.mark.parametrize("family", FAMILIES[2])
+def test_logits_of_two_are_those_of_one_process(two: Runs, family: str):
+    assert_shared([run[family] for run in two])
+
+
+@pytest.mark.parametrize("family", FAMILIES[4])
+def test_logits_of_four_are_those_of_one_process(four: Runs, family: str):
+    assert_shared([run[family] for run in four])
 
 
 @pytest.mark.parametrize("family", ["olmo_hybrid", "minimax", "nemotron_h"])
-def test_pools_shrink_with_the_heads(runs: Runs, family: str):
-    alone, shared = runs[0][family].pool_bytes
-    # Two heads of keys and values, or two groups, are held twice by four ranks.
-    assert alone / len(runs) <= shared <= alone / 2
+def test_pools_shrink_with_the_heads(two: Runs, four: Runs, family: str):
+    for runs in (two, four):
+        alone, shared = runs[0][family].pool_bytes
+        # Two heads of keys and values, or two groups, are held twice by four ranks.
+        assert alone / len(runs) <= shared <= alone / 2
 
 
 def test_the_same_bits_in_any_batch():
