@@ -17,7 +17,12 @@ from tests.ops.triton_resources import assert_all_fit, resources_of
 
 # Measured on an H200 to be faster than what spills nothing: 64 rows a chunk, four warps for values.
 # Falcon-H1's and xLSTM's were timed in this form alone.
-MAY_SPILL = {"values: Nemotron-H": 32, "keys: Falcon-H1": 64, "keys: xLSTM": 64, "values: xLSTM": 232}
+MAY_SPILL = {
+    "values: Nemotron-H": 32,
+    "keys: Falcon-H1": 64,
+    "keys: xLSTM": 64,
+    "values: xLSTM": 232,
+}
 
 
 @needs_triton
