@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import torch_hybrid as th
-from tests.graphs.as_traced import run_as_traced
 from tests.models import fp8_checkpoint
 from tests.models.fp8_checkpoint import QUANTIZATION, change_config
 from tests.models.oracle import (
@@ -97,6 +96,7 @@ def test_bfloat16_rounds_like_the_twin(family: str, tmp_path: Path):
     assert_rounds_like(served, rounded, exact, torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_compiled(tmp_path: Path):
     """Layers of one input are one op, those of 8 bits by themselves; in decode, whose layers are
     those of every step."""
@@ -105,8 +105,7 @@ def test_compiled(tmp_path: Path):
     oracle = ask(twin, make_texts(lengths))
     model = th.from_pretrained(tmp_path, dtype=torch.float32)
     runner = th.Runner(model, **SIZES, prefill=False)
-    with run_as_traced():
-        assert_serves(runner, oracle, chunked(lengths, 1))
+    assert_serves(runner, oracle, chunked(lengths, 1))
     chosen = {choice.op: choice.impl for choice in runner.choices}
     assert chosen == {"fp8 linear": "cpp", "fp8 fused_experts": "cpp", "linear": "cpp"}
     [graph] = runner.report().graphs.values()

@@ -9,9 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from torch_hybrid.functional import causal_conv1d, gated_delta_rule, kimi_delta_attention
+from torch_hybrid.functional import gated_delta_rule, kimi_delta_attention
 from torch_hybrid.packing import Packing
-from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work, by_head, work_dtype
+from torch_hybrid.training.mixers.twin import (
+    Submodule,
+    Twin,
+    as_work,
+    by_head,
+    convolved,
+    work_dtype,
+)
 
 
 class Projected(NamedTuple):
@@ -38,15 +45,6 @@ class DeltaRule(Twin):
     def mix(self, x: Projected, packing: Packing) -> Tensor:
         """Run the ops of the mixer; return [T, D]."""
         raise NotImplementedError
-
-    def convolved(self, qkv: Tensor, widths: list[int], packing: Packing) -> tuple[Tensor, ...]:
-        """Convolve the channels, and split them by ``widths``."""
-        weight = self.conv1d.weight.squeeze(1).to(qkv.dtype)
-        qkv, _ = causal_conv1d(
-            qkv, weight, packing=packing, activation="silu", output_final_state=False
-        )
-        parts: tuple[Tensor, ...] = qkv.split(widths, -1)
-        return parts
 
 
 class GatedDeltaNet(DeltaRule):
@@ -76,7 +74,8 @@ class GatedDeltaNet(DeltaRule):
         return Projected(qkv, g, as_work(beta), gate)
 
     def mix(self, x: Projected, packing: Packing) -> Tensor:
-        q, k, v = self.convolved(x.qkv, [self.key_dim, self.key_dim, self.value_dim], packing)
+        widths = [self.key_dim, self.key_dim, self.value_dim]
+        q, k, v = convolved(self.conv1d, x.qkv, packing, "silu").split(widths, -1)
         q, k = (by_head(each, self.head_k_dim) for each in (q, k))
         v = by_head(v, self.head_v_dim)
         g, beta = x.g.to(work_dtype(v)), x.beta.to(work_dtype(v))
@@ -148,8 +147,8 @@ class KimiDeltaAttention(DeltaRule):
         return self.g_proj(x)
 
     def mix(self, x: Projected, packing: Packing) -> Tensor:
-        widths = [self.qkv_dim] * 3
-        q, k, v = (by_head(y, self.head_dim) for y in self.convolved(x.qkv, widths, packing))
+        qkv = convolved(self.conv1d, x.qkv, packing, "silu")
+        q, k, v = (by_head(y, self.head_dim) for y in qkv.split(self.qkv_dim, -1))
         g, beta = x.g.to(work_dtype(v)), x.beta.to(work_dtype(v))
         o, _ = kimi_delta_attention(
             q, k, v, g, beta, packing, qk_l2norm=True, output_final_state=False

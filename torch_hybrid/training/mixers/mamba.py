@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from torch_hybrid.functional import causal_conv1d, selective_scan
+from torch_hybrid.functional import selective_scan
 from torch_hybrid.packing import Packing
-from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work, by_head
+from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work, by_head, convolved
 
 
 class Mamba(Twin):
@@ -37,11 +37,7 @@ class Mamba(Twin):
 
     def packed(self, x: Tensor, packing: Packing) -> Tensor:
         x, gate = self.project(x)
-        weight, bias = self.conv1d.weight.squeeze(1).to(x.dtype), self.conv1d.bias
-        bias = None if bias is None else bias.to(x.dtype)
-        x, _ = causal_conv1d(
-            x, weight, bias, packing, activation=self.activation, output_final_state=False
-        )
+        x = convolved(self.conv1d, x, packing, self.activation)
         dt, dt_bias, B, C = self.select(x)
         dt, B, C = dt.to(x.dtype), B.to(x.dtype), C.to(x.dtype)
         A, D = -as_work(self.A_log).exp().view(-1, self.ssm_state_size), self.D.flatten()
