@@ -17,6 +17,7 @@ from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS, MAX_WIDTH, MIN_WI
 from torch_hybrid.ops.conv_step import check_activation
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import (
+    Cpp,
     Dense,
     Index,
     Rows,
@@ -30,7 +31,7 @@ from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton
 _FOLDER = "torch_hybrid.ops.causal_conv1d.training"
 FORWARD = by_pool(IMPLEMENTATIONS, f"{_FOLDER}._pool:causal_conv1d_forward")
 BACKWARD: dict[str, Implementation] = {
-    "cpp": in_cpp(f"{_FOLDER}._cpu:causal_conv1d_backward", checks_indices=False),
+    "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:causal_conv1d_backward", checks_indices=False),
     "triton": in_triton(f"{_FOLDER}._triton:causal_conv1d_backward"),
     "torch": in_torch(f"{_FOLDER}._torch:causal_conv1d_backward", dtypes=FLOATS_AND_FLOAT64),
 }
@@ -118,6 +119,7 @@ causal_conv1d_backward = define(
     CausalConv1dBackward,
     BACKWARD,
     returns=several_made(4, empty_gradients),
+    cpp=Cpp("num_offsets-1=num_seqs C=channels W=width"),
     flops="6 * T * C * W",
 )
 causal_conv1d_forward = define(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import (
+    Cpp,
     Dense,
     Index,
     Rows,
@@ -25,7 +26,7 @@ from torch_hybrid.ops.core.declare import (
     several_made,
 )
 from torch_hybrid.ops.core.packed import PackedRecurrence, empty_results, gradients
-from torch_hybrid.ops.core.recurrence import CHUNK
+from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.core.registration import check_groups, check_shapes
 from torch_hybrid.ops.delta_rule.op import (
     GATED_IMPLEMENTATIONS,
@@ -68,14 +69,14 @@ def _gated_backward_missing() -> str | None:
 
 _in_triton = partial(in_triton, dtypes=CPP_DTYPES, limits={"head_k_dim": 256})
 GATED_BACKWARD: dict[str, Implementation] = {
-    "cpp": in_cpp(f"{_FOLDER}._cpu:gated_delta_rule_backward"),
+    "cpp": in_cpp(f"{_FOLDER}._cpu_gated.cpp:gated_delta_rule_backward"),
     "triton": _in_triton(
         f"{_FOLDER}._triton_gated:gated_delta_rule_backward", available=_gated_backward_missing
     ),
     "torch": _TORCH,
 }
 KIMI_BACKWARD: dict[str, Implementation] = {
-    "cpp": in_cpp(f"{_FOLDER}._cpu:kimi_delta_attention_backward"),
+    "cpp": in_cpp(f"{_FOLDER}._cpu_kimi.cpp:kimi_delta_attention_backward"),
     "triton": _in_triton(f"{_FOLDER}._triton_kimi:kimi_delta_attention_backward"),
     "torch": _TORCH,
 }
@@ -180,11 +181,19 @@ def _head_dims(saved: Sequence[Tensor]) -> dict[str, int]:
     return {"head_k_dim": saved[1].shape[2], "head_v_dim": saved[2].shape[2]}
 
 
+_CPP = Cpp(
+    "num_offsets-1=num_seqs H=num_k_heads HV=num_v_heads K=k_dim V=v_dim",
+    {
+        "g_dim": "x.g.shape[2] if x.g.ndim == 3 else 1",
+        "chunk_size": str(DEFAULT_CHUNK_SIZE),
+    },
+)
 _LIMITED = {"head_k_dim": "K", "head_v_dim": "V"}
 gated_delta_rule_backward = define(
     GatedDeltaRuleBackward,
     GATED_BACKWARD,
     returns=several_made(6, empty_gradients),
+    cpp=_CPP,
     limited=_LIMITED,
     flops="16 * T * HV * V * K",
 )
@@ -200,6 +209,7 @@ kimi_delta_attention_backward = define(
     KimiDeltaAttentionBackward,
     KIMI_BACKWARD,
     returns=several_made(6, empty_gradients),
+    cpp=_CPP,
     limited=_LIMITED,
     flops="16 * T * HV * V * K",
 )

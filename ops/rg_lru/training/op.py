@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import Dense, Index, Rows, define, pair_made, several_made
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
 from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
 from torch_hybrid.ops.implementations import cut, in_cpp, in_torch, in_triton
 from torch_hybrid.ops.rg_lru.op import IMPLEMENTATIONS, check_gates
@@ -32,7 +32,7 @@ FORWARD = by_pool(
     f"{_FOLDER}._pool:rg_lru_forward",
 )
 BACKWARD: dict[str, Implementation] = {
-    "cpp": in_cpp(f"{_FOLDER}._cpu:rg_lru_backward"),
+    "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:rg_lru_backward"),
     "triton": in_triton(f"{_FOLDER}._triton:rg_lru_backward"),
     "torch": in_torch(f"{_FOLDER}._torch:rg_lru_backward", dtypes=FLOATS_AND_FLOAT64),
 }
@@ -107,7 +107,15 @@ def empty_gradients(x: TrainedRgLru) -> tuple[Tensor, ...]:
     return *rows, x.states(0 if x.initial_state is None else x.num_seqs)
 
 
-rg_lru_backward = define(RgLruBackward, BACKWARD, returns=several_made(4, empty_gradients))
+rg_lru_backward = define(
+    RgLruBackward,
+    BACKWARD,
+    returns=several_made(4, empty_gradients),
+    cpp=Cpp(
+        "num_offsets-1=num_seqs H=num_heads G//2=head_dim",
+        {"max_sqrt_gradient": str(MAX_SQRT_GRADIENT)},
+    ),
+)
 rg_lru_forward = define(
     RgLruForward,
     FORWARD,

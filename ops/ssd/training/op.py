@@ -15,16 +15,16 @@ from typing import Annotated
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import Dense, Index, Rows, define, pair_made, several_made
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
 from torch_hybrid.ops.core.packed import PackedRecurrence, empty_results, gradients
-from torch_hybrid.ops.core.recurrence import CHUNK
+from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
 from torch_hybrid.ops.ssd.op import IMPLEMENTATIONS
 
 _FOLDER = "torch_hybrid.ops.ssd.training"
 BACKWARD: dict[str, Implementation] = {
-    "cpp": in_cpp(f"{_FOLDER}._cpu:ssd_backward"),
+    "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:ssd_backward"),
     "triton": in_triton(
         f"{_FOLDER}._triton:ssd_backward", dtypes=CPP_DTYPES, limits={"head_k_dim": 256}
     ),
@@ -123,6 +123,10 @@ ssd_backward = define(
     SsdBackward,
     BACKWARD,
     returns=several_made(7, empty_gradients),
+    cpp=Cpp(
+        "num_offsets-1=num_seqs G=num_k_heads H=num_v_heads K=k_dim V=v_dim",
+        {"chunk_size": str(DEFAULT_CHUNK_SIZE)},
+    ),
     limited={"head_k_dim": "K"},
     flops="12 * T * H * V * K",
 )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import Dense, Index, Rows, define, pair_made, several_made
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
 from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
 from torch_hybrid.ops.implementations import cut, in_cpp, in_torch, in_triton
 from torch_hybrid.ops.wkv.op import IMPLEMENTATIONS
@@ -29,7 +29,7 @@ FORWARD = by_pool(
     f"{_FOLDER}._pool:wkv_forward",
 )
 BACKWARD: dict[str, Implementation] = {
-    "cpp": in_cpp(f"{_FOLDER}._cpu:wkv_backward"),
+    "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:wkv_backward"),
     "triton": in_triton(f"{_FOLDER}._triton:wkv_backward"),
     "torch": in_torch(f"{_FOLDER}._torch:wkv_backward", dtypes=FLOATS_AND_FLOAT64),
 }
@@ -102,7 +102,12 @@ def empty_gradients(x: TrainedWkv) -> tuple[Tensor, ...]:
     return *(each.new_empty(each.shape) for each in given), states
 
 
-wkv_backward = define(WkvBackward, BACKWARD, returns=several_made(5, empty_gradients))
+wkv_backward = define(
+    WkvBackward,
+    BACKWARD,
+    returns=several_made(5, empty_gradients),
+    cpp=Cpp("num_offsets-1=num_seqs C=num_channels"),
+)
 wkv_forward = define(
     WkvForward,
     FORWARD,
