@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def train_each(families: tuple[str, ...]) -> dict[str, list[float]]:
 
 
 def spread(twin: Any, by: str) -> Any:
-    """Spread a twin over all ranks."""
+    """Spread a twin over all ranks; what several layers share goes with the rest of the model."""
     if by == "DDP":
         return DistributedDataParallel(twin)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -75,7 +76,9 @@ def spread(twin: Any, by: str) -> Any:
     for layer in layers if "compiled" in by else ():
         layer.compile(fullgraph=True, backend="aot_eager")
     is_tied = twin.lm_head.weight is twin.get_input_embeddings().weight
-    for module in (*layers, *[twin.lm_head] * (not is_tied), twin):
+    uses = Counter(parameter for layer in layers for parameter in layer.parameters())
+    own = [layer for layer in layers if all(uses[each] == 1 for each in layer.parameters())]
+    for module in (*own, *[twin.lm_head] * (not is_tied), twin):
         fully_shard(module, mesh=mesh)
     return twin
 
