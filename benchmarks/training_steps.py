@@ -33,8 +33,9 @@ from torch_hybrid.host.malloc import trim
 
 MODELS = ("qwen3_next", "qwen3_5", "kimi_linear")
 WHO = ("ours", "ours, compiled", "transformers", "transformers, compiled")
-# Distance of gradients from those of transformers, as a share of their norm.
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 1e-1}  # both round; sums of heads cancel
+# Distance of gradients from those of transformers, as a share of their norm. Both round: of twelve
+# layers in bfloat16, ours are up to .10 from float32's, those of transformers .16.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
