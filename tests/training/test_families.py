@@ -167,3 +167,13 @@ def test_models_that_pick_blocks_train_by_rows(family: str):
     packing = th.Packing(torch.tensor([0, 30, 70]))
     with pytest.raises(ValueError, match="one sequence in a row, got packed ones"):
         ours(both, packing=packing)
+
+
+def test_a_state_beside_labels_runs_as_transformers_has_it():
+    theirs, ours = make_pair("rwkv")
+    row, more = make_rows([9, 5])
+    losses = []
+    for model in (theirs, ours):
+        state = model(row, use_cache=True).state
+        losses.append(model(more, labels=more, state=state).loss)
+    torch.testing.assert_close(*losses)

@@ -14,7 +14,7 @@ from transformers.utils import can_return_tuple
 
 from torch_hybrid.ops.linear_cross_entropy import IGNORED
 from torch_hybrid.training.boundaries import named, packing_of
-from torch_hybrid.training.decoder import check_says_nothing, keeps_a_cache
+from torch_hybrid.training.decoder import asks_for_a_cache, check_says_nothing, keeps_a_cache
 from torch_hybrid.training.linear_cross_entropy import LossHead
 
 
@@ -39,7 +39,7 @@ class CausalLM(nn.Module):
         """Run the model's own forward, or compute its loss a chunk of rows at a time."""
         inputs = {"labels": labels, **named(self, args, options, last="labels")}
         labels = inputs.pop("labels")
-        if labels is None or inputs.get("use_cache") or inputs.get("past_key_values") is not None:
+        if labels is None or asks_for_a_cache(inputs):
             return super().forward(labels=labels, **inputs)
         inputs["packing"] = packing_of(inputs)
         num_tokens = inputs["packing"].num_tokens

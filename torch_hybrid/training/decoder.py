@@ -87,10 +87,16 @@ def hands_masks_alone(decoder: Any) -> bool:
     return decoder.config.model_type in ("mamba", "falcon_mamba")
 
 
+def asks_for_a_cache(inputs: dict[str, Any]) -> bool:
+    """Tell whether a call has a cache, or says that it wants one."""
+    caches = (inputs.get(name) for name in ("past_key_values", "cache_params", "state"))
+    given = any(cache is not None and not isinstance(cache, Packing) for cache in caches)
+    return given or bool(inputs.get("use_cache"))
+
+
 def keeps_a_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
     """Tell whether a call of a decoder makes or has a cache."""
-    caches = (inputs.get(name) for name in ("past_key_values", "cache_params", "state"))
-    if any(cache is not None for cache in caches) or inputs.get("use_cache"):
+    if asks_for_a_cache(inputs):
         return True
     if decoder.training or inputs.get("use_cache") is not None:
         return False
