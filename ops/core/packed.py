@@ -7,13 +7,14 @@ is given what its forward was given.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.autocast import without_autocast
-from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.core.declare import Op
 from torch_hybrid.ops.core.registration import same_or_first_impl
 from torch_hybrid.ops.core.state_bounds import check_offsets
@@ -74,13 +75,22 @@ class PackedRecurrence(PackedOp):
 
 
 def by_pool(
-    implementations: Mapping[str, Implementation], launcher: str
+    implementations: Mapping[str, Implementation],
+    launcher: str,
+    *,
+    torch_serves: Capability | None = None,
 ) -> dict[str, Implementation]:
-    """Make implementations of a forward of those of an op with a pool, its launcher's ``by``."""
-    return {
+    """Make implementations of a forward of those of an op with a pool, its launcher's ``by``.
+
+    ``torch_serves`` is what "torch" can do here, where the op with a pool claims less.
+    """
+    made = {
         name: Implementation(capability=each.capability, launcher=launcher, options={"by": each})
         for name, each in implementations.items()
     }
+    if torch_serves is not None:
+        made["torch"] = replace(made["torch"], capability=torch_serves)
+    return made
 
 
 def empty_results(x: PackedOp) -> tuple[Tensor, Tensor]:

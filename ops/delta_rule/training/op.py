@@ -25,7 +25,7 @@ from torch_hybrid.ops.core.declare import (
     pair_made,
     several_made,
 )
-from torch_hybrid.ops.core.packed import PackedRecurrence, empty_results, gradients
+from torch_hybrid.ops.core.packed import PackedRecurrence, by_pool, empty_results, gradients
 from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.core.registration import check_groups, check_shapes
 from torch_hybrid.ops.delta_rule.op import (
@@ -39,25 +39,18 @@ _FOLDER = "torch_hybrid.ops.delta_rule.training"
 _TORCH = in_torch(f"{_FOLDER}._torch:delta_rule_backward", dtypes=FLOATS_AND_FLOAT64)
 
 
-def _by_pool(known: Mapping[str, Implementation], launcher: str) -> dict[str, Implementation]:
+def _by_chunks(known: Mapping[str, Implementation], launcher: str) -> dict[str, Implementation]:
     """Make the forward's implementations of those of the chunk form.
 
     Beside bfloat16, states rounded to float16 add nothing to the error of gradients.
     """
-
-    def make(name: str) -> Implementation:
-        chunk_form = known[f"{CHUNK}_{name}"]
-        return Implementation(
-            capability=(_TORCH if name == "torch" else chunk_form).capability,
-            launcher=f"{_FOLDER}._pool:{launcher}",
-            options={"by": chunk_form},
-        )
-
-    return {name: make(name) for name in ("cpp", "triton_rounded", "triton", "torch")}
+    names = ("cpp", "triton_rounded", "triton", "torch")
+    chunk_forms = {name: known[f"{CHUNK}_{name}"] for name in names}
+    return by_pool(chunk_forms, f"{_FOLDER}._pool:{launcher}", torch_serves=_TORCH.capability)
 
 
-GATED_FORWARD = _by_pool(GATED_IMPLEMENTATIONS, "gated_delta_rule_forward")
-KIMI_FORWARD = _by_pool(KIMI_IMPLEMENTATIONS, "kimi_delta_attention_forward")
+GATED_FORWARD = _by_chunks(GATED_IMPLEMENTATIONS, "gated_delta_rule_forward")
+KIMI_FORWARD = _by_chunks(KIMI_IMPLEMENTATIONS, "kimi_delta_attention_forward")
 
 
 def _gated_backward_missing() -> str | None:

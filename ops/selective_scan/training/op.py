@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
-from torch_hybrid.ops.core.packed import PackedOp, empty_results, gradients
+from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
 from torch_hybrid.ops.core.recurrence import CHUNK
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
@@ -30,19 +30,17 @@ BACKWARD: dict[str, Implementation] = {
 }
 
 
-def _by_pool(name: str) -> Implementation:
-    """Make an implementation of the forward of one of the chunk form."""
-    chunk_form = IMPLEMENTATIONS[f"{CHUNK}_{name}"]
-    if name == "triton":  # where a sequence is cut must not go by other sequences
-        chunk_form = replace(chunk_form, options={**chunk_form.options, "fewest_segments": 1})
-    return Implementation(
-        capability=(BACKWARD["torch"] if name == "torch" else chunk_form).capability,
-        launcher=f"{_FOLDER}._pool:selective_scan_forward",
-        options={"by": chunk_form},
-    )
-
-
-FORWARD = {name: _by_pool(name) for name in ("cpp", "triton", "torch")}
+_TRITON = IMPLEMENTATIONS[f"{CHUNK}_triton"]
+FORWARD = by_pool(
+    {
+        "cpp": IMPLEMENTATIONS[f"{CHUNK}_cpp"],
+        # Where a sequence is cut must not go by other sequences.
+        "triton": replace(_TRITON, options={**_TRITON.options, "fewest_segments": 1}),
+        "torch": IMPLEMENTATIONS[f"{CHUNK}_torch"],
+    },
+    f"{_FOLDER}._pool:selective_scan_forward",
+    torch_serves=BACKWARD["torch"].capability,
+)
 
 
 @dataclass(slots=True, repr=False, eq=False)

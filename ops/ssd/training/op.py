@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
-from torch_hybrid.ops.core.packed import PackedRecurrence, empty_results, gradients
+from torch_hybrid.ops.core.packed import PackedRecurrence, by_pool, empty_results, gradients
 from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
@@ -30,21 +30,15 @@ BACKWARD: dict[str, Implementation] = {
     ),
     "torch": in_torch(f"{_FOLDER}._torch:ssd_backward", dtypes=FLOATS_AND_FLOAT64),
 }
-
-
-def _by_pool(name: str) -> Implementation:
-    """Make an implementation of the forward of one of the chunk form."""
-    chunk_form = IMPLEMENTATIONS[f"{CHUNK}_{name}"]
-    if name == "cpp":
-        chunk_form = in_cpp("torch_hybrid.ops.ssd._cpu_scan:trained_chunk_ssd")
-    return Implementation(
-        capability=(BACKWARD["torch"] if name == "torch" else chunk_form).capability,
-        launcher=f"{_FOLDER}._pool:ssd_forward",
-        options={"by": chunk_form},
-    )
-
-
-FORWARD = {name: _by_pool(name) for name in ("cpp", "triton", "torch")}
+FORWARD = by_pool(
+    {
+        "cpp": in_cpp("torch_hybrid.ops.ssd._cpu_scan:trained_chunk_ssd"),
+        "triton": IMPLEMENTATIONS[f"{CHUNK}_triton"],
+        "torch": IMPLEMENTATIONS[f"{CHUNK}_torch"],
+    },
+    f"{_FOLDER}._pool:ssd_forward",
+    torch_serves=BACKWARD["torch"].capability,
+)
 
 
 @dataclass(slots=True, repr=False, eq=False)
