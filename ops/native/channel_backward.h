@@ -25,19 +25,12 @@
 
 #include "aligned_floats.h"
 #include "denormals.h"
+#include "offsets.h"
 #include "simd.h"
 
 namespace th {
 
 constexpr int64_t SUMMED = 64;  // tokens: their sums are short, so that rounding of long ones is small
-
-template <typename Call>
-bool offsets_are_valid(const Call& call) {
-  if (call.cu_seqlens[0] != 0 || call.cu_seqlens[call.num_seqs] > call.num_tokens) return false;
-  for (int64_t n = 0; n < call.num_seqs; ++n)
-    if (call.cu_seqlens[n + 1] < call.cu_seqlens[n]) return false;
-  return true;
-}
 
 template <typename Call>
 int64_t longest_sequence(const Call& call) {

@@ -21,6 +21,7 @@
 #include "aligned_floats.h"
 #include "delta_rule_chunk.h"
 #include "denormals.h"
+#include "offsets.h"
 
 namespace th::delta {
 
@@ -351,18 +352,11 @@ void backward(const BackwardCall& grads) {
   }
 }
 
-inline bool offsets_are_valid(const BackwardCall& call) {
-  if (call.cu_seqlens[0] != 0 || call.cu_seqlens[call.num_seqs] > call.num_tokens) return false;
-  for (int64_t n = 0; n < call.num_seqs; ++n)
-    if (call.cu_seqlens[n + 1] < call.cu_seqlens[n]) return false;
-  return true;
-}
-
 }  // namespace th::delta
 
 #define TH_EXPORT_DELTA_RULE_BACKWARD(Rule, name)                      \
   TH_EXPORT_CALL(name, th::delta::BackwardCall) {                      \
-    if (!th::delta::offsets_are_valid(*call)) return false;            \
+    if (!th::offsets_are_valid(*call)) return false;                   \
     call->is_bf16 ? th::delta::backward<Rule, th::bf16>(*call)         \
                   : th::delta::backward<Rule, float>(*call);           \
     return true;                                                       \

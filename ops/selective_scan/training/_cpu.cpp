@@ -15,6 +15,7 @@
 #include "aligned_floats.h"
 #include "call.h"
 #include "denormals.h"
+#include "offsets.h"
 #include "power_of_2.h"
 #include "simd.h"
 
@@ -352,17 +353,10 @@ void backward(const BackwardCall& call) {
   }
 }
 
-inline bool offsets_are_valid(const BackwardCall& call) {
-  if (call.cu_seqlens[0] != 0 || call.cu_seqlens[call.num_seqs] > call.num_tokens) return false;
-  for (int64_t n = 0; n < call.num_seqs; ++n)
-    if (call.cu_seqlens[n + 1] < call.cu_seqlens[n]) return false;
-  return true;
-}
-
 }  // namespace th::selective
 
 TH_EXPORT_CALL(selective_scan_backward, th::selective::BackwardCall) {
-  if (!th::selective::offsets_are_valid(*call)) return false;
+  if (!th::offsets_are_valid(*call)) return false;
   call->is_bf16 ? th::selective::backward<th::bf16>(*call) : th::selective::backward<float>(*call);
   return true;
 }

@@ -13,6 +13,7 @@
 
 #include "aligned_floats.h"
 #include "denormals.h"
+#include "offsets.h"
 #include "ssd_chunk.h"
 
 namespace th::ssd {
@@ -352,17 +353,10 @@ void backward(const BackwardCall& grads) {
   store_rest<T>(grads, sums);
 }
 
-inline bool offsets_are_valid(const BackwardCall& call) {
-  if (call.cu_seqlens[0] != 0 || call.cu_seqlens[call.num_seqs] > call.num_tokens) return false;
-  for (int64_t n = 0; n < call.num_seqs; ++n)
-    if (call.cu_seqlens[n + 1] < call.cu_seqlens[n]) return false;
-  return true;
-}
-
 }  // namespace th::ssd
 
 TH_EXPORT_CALL(ssd_backward, th::ssd::BackwardCall) {
-  if (!th::ssd::offsets_are_valid(*call)) return false;
+  if (!th::offsets_are_valid(*call)) return false;
   call->is_bf16 ? th::ssd::backward<th::bf16>(*call) : th::ssd::backward<float>(*call);
   return true;
 }
