@@ -6,8 +6,8 @@ Heads are those of the 225M models (models.py); q and k are normalised within. T
 of one thread, user and system together, the least of a few runs by turns: other work on the machine
 moves them little. Gradients of both are compared first.
 
-On a GPU: heads of Qwen3-Next and Kimi-Linear, ssd, lightning attention, mLSTM, selective_scan, in
-bfloat16, beside flash-linear-attention and mamba-ssm where these are installed; fla's gated rule is
+On a GPU: heads of Qwen3-Next and Kimi-Linear, and the other recurrences that train, in bfloat16,
+beside flash-linear-attention and mamba-ssm where these are installed; fla's gated rule is
 FlashQLA's where that is. Times are those in which a kernel runs.
 """
 
@@ -21,12 +21,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, softplus
 
 import torch_hybrid as th
 from benchmarks.gpu.steps import kernels_of
 from tests.functional.rules import GATED, KIMI, Rule, offsets, packing
-from torch_hybrid.functional import lightning_attention, mlstm, selective_scan, ssd
+from torch_hybrid.functional import lightning_attention, mlstm, rg_lru, selective_scan, ssd, wkv
 
 # 2 x 512 and 8 x 128 tokens; heads of Qwen3-Next and of Kimi-Linear.
 LENGTHS = ((512,) * 2, (128,) * 8)
@@ -162,6 +162,16 @@ def ops_on(
     A = -torch.arange(1, N + 1, dtype=torch.float32, device="cpu").repeat(E, 1)
     inputs = [x, dt, A, B, C, torch.rand(E), z, torch.randn(E) - 4]
     yield f"selective_scan, {E} channels of {N}", inputs, 0, scans(packed)
+    # Channels of RecurrentGemma-2B and of RWKV-4-7B.
+    E, num_heads = 2560, 10
+    x, gates = (
+        torch.randn(T, E).bfloat16(),
+        torch.randn(T, num_heads, 2 * E // num_heads).bfloat16(),
+    )
+    yield f"rg_lru, {E} channels", [x, gates, -8 * softplus(torch.randn(E))], 0, by(rg_lru)
+    E = 4096
+    k, v = torch.randn(2, T, E).bfloat16()
+    yield f"wkv, {E} channels", [k, v, -torch.randn(E).exp(), torch.randn(E)], 0, by(wkv)
 
 
 def scans(packed: th.Packing) -> dict[str, Outputs]:
