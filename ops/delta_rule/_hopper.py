@@ -66,26 +66,19 @@ def hopper_walk(
     are alike: eight sequences of 1024 tokens take 88 us instead of 103, one of 8192 240 instead
     of 153.
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from torch_hybrid.ops.delta_rule._hopper_scan import hopper_scan_kernel
-    from torch_hybrid.ops.triton.hopper import rows_layout
 
     q, v = x.q, x.v
     _, num_v_heads, head_dim_v = v.shape
     num_programs = head_dim_v // ROWS_OF_V * num_v_heads * x.state_indices.shape[0]
     num_groups = 2 if is_even is not False and num_programs > PROCESSORS else 1
 
-    def matrices(blocks: Tensor) -> TensorDescriptor:
-        rows = blocks.view(-1, CHUNK)
-        return TensorDescriptor.from_tensor(rows, [CHUNK, CHUNK], rows_layout())
-
     boxes = {
         "box_q": rows_by_tiles(q, HEAD_DIM_K, block_kv=CHUNK),
         "box_k": rows_by_tiles(prepared.keys[:, 0], HEAD_DIM_K, block_kv=CHUNK),
         "box_v": rows_by_tiles(v, ROWS_OF_V, block_kv=CHUNK),
-        "box_solve": matrices(prepared.solve),
-        "box_attend": matrices(prepared.attend),
+        "box_solve": rows_by_tiles(prepared.solve[:, :, 0], CHUNK, block_kv=CHUNK),
+        "box_attend": rows_by_tiles(prepared.attend[:, :, 0], CHUNK, block_kv=CHUNK),
     }
 
     def walk(first_block: int, last_block: int) -> None:

@@ -139,13 +139,13 @@ def hopper_prepare_kernel(
             earlier = b_gates.index(gates).load(OF_COLUMNS)
             decay = exp2(gl.minimum(total[:, None] - earlier[None, :], 0.0))
             b_attend.store((half_qk.to(gl.float32) * decay).to(gl.bfloat16))
-            _store(attend, place, b_attend)
+            _store(attend, token, left, first_head + head, b_attend, HV)
             b_beta = b_gates.index(gates + 1).load(OF_ROWS)
             minus = (minus_kk.to(gl.float32) * decay * b_beta[:, None]).to(gl.float16)
             solved = _inverse(minus, row[:, None], column[None, :], b_below, b_solved)
             b_beta = b_gates.index(gates + 1).load(OF_COLUMNS)
             b_solved.store((solved * b_beta[None, :]).to(gl.float16))
-            _store(solve, place, b_solved)
+            _store(solve, token, left, first_head + head, b_solved, HV)
 
 
 @gluon.jit
@@ -206,11 +206,20 @@ def _store_keys(
 
 
 @gluon.jit
-def _store(matrices: gl.tensor, place: gl.tensor, matrix: gl.shared_memory_descriptor) -> None:
+def _store(
+    rows: gl.tensor,
+    token: gl.tensor,
+    left: gl.tensor,
+    head: gl.tensor,
+    matrix: gl.shared_memory_descriptor,
+    HV: gl.constexpr,
+) -> None:
+    """Write the rows of a chunk's matrix that are tokens."""
     row = gl.arange(0, _C, gl.SliceLayout(1, COPIED))
     column = gl.arange(0, _C, gl.SliceLayout(0, COPIED))
-    tile = row[:, None] * _C + column[None, :]
-    gl.store(matrices + place * (_C * _C) + tile, matrix.load(COPIED))
+    p_rows = rows + (token.to(gl.int64) * HV + head) * _C
+    tile = row[:, None] * (HV * _C) + column[None, :]
+    gl.store(p_rows + tile, matrix.load(COPIED), mask=(row < left)[:, None])
 
 
 @gluon.jit

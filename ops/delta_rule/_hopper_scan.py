@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_hybrid.ops.delta_rule._hopper import CHUNK, HEAD_DIM_K, ROWS_OF_V
-from torch_hybrid.ops.triton.hopper import COPIED, ROWS, new_barriers, products_layout
+from torch_hybrid.ops.triton.hopper import COPIED, ROWS, clear_rows, new_barriers, products_layout
 
 _C: gl.constexpr = gl.constexpr(CHUNK)
 _V: gl.constexpr = gl.constexpr(ROWS_OF_V)
@@ -142,16 +142,17 @@ def _copy(
         mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
         mbarrier.expect(bar, BYTES)
         token = begin + chunk * _C
-        matrix = (before + chunk) * HV + head_v
         tma.async_copy_global_to_shared(box_k, [token, head_k * _K], bar, b_k.index(stage))
         for group in gl.static_range(GROUPS):
             column = head_v * V + first_row + group * _V
             own = b_v.index(stage * GROUPS + group)
             tma.async_copy_global_to_shared(box_v, [token, column], bar, own)
         tma.async_copy_global_to_shared(box_q, [token, head_k * _K], bar, b_q.index(stage))
-        tma.async_copy_global_to_shared(box_solve, [matrix * _C, 0], bar, b_solve.index(stage))
-        tma.async_copy_global_to_shared(box_attend, [matrix * _C, 0], bar, b_attend.index(stage))
-        p_f = factors + matrix.to(gl.int64) * (4 * _C) + index
+        column = head_v * _C
+        tma.async_copy_global_to_shared(box_solve, [token, column], bar, b_solve.index(stage))
+        tma.async_copy_global_to_shared(box_attend, [token, column], bar, b_attend.index(stage))
+        place_f = (before + chunk).to(gl.int64) * HV + head_v
+        p_f = factors + place_f * (4 * _C) + index
         for i in gl.static_range(_FACTORS):
             own = b_factors.index(stage * _FACTORS + i)
             async_copy.async_copy_global_to_shared(own, p_f + i * _C)
@@ -203,9 +204,9 @@ def _walk(
             vectors = stage * _FACTORS
             left = num_new - chunk * _C
             if left < _C:
-                _clear_rows(keys, left)
-                _clear_rows(values, left)
-                fence_async_shared()
+                clear_rows(keys, left, COPIED)
+                clear_rows(values, left, COPIED)
+                clear_rows(b_solve.index(stage), left, COPIED)
             halves = gl.convert_layout(b_s.to(gl.float16), LEFT)
             x = warpgroup_mma(halves, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
             # What waits return comes after them, what they are given before: both are meant.
@@ -247,15 +248,6 @@ def _walk(
                 gl.store(state + (slot * HV + head_v) * (V * _K) + tile, b_s)
         else:
             gl.store(carry + (seq.to(gl.int64) * HV + head_v) * (V * _K) + tile, b_s)
-
-
-@gluon.jit
-def _clear_rows(rows: gl.shared_memory_descriptor, left: gl.tensor) -> None:
-    """Put zeros where rows are of another sequence, or of none: 0 times a NaN is a NaN."""
-    b_rows = rows.load(COPIED)
-    index = gl.arange(0, _C, gl.SliceLayout(1, COPIED))
-    zeros = gl.zeros_like(b_rows)
-    rows.store(gl.where((index < left)[:, None], b_rows, zeros))
 
 
 @gluon.jit

@@ -46,24 +46,26 @@ def _prepare(x: GatedDeltaRule, pieces: tuple[int, torch.dtype]) -> tuple[Prepar
     hopper = is_hopper(q.device) and head_dim_k <= 128
     in_half = dtype == torch.float16
     chunk = 16 if num_pieces == 1 else 64 if hopper and in_half else 32
-    shape = (num_blocks(num_tokens, num_seqs, chunk), num_v_heads)
+    shape, rows = (num_blocks(num_tokens, num_seqs, chunk), num_v_heads), (num_tokens, num_v_heads)
     writes_keys = in_half and k.dtype == torch.bfloat16
-    keys, attend = k[:, None], q.new_empty(*shape, 1, chunk, chunk)
+    keys, attend = k[:, None], q.new_empty(*rows, 1, chunk)
     if writes_keys:
         keys = k.new_empty(num_tokens, 1, num_k_heads, head_dim_k, dtype=dtype)
     elif num_pieces == 3 and k.dtype == torch.float16:
-        keys, attend = in_pieces(k), q.new_empty(*shape, 3, chunk, chunk, dtype=dtype)
+        keys, attend = in_pieces(k), q.new_empty(*rows, 3, chunk, dtype=dtype)
     prepared = Prepared(
         num_pieces=num_pieces,
         queries=q,
         keys=keys,
-        solve=q.new_empty(*shape, max(num_pieces, 1), chunk, chunk, dtype=dtype),
+        solve=q.new_empty(*rows, max(num_pieces, 1), chunk, dtype=dtype),
         attend=attend,
         factors=q.new_empty(*shape, 4, chunk, dtype=torch.float32),
     )
     if serves(prepared, q, k):
         return prepared, hopper_prepare(prepared, x)
-    scratch = q.new_empty(*shape, chunk, 16, dtype=torch.float32)
+    scratch = None
+    if num_pieces != ROUNDED.value:
+        scratch = q.new_empty(*shape, chunk, 16, dtype=torch.float32)
 
     def launch(first_block: int, last_block: int) -> None:
         bind(_prepare_kernel, x, prepared)[((last_block - first_block) * num_v_heads,)](
@@ -98,7 +100,7 @@ def _prepare_kernel(
     solve: tl.tensor,
     attend: tl.tensor,
     factors: tl.tensor,
-    scratch: tl.tensor,
+    scratch: tl.tensor | None,
     scale: tl.tensor,
     num_seqs: tl.tensor,
     first_block: tl.tensor,
@@ -180,16 +182,16 @@ def _prepare_kernel(
     tl.store(p_f + 3 * C, tl.zeros([C], tl.float32) + decay_of_chunk(total, C))
 
     decay = decay_between(total, C) * norm_k[None, :]
-    square = row[:, None] * C + row[None, :]
-    everywhere = row[:, None] < C
-    p_attend = attend + place * PA * C * C + square
-    store_pieces(p_attend, b_qk * decay * norm_q[:, None], C * C, PA, everywhere)
+    place_t = first_token.to(tl.int64) * HV + head_v
+    p_attend = attend + (place_t * (PA * C) + (row[:, None] * (HV * PA * C) + row[None, :]))
+    store_pieces(p_attend, b_qk * decay * norm_q[:, None], C, PA, mask_t[:, None])
     system = b_kk * decay * (b_beta * norm_k)[:, None]
     system = tl.where(row[:, None] > row[None, :], system, 0.0)
     NT: tl.constexpr = max(PS, 1)  # tensors that pieces are in
-    p_solve = solve + place * NT * C * C + square
+    p_solve = solve + (first_token.to(tl.int64) * HV + head_v) * (NT * C)
+    p_solve += row[:, None] * (HV * NT * C) + row[None, :]
     if PS == ROUNDED:
         solved = rounded_inverse((-system).to(tl.float16), C)
     else:
         solved = inverse(system, scratch + place * 16 * C, C, PS)
-    store_pieces(p_solve, solved * b_beta[None, :], C * C, NT, everywhere)
+    store_pieces(p_solve, solved * b_beta[None, :], C, NT, mask_t[:, None])

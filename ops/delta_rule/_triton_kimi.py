@@ -55,11 +55,13 @@ def _prepare(x: KimiDeltaAttention, pieces: tuple[int, torch.dtype]) -> tuple[Pr
         queries=q.new_empty(q.shape, dtype=outputs),
         keys=q.new_empty(num_tokens, num_tensors, *q.shape[1:], dtype=dtype),
         writes=q.new_empty(num_tokens, num_tensors, *q.shape[1:], dtype=dtype),
-        solve=q.new_empty(*shape, num_tensors, chunk, chunk, dtype=dtype),
-        attend=q.new_empty(*shape, chunk, chunk, dtype=outputs),
+        solve=q.new_empty(num_tokens, num_heads, num_tensors, chunk, dtype=dtype),
+        attend=q.new_empty(num_tokens, num_heads, 1, chunk, dtype=outputs),
         factors=q.new_empty(*shape, head_dim_k, dtype=torch.float32),
     )
-    scratch = q.new_empty(*shape, chunk, 16, dtype=torch.float32)
+    scratch = None
+    if num_pieces != ROUNDED.value:
+        scratch = q.new_empty(*shape, chunk, 16, dtype=torch.float32)
     block_k = max(16, triton.next_power_of_2(head_dim_k))
 
     def launch(first_block: int, last_block: int) -> None:
@@ -92,7 +94,7 @@ def _prepare_kernel(
     solve: tl.tensor,
     attend: tl.tensor,
     factors: tl.tensor,
-    scratch: tl.tensor,
+    scratch: tl.tensor | None,
     num_seqs: tl.tensor,
     first_block: tl.tensor,
     stride_q: tl.tensor,
@@ -193,16 +195,16 @@ def _prepare_kernel(
             until_end = exp(sum_rows(earlier > later, b_g, PS))
             store_pieces(writes + tile_k, b_k * until_end, H * K, NT, mask_tk)
 
-    square = later * C + earlier
-    everywhere = later < C
-    store_pieces(attend + place * C * C + square, b_qk, C * C, 1, everywhere)
+    place_t = first_token.to(tl.int64) * H + head
+    store_pieces(attend + place_t * C + later * (H * C) + earlier, b_qk, C, 1, mask_t[:, None])
     b_beta = tl.load(beta + token * stride_beta + head, mask=mask_t, other=0.0)
     if PS == ROUNDED:
         b_solve = rounded_inverse((-b_kk * b_beta[:, None]).to(tl.float16), C)
     else:
         b_solve = inverse(b_kk * b_beta[:, None], scratch + place * 16 * C, C, PS)
     b_solve *= b_beta[None, :]
-    store_pieces(solve + place * NT * C * C + square, b_solve, C * C, NT, everywhere)
+    p_solve = solve + place_t * (NT * C) + later * (H * NT * C) + earlier
+    store_pieces(p_solve, b_solve, C, NT, mask_t[:, None])
 
 
 @triton.jit

@@ -73,14 +73,16 @@ class ScanSegments:
 class Prepared:
     """Inputs of the scan; C tokens a chunk, X chunks, P pieces of numbers.
 
+    Squares have a row for each token: room for more sequences makes none of them larger.
+
     Attributes:
         num_pieces: in which what reaches a state is kept; P is 1 where they are ROUNDED.
         queries: [T, H, K] rows of q; by channel, decayed from the chunk's start.
         keys: [T, P, H, K] rows of k, those of float16 brought near 1 by powers of 2; by channel,
             decayed from the chunk's start.
         writes: [T, P, H, K] rows of k, decayed until the chunk's end: by channel alone.
-        solve: [X, HV, P, C, C] inverse of a chunk's system, times beta of each column.
-        attend: [X, HV, ..., C, C] decayed products of q and k, by head with the scale.
+        solve: [T, HV, P, C] inverse of a chunk's system, times beta of each column.
+        attend: [T, HV, ..., C] decayed products of q and k, by head with the scale.
         factors: [X, HV, 4, C] float32, of rows of q and of keys that read the state before the
             chunk; of rows of keys that write it; the last is what the state decays by. By channel
             that alone, [X, HV, K].
@@ -120,7 +122,7 @@ def launch_chunks(
     prepared, launch = prepare(x, pieces)
     walks = ScanSegments.of(x.v, num_seqs, x.planned)
     out, walk = scan(x, prepared, walks)
-    side_by_side(launch, walk, prepared.solve.shape[0], walks.num_segments, x.q.device)
+    side_by_side(launch, walk, prepared.factors.shape[0], walks.num_segments, x.q.device)
     return out
 
 

@@ -165,10 +165,8 @@ def _scan_kernel(
         row = tl.arange(0, C)
         tile_q = row[:, None] * STRIDE_Q + index_k
         tile_k = row[:, None] * STRIDE_K + index_k
-        square = row[:, None] * C + row[None, :]
         tile_v = index_v[None, :] + row[:, None] * STRIDE_V
         tile_out = index_v[:, None] + row[None, :] * (HV * V)
-        everywhere = square >= 0
         zeros = tl.zeros([BLOCK_V, C], dtype=tl.float32)
         chunk = (before + first // C).to(tl.int64) * HV + head_v
 
@@ -219,13 +217,14 @@ def _scan_kernel(
             else:
                 b_o = rounded_dot(b_s, tl.trans(b_q), zeros) * queries_f[None, :]
 
-            b_t = load_pieces(solve + chunk * NT * C * C + square, C * C, NT, everywhere)
+            p_t = solve + (token * HV + head_v) * (NT * C)
+            rows_t = p_t + row[:, None] * (HV * NT * C) + row[None, :]
+            b_t = load_pieces(rows_t, C, NT, row[:, None] < end - token)
             b_u = rows_dot(b_x, transposed(b_t), zeros, PS)
 
-            if BY_CHANNEL:
-                b_a = (tl.load(attend + chunk * (C * C) + square),)
-            else:
-                b_a = load_pieces(attend + chunk * PA * C * C + square, C * C, PA, everywhere)
+            p_a = attend + (token * HV + head_v) * (PA * C)
+            rows_a = p_a + row[:, None] * (HV * PA * C) + row[None, :]
+            b_a = load_pieces(rows_a, C, PA, row[:, None] < end - token)
             if BY_CHANNEL or PS == ROUNDED:
                 b_o = rounded_dot(b_u, tl.trans(b_a[0]), b_o, PS)
             elif PA == 1:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.devices import needs_cuda
 from tests.ops.delta_rule import gated, kimi
@@ -211,6 +212,38 @@ def test_many_chunks_on_a_gpu(rule: Rule, lengths: tuple[int, ...]):
 def test_how_it_is_walked_shows_in_no_bit(rule: Rule, dtype: torch.dtype):
     case = rule.case(32, lengths=(4096, 37, 900), k_dim=128, v_dim=128)
     check_walks(rule.op, rule.make_inputs(case, dtype))
+
+
+@needs_cross_compiler
+@EACH_RULE
+def test_room_for_sequences_adds_factors_of_chunks_alone(rule: Rule) -> None:
+    few, many = (allocated_by(rule, num_seqs) for num_seqs in (8, 1024))
+    assert many - few <= 1016 * 32 * 4 * (4 * 64 + 16 * 64)
+
+
+def allocated_by(rule: Rule, num_seqs: int) -> int:
+    """Count the bytes that a call allocates."""
+    size = {"num_seqs": num_seqs, "num_tokens": 8192, "k_dim": 128, "v_dim": 128}
+    heads = {"num_k_heads": 32, "num_v_heads": 32, "channels": rule.name == "kimi"}
+    x = on_meta(Shape(**size, **heads, dtype=torch.bfloat16))
+    run = rule.implementations["chunk_triton"].load()
+    with launches_on("sm_90"), Allocated() as allocated:
+        run(x)
+    return allocated.num_bytes
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of tensors that are made empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        out = op(*args, **(options or {}))
+        if "empty" in op.name():
+            self.num_bytes += out.numel() * out.element_size()
+        return out
 
 
 @needs_cross_compiler
