@@ -1,14 +1,14 @@
 """Forward and backward of the delta rules on a CPU, beside the chunks in torch of transformers.
 
-    python -m benchmarks.training_ops [--repeats N] [--device cuda]
+    python -m benchmarks.training_ops [--repeats N] [--device cuda [--ops selective_scan ...]]
 
 Heads are those of the 225M models (models.py); q and k are normalised within. Times are CPU times
 of one thread, user and system together, the least of a few runs by turns: other work on the machine
 moves them little. Gradients of both are compared first.
 
 On a GPU: heads of Qwen3-Next and Kimi-Linear, and the other recurrences that train, in bfloat16,
-beside flash-linear-attention and mamba-ssm where these are installed; fla's gated rule is
-FlashQLA's where that is. Times are those in which a kernel runs.
+beside flash-linear-attention, mamba-ssm and causal-conv1d where these are installed; fla's gated
+rule is FlashQLA's where that is. Times are those in which a kernel runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from torch.nn.functional import logsigmoid, softplus
 import torch_hybrid as th
 from benchmarks.gpu.steps import kernels_of
 from tests.functional.rules import GATED, KIMI, Rule, offsets, packing
-from torch_hybrid.functional import lightning_attention, mlstm, rg_lru, selective_scan, ssd, wkv
+from torch_hybrid.functional import (
+    causal_conv1d,
+    lightning_attention,
+    mlstm,
+    rg_lru,
+    selective_scan,
+    ssd,
+    wkv,
+)
 
 # 2 x 512 and 8 x 128 tokens; heads of Qwen3-Next and of Kimi-Linear.
 LENGTHS = ((512,) * 2, (128,) * 8)
@@ -112,12 +120,14 @@ def backward(run: Outputs, xs: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]
     return torch.autograd.grad(run(*xs), xs, dout)
 
 
-def on_a_gpu(repeats: int) -> None:
+def on_a_gpu(repeats: int, ops: list[str]) -> None:
     print(torch.cuda.get_device_name())
     print("| op | tokens | by | forward, us | with backward, us |")
     print("|---|---|---|---|---|")
     for lengths in LENGTHS_ON_A_GPU:
         for name, inputs, like, by_whom in ops_on(lengths, "cuda"):
+            if ops and not name.startswith(tuple(ops)):
+                continue
             xs = [x.cuda().requires_grad_() for x in inputs]
             dout = torch.randn_like(xs[like])
             for who, run in by_whom.items():
@@ -162,6 +172,8 @@ def ops_on(
     A = -torch.arange(1, N + 1, dtype=torch.float32, device="cpu").repeat(E, 1)
     inputs = [x, dt, A, B, C, torch.rand(E), z, torch.randn(E) - 4]
     yield f"selective_scan, {E} channels of {N}", inputs, 0, scans(packed)
+    inputs = [x, torch.randn(E, 4).bfloat16(), torch.randn(E).bfloat16()]
+    yield f"causal_conv1d, {E} channels", inputs, 0, convolutions(packed)
     # Channels of RecurrentGemma-2B and of RWKV-4-7B.
     E, num_heads = 2560, 10
     x, gates = (
@@ -192,14 +204,36 @@ def scans(packed: th.Packing) -> dict[str, Outputs]:
     return {"torch_hybrid": ours, "mamba-ssm": theirs}
 
 
+def convolutions(packed: th.Packing) -> dict[str, Outputs]:
+    """Make functions of x, weight and bias."""
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        given = (x, weight, bias, packed, None, "silu")
+        return causal_conv1d(*given, output_final_state=False)[0]
+
+    if importlib.util.find_spec("causal_conv1d") is None:
+        return {"torch_hybrid": ours}
+    from causal_conv1d import causal_conv1d_fn
+
+    ends = packed.cu_seqlens[1:]
+    token = torch.arange(int(ends[-1]), device="cuda")
+    seq_idx = None if len(ends) == 1 else torch.searchsorted(ends, token, right=True).int()[None]
+
+    def theirs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return causal_conv1d_fn(x.T[None], weight, bias, seq_idx, activation="silu")[0].T
+
+    return {"torch_hybrid": ours, "causal-conv1d": theirs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ops", nargs="*", default=[], help="beginnings of names; all by default")
     options = parser.parse_args()
     repeats: int = options.repeats
     if options.device == "cuda":
-        on_a_gpu(repeats)
+        on_a_gpu(repeats, options.ops)
         return
     torch.set_num_threads(1)
     torch.manual_seed(0)

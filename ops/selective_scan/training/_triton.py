@@ -4,8 +4,9 @@
 Sequences are cut in segments, as in the forward, whose kernels find the states that segments start
 from. ``_segment_gradients_kernel`` and ``_carry_gradients_kernel`` find the gradients of those that
 they end in, alike. ``_inputs_kernel`` walks segments forwards, and keeps the states of every few
-tokens; then back, from one of these states to the one before. ``_sum_kernel`` adds up what blocks
-of channels have for B and C. Sums over tokens are of segments first, and torch adds those.
+tokens in memory that a program uses for one segment after another; then back, from one of these
+states to the one before. ``_sum_kernel`` adds up what blocks of channels have for B and C. Sums
+over tokens are of segments first, and torch adds those.
 
 All sums have one order, so that two runs have the same bits; none is atomic.
 """
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.core.autocast import without_autocast
-from torch_hybrid.ops.selective_scan._triton import Walks, after, walk_segments
+from torch_hybrid.ops.selective_scan._triton import Walks, walk_segments
 from torch_hybrid.ops.selective_scan.op import SelectiveScan
 from torch_hybrid.ops.selective_scan.training.op import SelectiveScanBackward, empty_gradients
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay, softplus
@@ -26,8 +27,9 @@ from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import fetch_rows, sequence_of_token, tokens_of_block
 
 _LN_2 = tl.constexpr(0.6931471805599453)
-_STATES = 256  # of a program of _inputs_kernel
-_ROWS = 4  # tokens whose states that keeps in registers: of six they spill
+_STATES = 512  # of a program of _inputs_kernel
+_ROWS = 2  # tokens whose states that keeps in registers
+_PROGRAMS = 1024  # of _inputs_kernel: more find no room on a GPU, and each has states in memory
 _FETCHED = 4  # tokens that _segment_gradients_kernel fetches at once
 _SUMMED = 256  # numbers of a program of _sum_kernel
 
@@ -60,13 +62,16 @@ def selective_scan_backward(x: SelectiveScanBackward) -> tuple[Tensor, ...]:
     )
     constants["BLOCK_C"] = max(1, min(constants["BLOCK_C"], _STATES // constants["BLOCK_N"]))
     blocks_c = triton.cdiv(constants["CHANNELS"], constants["BLOCK_C"])
+    parts = blocks_t * x.B.shape[1] * blocks_c
+    programs = min(_PROGRAMS, parts)
+    tile = constants["BLOCK_C"] * constants["BLOCK_N"]
     shares_b, shares_c = x.A.new_empty(2, blocks_c, *x.B.shape)
     sums_d, sums_bias = x.A.new_empty(2, blocks_t, channels)
     sums_a = x.states(blocks_t)
-    bind(_inputs_kernel, x)[(blocks_t * x.B.shape[1] * blocks_c,)](
+    bind(_inputs_kernel, x)[(programs,)](
         ends=ends,
         befores=befores,
-        kept=x.states(triton.cdiv(num_tokens, _ROWS)),
+        kept=x.A.new_empty(programs, triton.cdiv(walks.segment, _ROWS), tile),
         dx=dx,
         ddt=ddt,
         dz=None if x.z is None else dz,
@@ -76,6 +81,7 @@ def selective_scan_backward(x: SelectiveScanBackward) -> tuple[Tensor, ...]:
         sums_bias=sums_bias,
         shares_b=shares_b,
         shares_c=shares_c,
+        num_parts=parts,
         ROWS=_ROWS,
         **constants,
     )
@@ -115,6 +121,13 @@ def _on_pool(x: SelectiveScanBackward) -> SelectiveScan:
 def _gated(b_o: tl.tensor, b_z: tl.tensor) -> tl.tensor:
     """Multiply gradients of gated outputs by their gates."""
     return b_o * b_z / (1.0 + tl.exp(-b_z))
+
+
+@triton.jit
+def _decay(rate: tl.tensor, step: tl.tensor, IS_EXACT: tl.constexpr) -> tl.tensor:
+    """Compute decays of a token; beside 16-bit gradients two roundings do not count."""
+    x = rate * step[:, None]
+    return exp2_of_decay(x) if IS_EXACT else tl.exp2(x)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -162,6 +175,7 @@ def _segment_gradients_kernel(
     rate = tl.load(A + tile_s, mask=mask_s, other=0.0) * LOG2_E
     if dt_bias is not None:
         bias = tl.load(dt_bias + channel, mask=mask_c, other=0.0)
+    IS_EXACT: tl.constexpr = dt.dtype.element_ty == tl.float32
     b_s = tl.zeros([BLOCK_C, BLOCK_N], dtype=tl.float32)
     total = tl.zeros([BLOCK_C], dtype=tl.float32)
     blocks = tl.cdiv(last - first, ROWS)
@@ -181,7 +195,7 @@ def _segment_gradients_kernel(
             if z is not None:
                 b_o = _gated(b_o, rows_z[at].to(tl.float32))
             b_s += b_o[:, None] * rows_c[at].to(tl.float32)[None, :]
-            b_s *= exp2_of_decay(rate * step[:, None])
+            b_s *= _decay(rate, step, IS_EXACT)
             total += step
     kept = (first // SEGMENT).to(tl.int64) * (G * CHANNELS)
     tl.store(befores + kept * N + tile_s, b_s, mask=mask_s)
@@ -234,7 +248,7 @@ def _carry_gradients_kernel(
         tl.store(dinitial + p_seq + tile_s, b_s, mask=mask_s & (begin == end))
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_parts"])
 def _inputs_kernel(
     x: tl.tensor,
     dt: tl.tensor,
@@ -262,6 +276,7 @@ def _inputs_kernel(
     shares_c: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
+    num_parts: tl.tensor,
     stride_x: tl.tensor,
     stride_dt: tl.tensor,
     stride_B: tl.tensor,
@@ -276,136 +291,142 @@ def _inputs_kernel(
     SEGMENT: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Compute the gradients of inputs by the segments that begin in SEGMENT tokens: one program.
+    """Compute the gradients of inputs by the segments that begin in SEGMENT tokens: one part.
 
-    So there are no more programs, and sums, where a packing has room for more sequences. The grid
-    is tokens by groups by blocks of channels. States of ROWS tokens are in registers.
+    So there are no more parts, and sums, where a packing has room for more sequences. Parts are
+    tokens by groups by blocks of channels, dealt out to programs. States of ROWS tokens are in
+    registers, and ``kept`` [programs, SEGMENT / ROWS, tile] holds those between.
     """
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     STATES: tl.constexpr = G * CHANNELS * N
-    pid = tl.program_id(0)
-    block = pid // (BLOCKS * G)
-    group = pid // BLOCKS % G
-    index_c = pid % BLOCKS * BLOCK_C + tl.arange(0, BLOCK_C)
+    IS_EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
+    place_c = tl.arange(0, BLOCK_C)
     index_n = tl.arange(0, BLOCK_N)
-    mask_c = index_c < CHANNELS
-    mask_n = index_n < N
-    mask_s = mask_c[:, None] & mask_n[None, :]
-    channel = group * CHANNELS + index_c
-    tile_s = channel[:, None] * N + index_n[None, :]
-    rate = tl.load(A + tile_s, mask=mask_s, other=0.0) * LOG2_E
-    bias = tl.zeros([BLOCK_C], dtype=tl.float32)
-    skip = tl.zeros([BLOCK_C], dtype=tl.float32)
-    if dt_bias is not None:
-        bias += tl.load(dt_bias + channel, mask=mask_c, other=0.0)
-    if D is not None:
-        skip += tl.load(D + channel, mask=mask_c, other=0.0)
-    sum_a = tl.zeros([BLOCK_C, BLOCK_N], dtype=tl.float32)
-    sum_d = tl.zeros([BLOCK_C], dtype=tl.float32)
-    sum_bias = tl.zeros([BLOCK_C], dtype=tl.float32)
-    p_b = B + group * N + index_n
-    p_c = C + group * N + index_n
+    KEPT: tl.constexpr = (SEGMENT + ROWS - 1) // ROWS * (BLOCK_C * BLOCK_N)
+    p_kept = kept + tl.program_id(0).to(tl.int64) * KEPT
+    p_kept += place_c[:, None] * BLOCK_N + index_n[None, :]
+    for pid in range(tl.program_id(0), num_parts, tl.num_programs(0)):
+        block = pid // (BLOCKS * G)
+        group = pid // BLOCKS % G
+        index_c = pid % BLOCKS * BLOCK_C + place_c
+        mask_c = index_c < CHANNELS
+        mask_n = index_n < N
+        mask_s = mask_c[:, None] & mask_n[None, :]
+        channel = group * CHANNELS + index_c
+        tile_s = channel[:, None] * N + index_n[None, :]
+        rate = tl.load(A + tile_s, mask=mask_s, other=0.0) * LOG2_E
+        bias = tl.zeros([BLOCK_C], dtype=tl.float32)
+        skip = tl.zeros([BLOCK_C], dtype=tl.float32)
+        if dt_bias is not None:
+            bias += tl.load(dt_bias + channel, mask=mask_c, other=0.0)
+        if D is not None:
+            skip += tl.load(D + channel, mask=mask_c, other=0.0)
+        sum_a = tl.zeros([BLOCK_C, BLOCK_N], dtype=tl.float32)
+        sum_d = tl.zeros([BLOCK_C], dtype=tl.float32)
+        sum_bias = tl.zeros([BLOCK_C], dtype=tl.float32)
+        p_b = B + group * N + index_n
+        p_c = C + group * N + index_n
 
-    low = block * SEGMENT
-    high = tl.minimum(low + SEGMENT, tl.load(cu_seqlens + num_seqs))
-    seq = sequence_of_token(cu_seqlens, num_seqs, low)
-    begin = tl.load(cu_seqlens + seq)
-    while begin < high:
-        end = tl.load(cu_seqlens + seq + 1)
-        first = begin + tl.cdiv(tl.maximum(low - begin, 0), SEGMENT) * SEGMENT
-        last = tl.where(first < high, tl.minimum(first + SEGMENT, end), first)
-        blocks = tl.cdiv(tl.maximum(last - first, 0), ROWS)
-        p_seq = seq.to(tl.int64) * STATES + tile_s
-        p_end = (first // SEGMENT - 1).to(tl.int64) * STATES + tile_s
-        b_s = tl.load(ends + p_end, mask=mask_s & (first > begin) & (first < last), other=0.0)
-        if initial_state is not None:
-            b_s += tl.load(initial_state + p_seq, mask=mask_s & (first == begin), other=0.0)
-        for done in range(blocks - 1):
-            start = first + done * ROWS
-            rows_x = fetch_rows(x + channel, start, last, stride_x, mask_c, ROWS)
-            rows_dt = fetch_rows(dt + channel, start, last, stride_dt, mask_c, ROWS)
-            rows_b = fetch_rows(p_b, start, last, stride_B, mask_n, ROWS)
-            p_kept = kept + (start // ROWS).to(tl.int64) * STATES + tile_s
-            tl.store(p_kept, b_s, mask=mask_s & (start > begin))
-            for place in tl.static_range(ROWS):
-                step = softplus(rows_dt[place].to(tl.float32) + bias)
-                b_x = rows_x[place].to(tl.float32)
-                b_s = after(b_s, rate, step, b_x, rows_b[place].to(tl.float32))
-        tl.debug_barrier()  # states that are kept may be read by other lanes
+        low = block * SEGMENT
+        high = tl.minimum(low + SEGMENT, tl.load(cu_seqlens + num_seqs))
+        seq = sequence_of_token(cu_seqlens, num_seqs, low)
+        begin = tl.load(cu_seqlens + seq)
+        while begin < high:
+            end = tl.load(cu_seqlens + seq + 1)
+            first = begin + tl.cdiv(tl.maximum(low - begin, 0), SEGMENT) * SEGMENT
+            last = tl.where(first < high, tl.minimum(first + SEGMENT, end), first)
+            blocks = tl.cdiv(tl.maximum(last - first, 0), ROWS)
+            p_seq = seq.to(tl.int64) * STATES + tile_s
+            p_end = (first // SEGMENT - 1).to(tl.int64) * STATES + tile_s
+            b_s = tl.load(ends + p_end, mask=mask_s & (first > begin) & (first < last), other=0.0)
+            if initial_state is not None:
+                b_s += tl.load(initial_state + p_seq, mask=mask_s & (first == begin), other=0.0)
+            for done in range(blocks - 1):
+                start = first + done * ROWS
+                rows_x = fetch_rows(x + channel, start, last, stride_x, mask_c, ROWS)
+                rows_dt = fetch_rows(dt + channel, start, last, stride_dt, mask_c, ROWS)
+                rows_b = fetch_rows(p_b, start, last, stride_B, mask_n, ROWS)
+                tl.store(p_kept + done * (BLOCK_C * BLOCK_N), b_s)
+                for place in tl.static_range(ROWS):
+                    step = softplus(rows_dt[place].to(tl.float32) + bias)
+                    b_x = rows_x[place].to(tl.float32)
+                    b_b = rows_b[place].to(tl.float32)
+                    b_s = b_s * _decay(rate, step, IS_EXACT) + (step * b_x)[:, None] * b_b[None, :]
+            tl.debug_barrier()  # states that are kept may be read by other lanes
 
-        p_next = ((first + SEGMENT) // SEGMENT).to(tl.int64) * STATES + tile_s
-        carry = tl.load(befores + p_next, mask=mask_s & (last < end) & (first < last), other=0.0)
-        if dfinal_state is not None:
-            carry += tl.load(dfinal_state + p_seq, mask=mask_s & (last == end), other=0.0)
-        for done in range(blocks):
-            start = first + (blocks - 1 - done) * ROWS
-            rows_x = fetch_rows(x + channel, start, last, stride_x, mask_c, ROWS)
-            rows_dt = fetch_rows(dt + channel, start, last, stride_dt, mask_c, ROWS)
-            rows_b = fetch_rows(p_b, start, last, stride_B, mask_n, ROWS)
-            if done > 0:
-                p_kept = kept + (start // ROWS).to(tl.int64) * STATES + tile_s
-                b_s = tl.load(p_kept, mask=mask_s & (start > begin), other=0.0)
-                if initial_state is not None:
-                    b_s += tl.load(initial_state + p_seq, mask=mask_s & (start == begin), other=0.0)
-            states = (b_s,)
-            steps = ()
-            for place in tl.static_range(ROWS):
-                step = softplus(rows_dt[place].to(tl.float32) + bias)
-                step = tl.where(start + place < last, step, 0.0)
-                b_x = rows_x[place].to(tl.float32)
-                b_s = after(b_s, rate, step, b_x, rows_b[place].to(tl.float32))
-                states = states + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
-                steps = steps + (step,)  # type: ignore[assignment]  # noqa: RUF005
-            for at in tl.static_range(ROWS - 1, -1, -1):
-                # Read at their use: states take the registers that rows fetched at once would.
-                is_there = start + at < last
-                token = tl.cast(start + at, tl.int64)
-                mask_row, mask_group = mask_c & is_there, mask_n & is_there
-                p_row = token * (G * CHANNELS) + channel
-                step = steps[at]
-                b_x = tl.load(x + token * stride_x + channel, mask=mask_row, other=0.0)
-                b_x = b_x.to(tl.float32)
-                b_o = tl.load(dout + token * stride_dout + channel, mask=mask_row, other=0.0)
-                b_o = b_o.to(tl.float32)
-                before = tl.load(dt + token * stride_dt + channel, mask=mask_row, other=0.0)
-                before = before.to(tl.float32) + bias
-                b_b = tl.load(p_b + token * stride_B, mask=mask_group, other=0.0).to(tl.float32)
-                b_c = tl.load(p_c + token * stride_C, mask=mask_group, other=0.0).to(tl.float32)
+            p_next = ((first + SEGMENT) // SEGMENT).to(tl.int64) * STATES + tile_s
+            carry = tl.load(
+                befores + p_next, mask=mask_s & (last < end) & (first < last), other=0.0
+            )
+            if dfinal_state is not None:
+                carry += tl.load(dfinal_state + p_seq, mask=mask_s & (last == end), other=0.0)
+            for done in range(blocks):
+                start = first + (blocks - 1 - done) * ROWS
+                rows_x = fetch_rows(x + channel, start, last, stride_x, mask_c, ROWS)
+                rows_dt = fetch_rows(dt + channel, start, last, stride_dt, mask_c, ROWS)
+                rows_b = fetch_rows(p_b, start, last, stride_B, mask_n, ROWS)
+                rows_c = fetch_rows(p_c, start, last, stride_C, mask_n, ROWS)
+                rows_o = fetch_rows(dout + channel, start, last, stride_dout, mask_c, ROWS)
                 if z is not None:
-                    b_z = tl.load(z + token * stride_z + channel, mask=mask_row, other=0.0)
-                    b_z = b_z.to(tl.float32)
-                    gate = 1.0 / (1.0 + tl.exp(-b_z))
-                    b_y = tl.sum(states[at + 1] * b_c[None, :], 1) + skip * b_x
-                    d_z = b_o * b_y * gate * (1.0 + b_z * (1.0 - gate))
-                    tl.store(dz + p_row, d_z.to(x.dtype.element_ty), mask=mask_row)
-                    b_o *= b_z * gate
-                d_s = carry + b_o[:, None] * b_c[None, :]
-                carry = d_s * exp2_of_decay(rate * step[:, None])
-                by_decay = carry * states[at]
-                sum_a += by_decay * step[:, None]
-                d_added = tl.sum(d_s * b_b[None, :], 1)
-                d_step = d_added * b_x + tl.sum(by_decay * rate, 1) * _LN_2
-                d_dt = tl.where(is_there, d_step / (1.0 + tl.exp(-before)), 0.0)
-                sum_d += b_o * b_x
-                sum_bias += d_dt
-                d_x = d_added * step + skip * b_o
-                tl.store(dx + p_row, d_x.to(x.dtype.element_ty), mask=mask_row)
-                tl.store(ddt + p_row, d_dt.to(x.dtype.element_ty), mask=mask_row)
-                p_share = (pid % BLOCKS * tl.cast(num_tokens, tl.int64) + token) * G + group
-                p_share = p_share * N + index_n
-                share = tl.sum(d_s * (step * b_x)[:, None], 0)
-                tl.store(shares_b + p_share, share, mask=mask_group)
-                share = tl.sum(states[at + 1] * b_o[:, None], 0)
-                tl.store(shares_c + p_share, share, mask=mask_group)
-        if dinitial is not None:
-            tl.store(dinitial + p_seq, carry, mask=mask_s & (first == begin) & (first < last))
-        begin = end
-        seq += 1
+                    rows_z = fetch_rows(z + channel, start, last, stride_z, mask_c, ROWS)
+                if done > 0:
+                    b_s = tl.load(p_kept + (blocks - 1 - done) * (BLOCK_C * BLOCK_N))
+                states = (b_s,)
+                steps = ()
+                for place in tl.static_range(ROWS):
+                    step = softplus(rows_dt[place].to(tl.float32) + bias)
+                    step = tl.where(start + place < last, step, 0.0)
+                    b_x = rows_x[place].to(tl.float32)
+                    b_b = rows_b[place].to(tl.float32)
+                    b_s = b_s * _decay(rate, step, IS_EXACT) + (step * b_x)[:, None] * b_b[None, :]
+                    states = states + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
+                    steps = steps + (step,)  # type: ignore[assignment]  # noqa: RUF005
+                for at in tl.static_range(ROWS - 1, -1, -1):
+                    is_there = start + at < last
+                    token = tl.cast(start + at, tl.int64)
+                    mask_row, mask_group = mask_c & is_there, mask_n & is_there
+                    p_row = token * (G * CHANNELS) + channel
+                    step = steps[at]
+                    b_x = rows_x[at].to(tl.float32)
+                    b_o = rows_o[at].to(tl.float32)
+                    before = rows_dt[at].to(tl.float32) + bias
+                    b_b = rows_b[at].to(tl.float32)
+                    b_c = rows_c[at].to(tl.float32)
+                    if z is not None:
+                        b_z = rows_z[at].to(tl.float32)
+                        gate = 1.0 / (1.0 + tl.exp(-b_z))
+                        b_y = tl.sum(states[at + 1] * b_c[None, :], 1) + skip * b_x
+                        d_z = b_o * b_y * gate * (1.0 + b_z * (1.0 - gate))
+                        tl.store(dz + p_row, d_z.to(x.dtype.element_ty), mask=mask_row)
+                        b_o *= b_z * gate
+                    d_s = carry + b_o[:, None] * b_c[None, :]
+                    carry = d_s * _decay(rate, step, IS_EXACT)
+                    by_decay = carry * states[at]
+                    sum_a += by_decay * step[:, None]
+                    d_added = tl.sum(d_s * b_b[None, :], 1)
+                    d_step = d_added * b_x + tl.sum(by_decay * rate, 1) * _LN_2
+                    d_dt = tl.where(is_there, d_step / (1.0 + tl.exp(-before)), 0.0)
+                    sum_d += b_o * b_x
+                    sum_bias += d_dt
+                    d_x = d_added * step + skip * b_o
+                    tl.store(dx + p_row, d_x.to(x.dtype.element_ty), mask=mask_row)
+                    tl.store(ddt + p_row, d_dt.to(x.dtype.element_ty), mask=mask_row)
+                    p_share = (pid % BLOCKS * tl.cast(num_tokens, tl.int64) + token) * G + group
+                    p_share = p_share * N + index_n
+                    share = tl.sum(d_s * (step * b_x)[:, None], 0)
+                    tl.store(shares_b + p_share, share, mask=mask_group)
+                    share = tl.sum(states[at + 1] * b_o[:, None], 0)
+                    tl.store(shares_c + p_share, share, mask=mask_group)
+            if dinitial is not None:
+                tl.store(dinitial + p_seq, carry, mask=mask_s & (first == begin) & (first < last))
+            begin = end
+            seq += 1
+            tl.debug_barrier()
 
-    p_sum = block.to(tl.int64) * (G * CHANNELS) + channel
-    tl.store(sums_a + block.to(tl.int64) * STATES + tile_s, sum_a, mask=mask_s)
-    tl.store(sums_d + p_sum, sum_d, mask=mask_c)
-    tl.store(sums_bias + p_sum, sum_bias, mask=mask_c)
+        p_sum = block.to(tl.int64) * (G * CHANNELS) + channel
+        tl.store(sums_a + block.to(tl.int64) * STATES + tile_s, sum_a, mask=mask_s)
+        tl.store(sums_d + p_sum, sum_d, mask=mask_c)
+        tl.store(sums_bias + p_sum, sum_bias, mask=mask_c)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
