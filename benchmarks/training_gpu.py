@@ -1,10 +1,11 @@
-"""A training step of Qwen3.5-9B's widths on one GPU: full tuning and LoRA of packed rows.
+"""A training step of Qwen3.5-9B's or Nemotron-3-Nano-4B's widths on one GPU: full tuning and LoRA.
 
-    python -m benchmarks.training_gpu [--layers 8] [--rows 8] [--length 2048] [--compile layers]
+    python -m benchmarks.training_gpu [--model nemotron] [--layers 8] [--rows 8] [--length 2048]
 
-Random weights in bfloat16, a vocabulary of 32k. A step is forward, loss, backward and AdamW; FLOPs
-are those of products with weights, without attention, recurrences and what is computed again. Busy
-is the sum of all kernels' times over the clock's, from a profile of three steps.
+Rows are packed. Random weights in bfloat16, a vocabulary of 32k. A step is forward, loss, backward
+and AdamW; FLOPs are those of products with weights, without attention, recurrences and what is
+computed again. Busy is the sum of all kernels' times over the clock's, from a profile of three
+steps.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    NemotronHConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+)
 
 import torch_hybrid as th
 
@@ -25,9 +32,8 @@ VOCAB = 32768
 Step = Callable[[], Tensor]
 
 
-def model_of(num_layers: int) -> nn.Module:
-    """Make the model with random weights on the GPU."""
-    config = Qwen3_5TextConfig(
+def qwen(num_layers: int) -> PreTrainedConfig:
+    return Qwen3_5TextConfig(
         vocab_size=VOCAB,
         hidden_size=4096,
         intermediate_size=12288,
@@ -40,6 +46,32 @@ def model_of(num_layers: int) -> nn.Module:
         linear_key_head_dim=128,
         linear_value_head_dim=128,
     )
+
+
+def nemotron(num_layers: int) -> PreTrainedConfig:
+    """Mamba2, attention and MLPs are layers of their own; the first 14 are a third of all."""
+    pattern = "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-"
+    kinds = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
+    return NemotronHConfig(
+        vocab_size=VOCAB,
+        hidden_size=3136,
+        intermediate_size=12544,
+        layer_types=[kinds[letter] for letter in pattern[:num_layers]],
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        head_dim=128,
+        mamba_num_heads=96,
+        mamba_head_dim=80,
+        n_groups=8,
+        ssm_state_size=128,
+    )
+
+
+MODELS = {"qwen": (qwen, 8), "nemotron": (nemotron, 14)}  # configs, and layers by default
+
+
+def model_of(config: PreTrainedConfig) -> PreTrainedModel:
+    """Make the model with random weights on the GPU."""
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
@@ -118,7 +150,8 @@ def measure(name: str, step: Step, flops: int, top: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--model", choices=list(MODELS), default="qwen")
+    parser.add_argument("--layers", type=int, help="8 of qwen by default, 14 of nemotron")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--compile", choices=["layers", "model", "no"], default="layers")
@@ -128,9 +161,10 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
     print("| tuning | step, ms | kernels, ms | busy | TFLOP/s | GiB | 3 first, s | losses |")
     print("|---|---|---|---|---|---|---|---|")
+    config_of, num_layers = MODELS[options.model]
     for name in options.only:
         torch.manual_seed(0)
-        model = th.make_trainable(model_of(options.layers)).train()
+        model = th.make_trainable(model_of(config_of(options.layers or num_layers))).train()
         decoder = model.model
         model = adapted(model) if name == "lora" else model
         flops = flops_of(model, options.rows * options.length)
