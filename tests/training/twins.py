@@ -38,6 +38,7 @@ FAMILIES = (
     "minimax",
     "xlstm",
     "rwkv",
+    "zaya",
 )
 LENGTHS = [70, 1, 3, 33]
 

@@ -60,7 +60,8 @@ def hand_down_packing(
     inputs["attention_mask"] = packing if hands_masks_alone(decoder) else None
     if has_attention(decoder):  # then masks may be those of each kind of layer
         kinds = {*decoder.config.layer_types, "full_attention"}
-        inputs["attention_mask"] = {**dict.fromkeys(kinds), "linear_attention": packing}
+        masks = {"linear_attention": packing, "conv": packing}  # of mixers
+        inputs["attention_mask"] = {**dict.fromkeys(kinds), **masks}
     inputs["state" if hands_states_down(decoder) else "packing"] = packing
     return (), {k: v for k, v in inputs.items() if k not in STATED}
 

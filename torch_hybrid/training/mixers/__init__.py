@@ -17,6 +17,7 @@ from torch_hybrid.training.mixers.rwkv import ChannelMix, TimeMix
 from torch_hybrid.training.mixers.short_conv import ShortConv
 from torch_hybrid.training.mixers.twin import Twin
 from torch_hybrid.training.mixers.xlstm import Mlstm, XlstmDecoder
+from torch_hybrid.training.mixers.zaya import ConvolvedProjection
 
 __all__ = ["TWINS", "Twin"]
 
@@ -49,4 +50,5 @@ TWINS: dict[str, type[Twin]] = {
     "xLSTMLayer": Mlstm,
     "RwkvSelfAttention": TimeMix,
     "RwkvFeedForward": ChannelMix,
+    "ZayaCCAProjection": ConvolvedProjection,
 }
