@@ -153,22 +153,6 @@ def test_a_loss_in_bfloat16_is_that_of_transformers(family: str):
     assert all(each.isfinite().all() for each in grads(ours, mine).values())
 
 
-@pytest.mark.parametrize("family", ["qwen4_exp", "glm5_next"])
-def test_models_that_pick_blocks_train_by_rows(family: str):
-    theirs, ours = make_pair(family, layer_types=["linear_attention", "indexed_attention"])
-    ids = torch.cat([torch.zeros(1, 5, dtype=torch.long), make_rows([30])[0]], 1)
-    both, mask = torch.cat([ids, make_rows([35], seed=1)[0]]), torch.ones(2, 35, dtype=torch.long)
-    mask[0, :5] = 0
-    labels = both.masked_fill(mask.cumsum(1) < 2, -100)  # a first token is of no prediction
-    sent = {"input_ids": both, "attention_mask": mask, "labels": labels}
-    mine, other = ours(**sent), theirs(**sent, use_cache=False)
-    torch.testing.assert_close(mine.loss, other.loss)
-    assert furthest(grads(ours, mine.loss), grads(theirs, other.loss)) < 2e-4
-    packing = th.Packing(torch.tensor([0, 30, 70]))
-    with pytest.raises(ValueError, match="one sequence in a row, got packed ones"):
-        ours(both, packing=packing)
-
-
 def test_a_state_beside_labels_runs_as_transformers_has_it():
     theirs, ours = make_pair("rwkv")
     row, more = make_rows([9, 5])
