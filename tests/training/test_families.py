@@ -103,7 +103,9 @@ def test_decays_of_minimax_are_those_of_its_config_after_a_cast():
     torch.testing.assert_close(made, expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "qwen3_5_moe", "qwen4_exp", "glm5_next", "lfm2_vl", "lfm3_vl"]
+)
 def test_models_that_see_train_with_images_and_packed_texts(family: str):
     few = FEWEST_LAYERS[family.removesuffix("_vl")]
     theirs = make_vision_model(family, **few).requires_grad_().train()
@@ -161,3 +163,12 @@ def test_a_state_beside_labels_runs_as_transformers_has_it():
         state = model(row, use_cache=True).state
         losses.append(model(more, labels=more, state=state).loss)
     torch.testing.assert_close(*losses)
+
+
+def test_a_head_with_a_bias_predicts_no_first_token():
+    theirs, ours = make_pair("zaya", lm_head_bias=True)
+    rows = make_rows([9, 5])
+    ids, packing = torch.cat(rows, 1), th.Packing(torch.tensor([0, 9, 14]))
+    single = [theirs(row, labels=row, use_cache=False).loss for row in rows]
+    loss = ours(ids, labels=ids, packing=packing).loss
+    torch.testing.assert_close(loss, (8 * single[0] + 4 * single[1]) / 12)

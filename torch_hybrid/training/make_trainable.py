@@ -82,9 +82,9 @@ def make_trainable(model: M) -> M:
             module.__class__ = _in_front(frozen[module], theirs)
         elif frozen.get(children.get("base_layer")) is FrozenFP8Linear:
             module.merge = refuse_to_merge
-        elif type(head := children.get(head_of(children))) is nn.Linear and head.bias is None:
+        elif type(head := children.get(head_of(children))) is nn.Linear:
             module.__class__ = _in_front(causal_lm_of(children), theirs)
-            if head not in frozen:
+            if head.bias is None and head not in frozen:
                 head.__class__ = LossHead
     return model
 
