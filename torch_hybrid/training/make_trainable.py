@@ -83,7 +83,8 @@ def make_trainable(model: M) -> M:
         elif frozen.get(children.get("base_layer")) is FrozenFP8Linear:
             module.merge = refuse_to_merge
         elif type(head := children.get(head_of(children))) is nn.Linear:
-            module.__class__ = _in_front(causal_lm_of(children), theirs)
+            ours: Any = causal_lm_of(children)
+            module.__class__ = _in_front(ours, theirs)
             if head.bias is None and head not in frozen:
                 head.__class__ = LossHead
     return model

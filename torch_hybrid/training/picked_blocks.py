@@ -1,20 +1,19 @@
-"""Attention to the blocks of tokens that an indexer picks, within the sequences of packed rows.
+"""Choice of the blocks of tokens to attend to, within packed sequences.
 
-A sequence is cut into blocks, its first token begins one. A token picks among the blocks that are
-complete where it stands, and attends to their tokens, and to those after them up to itself. No
-gradient reaches what picks, as in transformers: a choice has none.
-
-Rows [B, S] hold the sequences. A row's complete blocks are numbered from 0 through all of its
-sequences; there are P - 1 at most.
+No gradient reaches what chooses, as in transformers: a choice has none.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
+from torch_hybrid.ops.core.registration import first_impl
+from torch_hybrid.ops.select_blocks import select_blocks
 from torch_hybrid.packing import Packing
+
+_BLOCKS = 64  # of a page
 
 
 def pick_blocks(
@@ -26,88 +25,46 @@ def pick_blocks(
     block_size: int,
     top_k: int,
 ) -> Tensor:
-    """Mark the blocks of highest score, ``sum_h weights[h] * relu(q[h] . key)``, for each token.
+    """Pick the complete blocks of highest score, ``sum_h weights[h] * relu(q[h] . key)``.
 
-    Of equal scores the earlier block is taken, as by ``select_blocks``.
+    A sequence is cut into blocks, its first token begins one. The choice is a server's, made by the
+    same op: the pages that it wants are laid out here, as many for each sequence as it fills.
 
     Args:
-        q: [B, S, H, D] index queries, float32 or better.
-        keys: [B, S, D] in q's dtype: the key of the block that a token is the last of. Those of
-            other tokens are not read.
-        weights: [B, S, H] in q's dtype, or None: all are 1.
-        packing: of the B * S tokens.
+        q: [T, H, D] index queries, in any float dtype.
+        keys: [T, D] likewise: the key of the block that a token is the last of. Those of other
+            tokens are not read.
+        weights: [T, H] likewise; None: all are 1.
+        packing: of the T tokens.
         block_size: tokens in a block.
         top_k: most blocks that a token picks.
 
     Returns:
-        [B, S, P] bool.
+        [T, top_k] int32 numbers of blocks in their sequences, rising; -1 after them.
     """
-    num_rows, num_tokens, dim = keys.shape
-    number = torch.arange(num_tokens // block_size + 1, dtype=torch.int64, device=q.device)
-    _, done, count = _blocks(packing, num_rows, block_size)
-    last = torch.searchsorted(count, (number + 1).expand(num_rows, -1).contiguous())
-    last = last.clamp(max=num_tokens - 1)[..., None].expand(-1, -1, dim)
-    block_keys = keys.gather(1, last).mT
-    similar = torch.relu(q.flatten(1, 2) @ block_keys).view(*q.shape[:3], -1)
-    scores = similar.sum(2) if weights is None else (weights[:, :, None] @ similar)[:, :, 0]
-    count, done = count[..., None], done[..., None]
-    is_complete = (number < count) & (number >= count - done)
-    scores = scores.masked_fill(~is_complete, -torch.inf)
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
-    return torch.zeros_like(is_complete).scatter(-1, best, True) & is_complete
-
-
-def attend_to_picked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    picked: Tensor,
-    packing: Packing,
-    *,
-    block_size: int,
-    scale: float,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attend to the tokens of picked blocks, and to those after all complete ones.
-
-    Args:
-        q: [B * S, H, K], float dtype. k [B * S, HKV, K] and v [B * S, HKV, V] in that dtype.
-        picked: [B, S, P] bool.
-        packing: of the B * S tokens.
-        block_size: tokens in a block.
-        scale: factor on products.
-        dropout: probability to drop a weight.
-
-    Returns:
-        [B * S, H, V].
-    """
-    shape = num_rows, num_tokens = picked.shape[:2]
-    is_last, done, count = _blocks(packing, num_rows, block_size)
-    sequence, position = packing.sequences.view(shape), packing.positions.view(shape)
-    block = (count - is_last.long())[:, None].expand(-1, num_tokens, -1)
-    is_seen = picked.gather(2, block) | ((position // block_size)[:, None] >= done[..., None])
-    is_before = position[:, None] <= position[..., None]
-    mask = is_seen & is_before & (sequence[:, None] == sequence[..., None])
-    q, k, v = (each.unflatten(0, shape).transpose(1, 2) for each in (q, k, v))
-    out = scaled_dot_product_attention(
-        *(q, k, v, mask[:, None], dropout),
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+    dtype = torch.promote_types(q.dtype, keys.dtype)
+    q, keys = q.to(dtype), keys.to(dtype)
+    if weights is not None:
+        weights = weights.to(torch.promote_types(dtype, torch.float32))
+    num_tokens, page_size = packing.num_tokens, _BLOCKS * block_size
+    num_pages = num_tokens // block_size + 2  # a block fills one at most; 0 is nobody's
+    lengths = packing.cu_seqlens.diff()
+    filled = (lengths // block_size + _BLOCKS - 1) // _BLOCKS
+    first = 1 + filled.cumsum(0, dtype=torch.int32) - filled
+    page = torch.arange(-(-num_tokens // page_size), dtype=torch.int32, device=q.device)
+    return select_blocks(
+        *(q, keys, weights, q.new_empty(num_pages, _BLOCKS, q.shape[-1])),
+        *(packing.cu_seqlens, lengths, (first[:, None] + page).clamp(max=num_pages - 1)),
+        (first[packing.sequences] * page_size + packing.positions).int(),
+        block_size=block_size,
+        top_k=top_k,
+        impl=first_impl("select_blocks", q.device, q.dtype, index_dim=q.shape[-1]),
     )
-    return out.transpose(1, 2).flatten(0, 1)
 
 
 def over_block(x: Tensor, block_size: int) -> Tensor:
-    """View x [B, S, D] as [B, S, D, block_size]: each token after those before it in its block.
+    """View x [T, D] as [T, D, block_size]: each token after those before it in its block.
 
     The view is meaningful at the last tokens of blocks; other windows reach out of their blocks.
     """
-    return pad(x, (0, 0, block_size - 1, 0)).unfold(1, block_size, 1)
-
-
-def _blocks(packing: Packing, num_rows: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tell which tokens [B, S] are the last of a block, and how many blocks are complete there: of
-    a token's sequence, and of its row."""
-    position = packing.positions.view(num_rows, -1)
-    is_last = position % block_size == block_size - 1
-    return is_last, (position + 1) // block_size, is_last.cumsum(1)
+    return pad(x, (0, 0, block_size - 1, 0)).unfold(0, block_size, 1)

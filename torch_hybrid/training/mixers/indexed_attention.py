@@ -12,7 +12,8 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import apply_rotary_pos_em
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.packing import Packing
 from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work, by_head
-from torch_hybrid.training.picked_blocks import attend_to_picked, over_block, pick_blocks
+from torch_hybrid.training.packed_attention import packed_attention
+from torch_hybrid.training.picked_blocks import over_block, pick_blocks
 
 
 class IndexedTwin(Twin):
@@ -24,17 +25,17 @@ class IndexedTwin(Twin):
     scaling: float
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, picked: Tensor, packing: Packing, block_size: int
+        self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, packing: Packing, block_size: int
     ) -> Tensor:
-        """Attend to picked blocks of the rows; map [B, S, heads, dim] to [B, S, heads * dim]."""
-        q, k, v = (each.flatten(0, 1) for each in (q, k, v))
-        out = attend_to_picked(
-            *(q, k, v, picked, packing),
-            block_size=block_size,
+        """Attend to picked blocks; map [T, heads, dim] to [T, heads * dim]."""
+        out = packed_attention(
+            *(q.to(v.dtype), k.to(v.dtype), v, packing.cu_seqlens),
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
+            blocks=blocks,
+            block_size=block_size,
         )
-        return out.reshape(*picked.shape[:2], -1)
+        return out.flatten(1)
 
 
 class IndexedAttention(IndexedTwin):
@@ -59,27 +60,27 @@ class IndexedAttention(IndexedTwin):
         if packing is None:
             rest = (position_embeddings, *args)
             return super().forward(hidden_states, *rest, **options)
-        x, (cos, sin) = hidden_states, position_embeddings
+        x = hidden_states.flatten(0, 1)
+        rows = (each.expand(hidden_states.shape[0], -1, -1) for each in position_embeddings)
+        cos, sin = (each.flatten(0, 1) for each in rows)
         q, gate = by_head(self.q_proj(x), 2 * self.head_dim).chunk(2, -1)
         k, v = (by_head(each(x), self.head_dim) for each in (self.k_proj, self.v_proj))
-        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin, unsqueeze_dim=2)
-        picked = self.picked(x, cos, sin, packing)
-        out = self.attend(q, k, v, picked, packing, self.indexer.compress_ratio)
-        return self.o_proj(out * gate.flatten(2).sigmoid()), None
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+        blocks = self.picked(x, cos, sin, packing)
+        out = self.attend(q, k, v, blocks, packing, self.indexer.compress_ratio)
+        out = self.o_proj(out * gate.flatten(1).sigmoid())
+        return out.view(hidden_states.shape), None
 
     @torch.no_grad()
     def picked(self, x: Tensor, cos: Tensor, sin: Tensor, packing: Packing) -> Tensor:
-        """Mark the blocks that each token picks [B, S, P]."""
+        """Pick blocks for each token."""
         own, size = self.indexer, self.indexer.compress_ratio
         qk = by_head(own.index_qk_proj(x), own.index_head_dim)
-        q, (keys,) = own.q_layernorm(qk[:, :, :-1]), qk[:, :, -1:].unbind(2)
-        q = apply_rotary_pos_emb(q, cos=cos, sin=sin, unsqueeze_dim=2)
-        means = over_block(keys, size).mean(-1, dtype=torch.float32).to(keys.dtype)
-        cos, sin = (over_block(each, size)[..., 0] for each in (cos, sin))  # of first tokens
-        keys = apply_rotary_pos_emb(own.k_layernorm(means)[:, :, None], None, cos, sin, 2)[:, :, 0]
-        return pick_blocks(
-            *(as_work(q), as_work(keys), None, packing), block_size=size, top_k=own.block_topk
-        )
+        q = apply_rotary_pos_emb(own.q_layernorm(qk[:, :-1]), None, cos, sin)
+        keys = over_block(qk[:, -1], size).mean(-1, dtype=torch.float32).to(qk.dtype)
+        first = (over_block(each, size)[..., 0] for each in (cos, sin))  # of a block's first token
+        keys = apply_rotary_pos_emb(own.k_layernorm(keys)[:, None], None, *first)
+        return pick_blocks(q, keys[:, 0], None, packing, block_size=size, top_k=own.block_topk)
 
 
 class IndexedLatentAttention(IndexedTwin):
@@ -111,29 +112,26 @@ class IndexedLatentAttention(IndexedTwin):
         if packing is None:
             options["prev_topk_indices"] = prev_topk_indices
             return super().forward(hidden_states, *args, **options)
-        x = hidden_states
+        x = hidden_states.flatten(0, 1)
         latent_q = self.q_a_layernorm(self.q_a_proj(x))
         q = by_head(self.q_b_proj(latent_q), self.qk_head_dim)
         widths = [self.kv_lora_rank, self.qk_rope_head_dim]
         latent, shared = self.kv_a_proj_with_mqa(x).split(widths, -1)
-        kv = by_head(self.kv_b_proj(self.kv_a_layernorm(latent)), sum(self._widths))
-        k, v = kv.split(self._widths, -1)
-        k = torch.cat([k, shared[:, :, None].expand(*k.shape[:-1], -1)], -1)
-        picked = prev_topk_indices
+        widths = [self.qk_nope_head_dim, self.v_head_dim]
+        k, v = by_head(self.kv_b_proj(self.kv_a_layernorm(latent)), sum(widths)).split(widths, -1)
+        k = torch.cat([k, shared[:, None].expand(*k.shape[:-1], -1)], -1)
+        blocks = prev_topk_indices
         if self.indexer is not None:
-            picked = self.picked(x, latent_q, packing)
-        if picked is None:
+            blocks = self.picked(x, latent_q, packing)
+        if blocks is None:
             raise ValueError("the layer before one that shares picked blocks must pick, got none")
-        out = self.attend(q, k, v, picked, packing, self.config.index_kpool)
-        return self.o_proj(out), None, picked if self.next_skip_topk else None
-
-    @property
-    def _widths(self) -> list[int]:
-        return [self.qk_nope_head_dim, self.v_head_dim]
+        out = self.attend(q, k, v, blocks, packing, self.config.index_kpool)
+        out = self.o_proj(out).view(hidden_states.shape)
+        return out, None, blocks if self.next_skip_topk else None
 
     @torch.no_grad()
     def picked(self, x: Tensor, latent_q: Tensor, packing: Packing) -> Tensor:
-        """Mark the blocks that each token picks [B, S, P]."""
+        """Pick blocks for each token."""
         own, size = self.indexer, self.indexer.index_kpool
         if not own.index_kpool_always_select_tail:
             raise UnsupportedError("index_kpool_always_select_tail must be True, got False")
@@ -141,9 +139,6 @@ class IndexedLatentAttention(IndexedTwin):
         gates = over_block(linear(x, own.index_kpool_compress_gate), size)
         shares = (as_work(gates) + own.index_kpool_compress_ape.mT).softmax(-1).to(keys.dtype)
         keys = (shares * over_block(keys, size)).sum(-1)
-        weights = as_work(own.weights_proj(x)) * own.n_heads**-0.5
         return pick_blocks(
-            *(as_work(q), as_work(keys), weights, packing),
-            block_size=size,
-            top_k=own.index_topk // size,
+            *(q, keys, own.weights_proj(x), packing), block_size=size, top_k=own.index_topk // size
         )
