@@ -16,7 +16,10 @@ from torch_hybrid.ops.packed_attention.op import (
     empty_gradients,
     empty_results,
 )
+from torch_hybrid.ops.packed_attention.reference import seen_blocks
 
+# Queries per call where blocks are picked: bounds a mask to [_QUERIES, length].
+_QUERIES = 256
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -49,22 +52,35 @@ def packed_attention_backward(x: PackedAttentionBackward) -> tuple[Tensor, ...]:
 def _parts(x: PackedAttentionForward) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
     """Yield rows of queries, the rows of keys that they read, and how the kernel is to mask these.
 
-    A sequence longer than its window is cut into parts of as many queries.
+    A sequence longer than its window is cut into parts of as many queries; so are the queries of
+    one that have more complete blocks than are picked.
     """
     for start, end in pairwise(x.cu_seqlens.tolist()):
-        most = end - start if x.window is None else x.window
-        if most >= end - start:
-            if start < end:
-                yield slice(start, end), slice(start, end), {"is_causal": True}
-            continue
-        for first in range(start, end, most):
+        whole = min(end, start + _num_whole(x, end - start))
+        if whole > start:
+            yield slice(start, whole), slice(start, whole), {"is_causal": True}
+        most = _QUERIES if x.window is None else x.window
+        for first in range(whole, end, most):
             rows = slice(first, min(first + most, end))
-            keys = slice(max(start, first - most + 1), rows.stop)
+            begin = start if x.window is None else max(start, first - most + 1)
+            keys = slice(begin, rows.stop)
             row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=x.q.device)
             key = torch.arange(keys.start, keys.stop, dtype=torch.int64, device=x.q.device)
-            before = row[:, None] - key
-            mask = torch.where((before >= 0) & (before < most), 0.0, -torch.inf).to(x.q.dtype)
+            sees = row[:, None] >= key
+            if x.window is not None:
+                sees &= row[:, None] - key < x.window
+            if x.blocks is not None:
+                of_key = (key - start) // x.block_size
+                sees &= seen_blocks(x.blocks[rows], row - start, of_key, x.block_size)
+            mask = torch.where(sees, 0.0, -torch.inf).to(x.q.dtype)
             yield rows, keys, {"is_causal": False, "attn_mask": mask}
+
+
+def _num_whole(x: PackedAttentionForward, length: int) -> int:
+    """Count the first tokens of a sequence that see all tokens before them."""
+    if x.blocks is not None:
+        return (x.blocks.shape[1] + 1) * x.block_size - 1
+    return 0 if x.window is not None and x.window < length else length
 
 
 def _heads(x: PackedAttentionForward, y: Tensor, rows: slice) -> Tensor:

@@ -34,8 +34,12 @@ class PackedAttentionForward(Op):
         q: [T, H, K], float dtype; rows and heads any distance apart. k [T, HKV, K] and
             v [T, HKV, V] likewise, in that dtype.
         cu_seqlens: [N + 1] int32, from 0 to at most T; equal ones are empty sequences.
+        blocks: [T, B] int32, or None. A sequence is cut into blocks of ``block_size``. A query
+            attends to these complete ones, by number, -1 for none; and to tokens after all complete
+            ones. It names all where they are at most B. As ``select_blocks`` returns them.
         scale: factor on products.
         window: tokens that one attends to, itself among them; None for all.
+        block_size: tokens in a block.
         impl: "torch".
 
     Returns:
@@ -47,18 +51,32 @@ class PackedAttentionForward(Op):
     k: Annotated[Tensor, Rows("HKV", "K", last_dim=True)]
     v: Annotated[Tensor, Rows("HKV", "V", last_dim=True)]
     cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
+    blocks: Annotated[Tensor | None, Index("T", "B", counts=True)]
     scale: float = field(kw_only=True)
     window: int | None = field(default=None, kw_only=True)
+    block_size: int = field(default=1, kw_only=True)
 
     def check(self) -> None:
-        """Raise ValueError unless key heads divide the query heads, and a window has a token."""
+        """Raise ValueError unless heads go in groups, and windows and blocks have tokens."""
         check_groups("q must have", self.q.shape[1], self.k.shape[1], "heads of k")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1, got {self.window}")
+        if self.blocks is not None and (self.window is not None or self.block_size < 1):
+            raise ValueError(
+                f"beside blocks, window must be None and block_size at least 1, "
+                f"got {self.window} and {self.block_size}"
+            )
 
     def check_indices(self) -> None:
-        """Raise ValueError unless sequences are among the tokens."""
+        """Raise ValueError unless sequences are among the tokens, and blocks complete."""
         check_offsets(self.cu_seqlens, num_tokens=self.q.shape[0])
+        if self.blocks is not None:
+            token = torch.arange(int(self.cu_seqlens[-1]), dtype=torch.int64, device="cpu")
+            seq = torch.searchsorted(self.cu_seqlens, token, right=True) - 1
+            complete = (token - self.cu_seqlens[seq] + 1) // self.block_size
+            rows = self.blocks[: len(token)]
+            if bool(((rows < -1) | (rows >= complete[:, None])).any()):
+                raise ValueError("blocks must be complete before their queries, or -1")
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -66,7 +84,8 @@ class PackedAttentionBackward(PackedAttentionForward):
     """Gradients of :func:`packed_attention_forward`.
 
     Args:
-        q, k, v, cu_seqlens, scale, window: those of the forward; out, lse what it returned.
+        q, k, v, cu_seqlens, blocks, scale, window, block_size: those of the forward.
+        out, lse: what it returned.
         dout: [T, H, V] gradient of the outputs.
         impl: "torch".
 
@@ -99,9 +118,9 @@ packed_attention_backward = define(
 
 
 def _gradients(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
-    dout = dout.contiguous()
-    return *packed_attention_backward(q, k, v, cu_seqlens, out, lse, dout, **ctx.options), None
+    q, k, v, cu_seqlens, blocks, out, lse = ctx.saved_tensors
+    given = (q, k, v, cu_seqlens, blocks, out, lse, dout.contiguous())
+    return *packed_attention_backward(*given, **ctx.options), None, None
 
 
 packed_attention_forward = define(

@@ -210,6 +210,9 @@ def test_activation_checkpointing_keeps_gradients(family: str, use_reentrant: bo
     assert furthest(grads(twin, loss_of(twin)), plain) < 1e-6
 
 
+UNTRAINED = ("indexer", "visual")  # a choice has no gradient; texts have no images
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_autocast_is_near_float32(family: str):
     twin = make_twin(family)
@@ -217,7 +220,8 @@ def test_autocast_is_near_float32(family: str):
         loss = loss_of(twin)
     assert loss.dtype == torch.float32
     assert abs(loss - loss_of(twin)) < 0.05
-    assert grads(twin, loss).keys() == dict(twin.named_parameters()).keys()
+    trained = {n for n, _ in twin.named_parameters() if not any(part in n for part in UNTRAINED)}
+    assert grads(twin, loss).keys() == trained
 
 
 @pytest.mark.parametrize("family", FAMILIES)

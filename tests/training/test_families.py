@@ -103,7 +103,9 @@ def test_decays_of_minimax_are_those_of_its_config_after_a_cast():
     torch.testing.assert_close(made, expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "qwen3_5_moe", "qwen4_exp", "glm5_next", "lfm2_vl", "lfm3_vl"]
+)
 def test_models_that_see_train_with_images_and_packed_texts(family: str):
     few = FEWEST_LAYERS[family.removesuffix("_vl")]
     theirs = make_vision_model(family, **few).requires_grad_().train()
@@ -153,22 +155,6 @@ def test_a_loss_in_bfloat16_is_that_of_transformers(family: str):
     assert all(each.isfinite().all() for each in grads(ours, mine).values())
 
 
-@pytest.mark.parametrize("family", ["qwen4_exp", "glm5_next"])
-def test_models_that_pick_blocks_train_by_rows(family: str):
-    theirs, ours = make_pair(family, layer_types=["linear_attention", "indexed_attention"])
-    ids = torch.cat([torch.zeros(1, 5, dtype=torch.long), make_rows([30])[0]], 1)
-    both, mask = torch.cat([ids, make_rows([35], seed=1)[0]]), torch.ones(2, 35, dtype=torch.long)
-    mask[0, :5] = 0
-    labels = both.masked_fill(mask.cumsum(1) < 2, -100)  # a first token is of no prediction
-    sent = {"input_ids": both, "attention_mask": mask, "labels": labels}
-    mine, other = ours(**sent), theirs(**sent, use_cache=False)
-    torch.testing.assert_close(mine.loss, other.loss)
-    assert furthest(grads(ours, mine.loss), grads(theirs, other.loss)) < 2e-4
-    packing = th.Packing(torch.tensor([0, 30, 70]))
-    with pytest.raises(ValueError, match="one sequence in a row, got packed ones"):
-        ours(both, packing=packing)
-
-
 def test_a_state_beside_labels_runs_as_transformers_has_it():
     theirs, ours = make_pair("rwkv")
     row, more = make_rows([9, 5])
@@ -177,3 +163,12 @@ def test_a_state_beside_labels_runs_as_transformers_has_it():
         state = model(row, use_cache=True).state
         losses.append(model(more, labels=more, state=state).loss)
     torch.testing.assert_close(*losses)
+
+
+def test_a_head_with_a_bias_predicts_no_first_token():
+    theirs, ours = make_pair("zaya", lm_head_bias=True)
+    rows = make_rows([9, 5])
+    ids, packing = torch.cat(rows, 1), th.Packing(torch.tensor([0, 9, 14]))
+    single = [theirs(row, labels=row, use_cache=False).loss for row in rows]
+    loss = ours(ids, labels=ids, packing=packing).loss
+    torch.testing.assert_close(loss, (8 * single[0] + 4 * single[1]) / 12)

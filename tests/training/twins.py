@@ -17,6 +17,8 @@ FAMILIES = (
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
+    "qwen4_exp",
+    "glm5_next",
     "olmo_hybrid",
     "kimi_linear",
     "bailing_hybrid",
@@ -38,13 +40,17 @@ FAMILIES = (
     "minimax",
     "xlstm",
     "rwkv",
+    "zaya",
 )
+# So many heads of indexers that no score is 0: of equal ones transformers picks any.
+INDEX_HEADS = {"qwen4_exp": {"indexer_n_heads": 32}, "glm5_next": {"index_n_heads": 32}}
 LENGTHS = [70, 1, 3, 33]
 
 
 def make_pair(family: str = "qwen3_next_dense", **options: Any) -> tuple[Any, Any]:
     """Make a model as transformers has it, and a copy that trains."""
-    theirs = make_model(family, **{**FEWEST_LAYERS[family], **options}).requires_grad_().train()
+    sizes = {**FEWEST_LAYERS[family], **INDEX_HEADS.get(family, {}), **options}
+    theirs = make_model(family, **sizes).requires_grad_().train()
     return theirs, th.make_trainable(copy.deepcopy(theirs))
 
 

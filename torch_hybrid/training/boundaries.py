@@ -49,17 +49,6 @@ def packing_of(inputs: Mapping[str, Any]) -> Packing:
     return Packing.from_starts(_starts(inputs, row))
 
 
-def check_rows_alone(inputs: Mapping[str, Any], packing: Packing) -> None:
-    """Raise ValueError, or fail as ``packing_of`` does, if a row has more than one sequence."""
-    given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask")}
-    rows = packing_of(given)
-    is_same = packing.capacity == rows.capacity and (packing.cu_seqlens == rows.cu_seqlens).all()
-    _require(
-        torch.as_tensor(is_same, dtype=torch.bool, device=rows.cu_seqlens.device),
-        "a model that attends to picked blocks must have one sequence in a row, got packed ones",
-    )
-
-
 def _starts(inputs: Mapping[str, Any], row: Tensor) -> Tensor:
     """Mark the tokens [B, T] that begin a sequence."""
     starts = row == 0

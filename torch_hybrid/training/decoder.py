@@ -14,7 +14,6 @@ from torch_hybrid.packing import Packing
 from torch_hybrid.training.boundaries import (
     STATED,
     check_positions_go_on,
-    check_rows_alone,
     named,
     packing_of,
 )
@@ -43,10 +42,6 @@ def hand_down_packing(
         check_says_nothing(inputs)
         return (), inputs
     inputs["use_cache"] = False
-    if attends_to_picked_blocks(decoder):  # in blocks that begin where a row does
-        inputs["packing"] = packing_of(inputs)
-        check_rows_alone(inputs, inputs["packing"])
-        return (), inputs
     if has_attention(decoder) and decoder.config._attn_implementation != ATTENTION:
         raise ValueError(
             f"attention that keeps sequences apart is {ATTENTION!r}, "
@@ -60,7 +55,9 @@ def hand_down_packing(
     inputs["attention_mask"] = packing if hands_masks_alone(decoder) else None
     if has_attention(decoder):  # then masks may be those of each kind of layer
         kinds = {*decoder.config.layer_types, "full_attention"}
-        inputs["attention_mask"] = {**dict.fromkeys(kinds), "linear_attention": packing}
+        mask = None if attends_to_picked_blocks(decoder) else packing  # Qwen4-Exp reads its own
+        masks = {"linear_attention": mask, "conv": mask}
+        inputs["attention_mask"] = {**dict.fromkeys(kinds), **masks}
     inputs["state" if hands_states_down(decoder) else "packing"] = packing
     return (), {k: v for k, v in inputs.items() if k not in STATED}
 
@@ -72,7 +69,7 @@ def hands_states_down(decoder: Any) -> bool:
 
 
 def attends_to_picked_blocks(decoder: Any) -> bool:
-    """Tell whether transformers' own attention stays, which knows no packed sequences."""
+    """Tell whether layers attend to the blocks that an indexer picks."""
     return has_attention(decoder) and "indexed_attention" in decoder.config.layer_types
 
 

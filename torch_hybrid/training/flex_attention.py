@@ -14,12 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
+
+from torch_hybrid.ops.packed_attention.reference import named_blocks
 
 _BLOCK = 128
 
 
 def attend_in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    window: int | None = None,
+    picked: Tensor | None = None,
+    block_size: int = 1,
 ) -> Tensor:
     """Attend from each token to those before it in its sequence, and to itself.
 
@@ -28,6 +38,8 @@ def attend_in_blocks(
         cu_seqlens: [N + 1] int32 offsets from 0 to T.
         scale: factor on products.
         window: tokens that one attends to, itself among them; None for all.
+        picked: [T, B] int32 blocks of sequences that a token attends to, or None.
+        block_size: tokens in such a block.
 
     Returns:
         [T, H, V].
@@ -36,7 +48,7 @@ def attend_in_blocks(
     attend: Any = flex_attention if is_compiled else _compiled()
     out = attend(
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
-        block_mask=blocks_of(cu_seqlens, q.shape[0], window),
+        block_mask=blocks_of(cu_seqlens, q.shape[0], window, picked, block_size),
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
@@ -44,11 +56,19 @@ def attend_in_blocks(
     return rows
 
 
-def blocks_of(cu_seqlens: Tensor, num_tokens: int, window: int | None = None) -> BlockMask:
+def blocks_of(
+    cu_seqlens: Tensor,
+    num_tokens: int,
+    window: int | None = None,
+    picked: Tensor | None = None,
+    block_size: int = 1,
+) -> BlockMask:
     """Find the blocks of keys that each block of queries reads: whole ones and partial ones.
 
     Sequences lie one after the other. So a block of keys is read if its last token's sequence is
-    not before that of the queries' first token. Both must be near enough for a window.
+    not before that of the queries' first token. Both must be near enough for a window. Or a query
+    has picked a block of its sequence that lies there, or may see tokens there that follow all
+    complete ones.
     """
     window = num_tokens if window is None else window
     token = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
@@ -63,11 +83,27 @@ def blocks_of(cu_seqlens: Tensor, num_tokens: int, window: int | None = None) ->
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (seq[query] == seq[key]) & (query >= key) & (query - key < window)
 
+    rule: Callable[..., Tensor] = sees
+    if picked is not None:
+        position = token - cu_seqlens[seq - 1]
+        of, done = position // block_size, (position + 1) // block_size
+        named = named_blocks(picked, num_tokens, block_size)
+        padding = num_blocks * _BLOCK - num_tokens
+        by_block = pad(named, (0, 0, 0, padding)).unflatten(0, (-1, _BLOCK)).any(1)
+        by_block = pad(by_block[:, of], (0, padding)).unflatten(1, (-1, _BLOCK)).any(2)
+        is_read &= by_block | (before - _BLOCK + 1 < block_size)
+        is_whole = torch.zeros_like(is_whole)
+
+        def sees_picked(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            is_seen = named[query, of[key]] | (of[key] >= done[query])
+            return sees(batch, head, query, key) & is_seen
+
+        rule = sees_picked
     return BlockMask.from_kv_blocks(
         *_listed(is_read & ~is_whole),
         *_listed(is_whole),
         BLOCK_SIZE=_BLOCK,
-        mask_mod=sees,
+        mask_mod=rule,
         seq_lengths=(num_tokens, num_tokens),
     )
 

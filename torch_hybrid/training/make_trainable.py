@@ -25,9 +25,6 @@ def make_trainable(model: M) -> M:
     transformers send. With ``labels=`` a training step makes no whole logits. ``generate`` and
     other calls with a cache run as transformers has them. A second call changes nothing.
 
-    Models that attend to picked blocks (Qwen4-Exp, GLM-5.3) keep transformers' attention, and take
-    rows of one sequence each, padded at either side.
-
     Args:
         model: a model of transformers, or of PEFT around one; changed in place.
 
@@ -43,7 +40,6 @@ def make_trainable(model: M) -> M:
     from torch_hybrid.training.causal_lm import causal_lm_of, head_of
     from torch_hybrid.training.decoder import (
         ATTENTION,
-        attends_to_picked_blocks,
         hand_down_packing,
         has_attention,
         register_attention,
@@ -73,7 +69,7 @@ def make_trainable(model: M) -> M:
     frozen: dict[Any, Any] = {module: ours for module, ours in found if ours is not None}
     register_attention()
     for decoder in decoders:
-        if has_attention(decoder) and not attends_to_picked_blocks(decoder):
+        if has_attention(decoder):
             decoder.set_attn_implementation(ATTENTION)
         decoder.register_forward_pre_hook(hand_down_packing, with_kwargs=True)
         _install_capturing_hooks(decoder)
@@ -86,9 +82,10 @@ def make_trainable(model: M) -> M:
             module.__class__ = _in_front(frozen[module], theirs)
         elif frozen.get(children.get("base_layer")) is FrozenFP8Linear:
             module.merge = refuse_to_merge
-        elif type(head := children.get(head_of(children))) is nn.Linear and head.bias is None:
-            module.__class__ = _in_front(causal_lm_of(children), theirs)
-            if head not in frozen:
+        elif type(head := children.get(head_of(children))) is nn.Linear:
+            ours: Any = causal_lm_of(children)
+            module.__class__ = _in_front(ours, theirs)
+            if head.bias is None and head not in frozen:
                 head.__class__ = LossHead
     return model
 

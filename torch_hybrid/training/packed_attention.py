@@ -20,6 +20,8 @@ def packed_attention(
     scale: float,
     window: int | None = None,
     dropout: float = 0.0,
+    blocks: Tensor | None = None,
+    block_size: int = 1,
 ) -> Tensor:
     """Attend from each token to those before it in its sequence, and to itself.
 
@@ -30,6 +32,9 @@ def packed_attention(
         window: tokens that one attends to, itself among them; None for all.
         dropout: probability to drop a weight. Above 0, and on a GPU for float64, a T x T mask is
             made.
+        blocks: [T, B] int32, or None: the complete blocks of its sequence that a token attends to,
+            beside tokens after all complete ones, as :func:`pick_blocks` returns them.
+        block_size: tokens in a block.
 
     Returns:
         [T, H, V].
@@ -37,8 +42,19 @@ def packed_attention(
     check_no_tangents("packed_attention", q, k, v)
     if q.device.type == "cpu" and not dropout:
         return packed_attention_forward(
-            q, k, v, cu_seqlens, scale=scale, window=window, impl="torch"
+            *(q, k, v, cu_seqlens, blocks),
+            scale=scale,
+            window=window,
+            block_size=block_size,
+            impl="torch",
         )[0]
     if q.is_cuda and not dropout and q.dtype != torch.float64:
-        return attend_in_blocks(q, k, v, cu_seqlens, scale, window)
-    return masked_attention(q, k, v, cu_seqlens, scale=scale, window=window, dropout=dropout)
+        return attend_in_blocks(q, k, v, cu_seqlens, scale, window, blocks, block_size)
+    return masked_attention(
+        *(q, k, v, cu_seqlens),
+        scale=scale,
+        window=window,
+        dropout=dropout,
+        blocks=blocks,
+        block_size=block_size,
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.packed_attention import packed_attention_forward
+from torch_hybrid.ops.packed_attention import _torch, packed_attention_forward
 from torch_hybrid.ops.packed_attention.reference import masked_attention
 
 OFFSETS = torch.tensor([0, 1, 1, 40, 47, 47], dtype=torch.int32)
@@ -16,9 +17,39 @@ SHAPES = {"grouped": (4, 2, 16, 16), "narrow values": (2, 2, 24, 16), "wide valu
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor = OFFSETS, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor = OFFSETS,
+    blocks: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    return packed_attention_forward(q, k, v, cu_seqlens, scale=0.3, window=window, impl="torch")[0]
+    options |= {"scale": 0.3, "impl": "torch"}
+    return packed_attention_forward(q, k, v, cu_seqlens, blocks, **options)[0]
+
+
+def make_blocks() -> Tensor:
+    """Pick blocks [47, 2] of 3 tokens, at random among those that are complete."""
+    generator = torch.Generator().manual_seed(2)
+    rows = []
+    for length in OFFSETS.diff().tolist():
+        for complete in ((position + 1) // 3 for position in range(length)):
+            best = torch.randperm(complete, generator=generator)[:2].sort().values
+            rows.append([*best.tolist(), -1, -1][:2])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+SEEN: dict[str, dict[str, Any]] = {
+    "all": {},
+    **{f"a window of {n}": {"window": n} for n in (1, 5, 7, 39, 100)},
+    "blocks": {"blocks": make_blocks(), "block_size": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut queries that pick blocks into several calls of the kernel."""
+    monkeypatch.setattr(_torch, "_QUERIES", 10)
 
 
 def make_inputs(shape: str = "grouped", dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -31,12 +62,12 @@ def make_inputs(shape: str = "grouped", dtype: torch.dtype = torch.float64) -> l
     ]
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 7, 39, 100])
+@pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_outputs_and_gradients_are_those_of_a_mask(shape: str, window: int | None):
+def test_outputs_and_gradients_are_those_of_a_mask(shape: str, seen: str):
     q, k, v = make_inputs(shape)
-    out = packed_attention(q, k, v, window=window)
-    masked = masked_attention(q, k, v, OFFSETS, scale=0.3, window=window)
+    out = packed_attention(q, k, v, **SEEN[seen])
+    masked = masked_attention(q, k, v, OFFSETS, scale=0.3, **SEEN[seen])
     torch.testing.assert_close(out, masked)
     weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     for mine, other in zip(
@@ -47,14 +78,17 @@ def test_outputs_and_gradients_are_those_of_a_mask(shape: str, window: int | Non
         torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("seen", ["all", "a window of 7", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype, window: int | None):
+def test_a_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype, seen: str):
     q, k, v = make_inputs(dtype=dtype)
-    out = packed_attention(q, k, v, window=window)
+    options = SEEN[seen]
+    out = packed_attention(q, k, v, **options)
     alone = [x[1:40].detach().requires_grad_() for x in (q, k, v)]
     whole = torch.tensor([0, 39], dtype=torch.int32)
-    out_alone = packed_attention(*alone, whole, window)
+    if "blocks" in options:
+        options = {**options, "blocks": options["blocks"][1:40]}
+    out_alone = packed_attention(*alone, whole, **options)
     assert torch.equal(out[1:40], out_alone)
     packed = torch.autograd.grad(out[1:40].float().square().sum(), (q, k, v))
     single = torch.autograd.grad(out_alone.float().square().sum(), alone)
@@ -82,9 +116,17 @@ BAD = {
 }
 
 
-def test_a_window_of_no_token_is_refused():
-    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
-        packed_attention(*make_inputs(), window=0)
+OPTIONS = {
+    "window must be at least 1, got 0": {"window": 0},
+    "window must be None and block_size at least 1, got 5": {**SEEN["blocks"], "window": 5},
+    "blocks must be complete before": {"blocks": make_blocks() + 1, "block_size": 3},
+}
+
+
+@pytest.mark.parametrize("message", OPTIONS)
+def test_bad_options_are_refused(message: str):
+    with pytest.raises(ValueError, match=message):
+        packed_attention(*make_inputs(), **OPTIONS[message])
 
 
 @pytest.mark.parametrize("what", BAD)

@@ -9,14 +9,20 @@ from torch_hybrid.training.mixers.delta_rules import (
     LowRankGateKimiDeltaAttention,
     SeparateGatedDeltaNet,
 )
+from torch_hybrid.training.mixers.indexed_attention import (
+    IndexedAttention,
+    IndexedLatentAttention,
+)
 from torch_hybrid.training.mixers.lightning import LightningAttention
 from torch_hybrid.training.mixers.mamba import Mamba, NormedMamba, ZambaMamba
 from torch_hybrid.training.mixers.mamba2 import FalconH1Mamba2, Mamba2
+from torch_hybrid.training.mixers.ngrams import GatedNgrams, LayerWithNgrams, NgramEmbedding
 from torch_hybrid.training.mixers.rg_lru import RecurrentBlock
 from torch_hybrid.training.mixers.rwkv import ChannelMix, TimeMix
 from torch_hybrid.training.mixers.short_conv import ShortConv
 from torch_hybrid.training.mixers.twin import Twin
 from torch_hybrid.training.mixers.xlstm import Mlstm, XlstmDecoder
+from torch_hybrid.training.mixers.zaya import ConvolvedProjection
 
 __all__ = ["TWINS", "Twin"]
 
@@ -26,9 +32,14 @@ TWINS: dict[str, type[Twin]] = {
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
     "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
     "Qwen4ExpTextGatedDeltaNet": GatedDeltaNet,
+    "Qwen4ExpTextAttention": IndexedAttention,
+    "Qwen4ExpTextDecoderLayer": LayerWithNgrams,
+    "Qwen4ExpTextPLELayer": GatedNgrams,
+    "Qwen4ExpTextNGramEmbedding": NgramEmbedding,
     "OlmoHybridGatedDeltaNet": SeparateGatedDeltaNet,
     "KimiLinearDeltaAttention": LowRankGateKimiDeltaAttention,
     "Glm5NextTextLinearAttention": LowRankGateKimiDeltaAttention,
+    "Glm5NextTextAttention": IndexedLatentAttention,
     "BailingHybridDeltaAttention": KimiDeltaAttention,
     "MambaMixer": Mamba,
     "FalconMambaMixer": NormedMamba,
@@ -49,4 +60,5 @@ TWINS: dict[str, type[Twin]] = {
     "xLSTMLayer": Mlstm,
     "RwkvSelfAttention": TimeMix,
     "RwkvFeedForward": ChannelMix,
+    "ZayaCCAProjection": ConvolvedProjection,
 }

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from torch_hybrid.functional import wkv
 from torch_hybrid.packing import Packing
-from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work
+from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work, earlier
 
 
 class StateTwin(Twin):
@@ -41,7 +40,7 @@ class TimeMix(StateTwin):
     time_mix_value: Tensor
 
     def packed(self, x: Tensor, packing: Packing) -> Tensor:
-        before = previous(x, packing)
+        before = earlier(x, packing)
         k = self.key(mixed(x, before, self.time_mix_key))
         v = self.value(mixed(x, before, self.time_mix_value))
         receptance = self.receptance(mixed(x, before, self.time_mix_receptance))
@@ -57,7 +56,7 @@ class ChannelMix(StateTwin):
     layer_id: int
 
     def packed(self, x: Tensor, packing: Packing) -> Tensor:
-        before = previous(x, packing)
+        before = earlier(x, packing)
         units = self.key(mixed(x, before, self.time_mix_key)).relu().square()
         receptance = self.receptance(mixed(x, before, self.time_mix_receptance))
         return receptance.sigmoid() * self.value(units)
@@ -65,12 +64,6 @@ class ChannelMix(StateTwin):
     def handed_on(self, packing: Packing) -> Packing | None:
         """Keep the packing from the model's outputs, where its last layer's state stands."""
         return None if self.layer_id == self.config.num_hidden_layers - 1 else packing
-
-
-def previous(x: Tensor, packing: Packing) -> Tensor:
-    """Find the token before each [T, D] in its sequence, zeros for first ones."""
-    before = pad(x, (0, 0, 1, 0))[:-1]
-    return before.masked_fill((packing.positions == 0)[:, None], 0.0)
 
 
 def mixed(x: Tensor, before: Tensor, mix: Tensor) -> Tensor:

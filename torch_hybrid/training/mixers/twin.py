@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from torch_hybrid.functional import causal_conv1d
 from torch_hybrid.packing import Packing
@@ -54,6 +55,12 @@ def convolved(
     bias = None if bias is None else bias.to(x.dtype)
     y, _ = causal_conv1d(x, weight, bias, packing, activation=activation, output_final_state=False)
     return y
+
+
+def earlier(x: Tensor, packing: Packing, steps: int = 1, before: Tensor | float = 0.0) -> Tensor:
+    """Find the token so many steps before each [T, C] in its sequence, ``before`` where none is."""
+    rows = pad(x, (0, 0, steps, 0))[: x.shape[0]]
+    return torch.where((packing.positions < steps)[:, None], before, rows)
 
 
 def by_head(x: Tensor, head_dim: int) -> Tensor:
