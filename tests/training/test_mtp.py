@@ -11,13 +11,14 @@ import peft
 import pytest
 import torch
 import transformers as tf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 import torch_hybrid as th
 from tests.models.mtp_checkpoint import Oracle, make_checkpoint
-from tests.tiny_models import in_double, make_model
+from tests.tiny_models import FEWEST_LAYERS, in_double, make_model
+from tests.tiny_vision import make_vision_model
 from tests.training.test_compiled import TOKENS, compiled_steps
 from tests.training.twins import flattened, furthest, grads, make_rows
 
@@ -86,7 +87,7 @@ def test_gradients_are_those_of_a_head_in_plain_pytorch(family: str, tmp_path: P
 
 @each_layout
 def test_what_was_trained_is_served(family: str, tmp_path: Path):
-    """Drafts after each token are those of the trained head, whose file has the old names."""
+    """Drafts after each token are those of the trained head, saved by its names or in memory."""
     make_checkpoint(family, tmp_path)
     twin, row = load(tmp_path), make_rows([12])[0]
     optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
@@ -99,20 +100,50 @@ def test_what_was_trained_is_served(family: str, tmp_path: Path):
     new = load_file(folder / "model.safetensors")
     shared = {"model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"}
     assert new.keys() == old.keys() - shared
-    taught: list[int] = []
-    hook = twin.mtp.register_forward_hook(
-        lambda _, __, out: taught.extend(twin.lm_head(out).argmax(-1).tolist())
-    )
-    twin(row, labels=row)
+    taught = predictions(twin, row)
+    assert drafts(th.from_pretrained(folder, mtp=True), row) == taught
+    assert drafts(th.adapt(twin), row) == taught
+    assert len(set(taught)) > 3
+
+
+def predictions(model: Any, row: Tensor) -> list[int]:
+    """Predict by a head that trains what follows each token but the first."""
+    made: list[int] = []
+
+    def take(_head: nn.Module, _inputs: Any, out: Tensor) -> None:
+        made.extend(model.lm_head(out).argmax(-1).tolist())
+
+    hook = model.mtp.register_forward_hook(take)
+    model(row, labels=row)
     hook.remove()
-    runner = th.Runner(th.from_pretrained(folder, mtp=True), **SIZES, max_drafts=1)
-    tokens, drafts = row[0].tolist(), []
+    return made[1:]
+
+
+def drafts(model: Any, row: Tensor) -> list[int]:
+    """Draft a token after each one but the first, with what was before."""
+    runner, tokens, made = th.Runner(model, **SIZES, max_drafts=1), row[0].tolist(), []
     seqs = runner.new_sequences(1)
     for token, following in pairwise(tokens):
         runner.extend(seqs, [[token]])
-        drafts += runner.draft(seqs, [following], [1])[0]
-    assert drafts == taught[1:]
-    assert len(set(drafts)) > 3
+        made += runner.draft(seqs, [following], [1])[0]
+    return made
+
+
+def test_the_text_part_of_a_checkpoint_that_sees(tmp_path: Path):
+    make_checkpoint("qwen3_5", tmp_path)
+    seeing = make_vision_model("qwen3_5", **FEWEST_LAYERS["qwen3_5"])
+    seeing.save_pretrained(tmp_path / "seeing")
+    file = tmp_path / "seeing/model.safetensors"
+    head = {n: x for n, x in load_file(tmp_path / "model.safetensors").items() if "mtp" in n}
+    save_file({**load_file(file), **head}, file, {"format": "pt"})
+    load(file.parent).save_pretrained(tmp_path / "text")
+    row = make_rows([9])[0]
+    made, expected = (
+        drafts(th.from_pretrained(tmp_path / name, mtp=True), row) for name in ("text", "seeing")
+    )
+    assert made == expected
+    with pytest.raises(th.UnsupportedError, match="texts alone, as AutoModelForCausalLM loads it"):
+        th.make_trainable(seeing, mtp=file.parent)
 
 
 def test_rows_padded_at_either_side_have_the_loss_of_packed_ones(twin: Any):
@@ -189,6 +220,9 @@ def test_adapters_train_what_they_target_in_the_head(
     loaded = peft.PeftModel.from_pretrained(load(tmp_path), tmp_path / "adapter", is_trainable=True)
     again = loaded.train()(**sent)
     torch.testing.assert_close(again.mtp_loss, made.mtp_loss)
+    row = make_rows([9])[0]
+    taught = predictions(loaded.get_base_model(), row)
+    assert drafts(th.adapt(loaded), row) == taught
 
 
 def test_trainers_resume_from_what_was_saved(twin: Any, tmp_path: Path):

@@ -251,3 +251,17 @@ def take_head(hf_model: Any, table: LayerTable, num_head: int) -> MtpHead:
     kinds = frozenset(entry.kind for layer in table.layers[first:] for entry in layer)
     named = {name: parts[name] for name in _PARTS}
     return MtpHead(**named, layers=layers, first_layer=first, kinds=kinds)
+
+
+def put_back(hf_model: Any, head: MtpHead) -> None:
+    """Put a head, the model's ``mtp``, where ``take_head`` finds it."""
+    share_config(head, hf_model.config)
+    hf_model.base_model.layers.extend(head.layers)
+    hf_model.mtp = nn.ModuleDict({name: getattr(head, name) for name in _PARTS})
+
+
+def share_config(head: MtpHead, config: Any) -> None:
+    """Give a head's layers the config that says by which attention and experts they compute."""
+    for part in head.modules():
+        if "config" in vars(part):
+            part.config = config

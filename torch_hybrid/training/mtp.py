@@ -22,7 +22,7 @@ from torch_hybrid.models.arguments import checked_path
 from torch_hybrid.models.checkpoint.read import read_weights
 from torch_hybrid.models.families import family_of
 from torch_hybrid.models.load import unread_head
-from torch_hybrid.models.mtp import MtpHead, names_of, renamed, take_head
+from torch_hybrid.models.mtp import MtpHead, names_of, renamed, share_config, take_head
 from torch_hybrid.packing import Packing
 from torch_hybrid.training.causal_lm import CausalLM
 from torch_hybrid.training.linear_cross_entropy import summed_loss
@@ -127,7 +127,8 @@ def _read_head(model: Any, path_or_id: str | Path) -> MtpHead:
         )
     if "lm_head" not in children or model.config.get_text_config() is not model.config:
         raise UnsupportedError(
-            f"an MTP head trains beside a causal language model of texts alone, got {name}"
+            "an MTP head trains beside a causal language model of texts alone, as "
+            f"AutoModelForCausalLM loads it, got {name}"
         )
     like, config = model.get_input_embeddings().weight, model.config
     checkpoint, architecture, theirs = unread_head(path, like.dtype, like.device)
@@ -138,8 +139,6 @@ def _read_head(model: Any, path_or_id: str | Path) -> MtpHead:
             f"the MTP head in {path} must be of a model like this one, whose {', '.join(_SIZES)} "
             f"are {sizes}, got {others}"
         )
-    for part in head.modules():
-        if "config" in vars(part):  # says by which attention and experts a layer computes
-            part.config = config
+    share_config(head, config)
     read_weights(head, checkpoint, like.device)
     return head.requires_grad_().train(model.training)
