@@ -181,6 +181,24 @@ def test_embeddings_positions_and_logits_are_taken_and_given(twin: Any):
     assert twin(**sent).keys() == {"loss", "logits"}
 
 
+def test_positions_with_axes_are_those_of_texts(tmp_path: Path):
+    make_checkpoint("qwen3_5", tmp_path)
+    twin, sent = load(tmp_path), flattened(make_rows(LENGTHS))
+    of_text, place = twin(**sent).mtp_loss, sent.pop("position_ids")
+    assert torch.equal(twin(**sent, position_ids=place.expand(4, -1, -1)).mtp_loss, of_text)
+    others = twin(**sent, position_ids=torch.stack([place, place, 3 * place, place]))
+    assert not torch.equal(others.mtp_loss, of_text)
+
+
+def test_routers_of_the_head_are_of_no_balance(tmp_path: Path):
+    make_checkpoint("qwen3_next", tmp_path)
+    plain = th.make_trainable(tf.AutoModelForCausalLM.from_pretrained(tmp_path)).train()
+    sent = {**flattened(make_rows(LENGTHS)), "output_router_logits": True}
+    made, expected = load(tmp_path)(**sent), plain(**sent)
+    assert torch.equal(made.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(made.loss, expected.loss + WEIGHT * made.mtp_loss)
+
+
 def test_no_packing_compiles_another_graph(twin: Any):
     torch._dynamo.reset()
     step = torch.compile(twin, fullgraph=True, backend="aot_eager")
