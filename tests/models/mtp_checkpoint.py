@@ -3,6 +3,7 @@ itself in plain PyTorch, around a decoder layer of transformers."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ class Oracle:
         norm = base.norm if hasattr(base, "norm") else base.norm_f
         self.norms: dict[str, nn.Module] = {}
         for name in ("embedding_norm", "hidden_norm", "norm"):
-            own = type(norm)(dim, eps=1e-6)
+            own = copy.deepcopy(norm)
             own.weight.data.copy_(norm.weight + 0.2 * torch.randn(dim, generator=rng))
             self.norms[name] = own.requires_grad_(False)
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import torch_hybrid as th
 from tests.training.twins import flattened, make_rows, make_twin
 
 BATCHES = 2  # of a step
@@ -27,6 +28,7 @@ def train(
     *,
     by: str = "FSDP2",
     family: str = "qwen3_next_dense",
+    mtp: str | None = None,
 ) -> list[float]:
     """Take steps on two packings each, every rank on its share; return the mean losses.
 
@@ -37,9 +39,10 @@ def train(
         save_to: folder for a checkpoint after the last step.
         by: "FSDP2", "FSDP2 of compiled layers" or "DDP".
         family: of the model.
+        mtp: folder of a checkpoint whose head trains too.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    twin = make_twin(family, seed=1 if resume_from else 0)
+    twin = th.make_trainable(make_twin(family, seed=1 if resume_from else 0), mtp=mtp)
     if num_ranks > 1:
         twin = spread(twin, by)
     optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
@@ -62,9 +65,10 @@ def train(
     return seen
 
 
-def train_each(families: tuple[str, ...]) -> dict[str, list[float]]:
-    """Take two steps with a twin of each family."""
-    return {family: train(0, 2, family=family) for family in families}
+def train_each(families: tuple[str, ...], mtp: str) -> dict[str, list[float]]:
+    """Take two steps with a twin of each family, and with one and its head."""
+    losses = {family: train(0, 2, family=family) for family in families}
+    return {**losses, "with a head": train(0, 2, mtp=mtp)}
 
 
 def spread(twin: Any, by: str) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.mtp_checkpoint import make_checkpoint
 from tests.parallel.processes import results, run_ranks
 from tests.training.sharded import train, train_each
 from tests.training.twins import FAMILIES
@@ -26,9 +27,11 @@ def test_two_ranks_have_the_losses_of_one(alone: list[float], by: str):
         assert losses == pytest.approx(alone, rel=1e-5)
 
 
-def test_two_ranks_have_the_losses_of_one_in_each_family():
-    (one,) = results(run_ranks(train_each, 1, FAMILIES))
-    for losses in results(run_ranks(train_each, 2, FAMILIES)):
+def test_two_ranks_have_the_losses_of_one_in_each_family(tmp_path: Path):
+    make_checkpoint("qwen3_next_dense", tmp_path)
+    given = (FAMILIES, str(tmp_path))
+    (one,) = results(run_ranks(train_each, 1, *given))
+    for losses in results(run_ranks(train_each, 2, *given)):
         assert losses == {name: pytest.approx(each, rel=1e-5) for name, each in one.items()}
 
 

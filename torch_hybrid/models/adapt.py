@@ -15,7 +15,7 @@ from torch_hybrid.models.families import architecture_of
 from torch_hybrid.models.family import Family
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.merge_adapters import merge_adapters
-from torch_hybrid.models.mtp import take_head
+from torch_hybrid.models.mtp import MtpHead, put_back, take_head
 from torch_hybrid.models.quantized import refuse_modules
 from torch_hybrid.models.taken_weights import check_weights_say_all
 from torch_hybrid.models.text_part import (
@@ -41,8 +41,9 @@ def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
     """Swap the mixers of a transformers model in memory. The model is taken over and changed.
 
     Adapters of peft, in a PeftModel or in a transformers model, are merged into its weights. Of a
-    multimodal model, the text part is taken; with ``vision``, its tower too. Weights that were made
-    in inference mode are replaced by plain copies.
+    multimodal model, the text part is taken; with ``vision``, its tower too. An MTP head that was
+    trained beside the model is the adapted model's. Weights that were made in inference mode are
+    replaced by plain copies.
 
     Raises:
         UnsupportedError: the model type, or a field of its config, is not known here; an adapter
@@ -61,7 +62,11 @@ def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
         raise ValueError(
             f"hf_model must be a causal language model of transformers, got {type(hf_model)}"
         )
-    architecture = architecture_of(hf_model.config)
+    trained = dict(hf_model.named_children()).get("mtp")
+    head = trained if isinstance(trained, MtpHead) else None
+    architecture = architecture_of(hf_model.config, mtp=head is not None)
+    if head is not None:
+        put_back(hf_model, head)
     tower = None
     if vision:
         check_has_tower(architecture)

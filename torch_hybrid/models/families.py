@@ -73,10 +73,10 @@ def family_of(model_type: Any) -> Family:
     return FAMILIES[model_type]
 
 
-def architecture_of(config: Any) -> Architecture:
-    """Return the architecture that a transformers config describes.
+def architecture_of(config: Any, *, mtp: bool = False) -> Architecture:
+    """Return the architecture that a transformers config describes, with an MTP head or without.
 
     Raises:
         UnsupportedError: the model type, or a field of the config, is not known here.
     """
-    return Architecture.of(config, family_of(config.model_type))
+    return Architecture.of(config, family_of(config.model_type), mtp=mtp)

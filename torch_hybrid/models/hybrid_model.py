@@ -229,7 +229,7 @@ class HybridModel(nn.Module):
         out: Tensor = head(
             embedded,
             hidden,
-            step,
+            step=step,
             position_embeddings=rotations,
             position_ids=position_ids,
             attention_mask=None,

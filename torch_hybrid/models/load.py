@@ -179,29 +179,56 @@ def unread(
     if vision and mtp:
         raise UnsupportedError("a model that is given images cannot have its MTP head: load either")
     folder, fields = _read_config(path_or_id)
-    named = fields.get("transformers_weights")
     if is_ring_2_5(fields):
         if vision:
             raise UnsupportedError(no_tower(fields["model_type"]))
         if mtp:
             raise UnsupportedError("Ring-2.5 has no MTP head that is known here")
         sizes = Ring25Config.from_dict(fields)
+        named = fields.get("transformers_weights")
         checkpoint = open_checkpoint(fetch_weights(path_or_id, folder, named), named)
         return checkpoint, make_unread_ring_2_5(checkpoint, sizes, fields, dtype, device)
+    checkpoint, architecture, hf_model = unread_model(
+        path_or_id, folder, fields, dtype, device, vision=vision, mtp=mtp
+    )
+    tower = None
+    if not vision:
+        warn_of_dropped(architecture.config)
+    else:
+        hf_model, tower = text_and_tower(hf_model, architecture.family)
+    return checkpoint, adapted(hf_model, architecture, tower)
+
+
+def unread_head(
+    path_or_id: str, dtype: torch.dtype, device: torch.device
+) -> tuple[Checkpoint, Architecture, Any]:
+    """Open a checkpoint, and make a model of transformers with its MTP head, both unread."""
+    folder, fields = _read_config(path_or_id)
+    return unread_model(path_or_id, folder, fields, dtype, device, mtp=True)
+
+
+def unread_model(
+    path_or_id: str,
+    folder: Path,
+    fields: dict[str, Any],
+    dtype: torch.dtype | str,
+    device: torch.device,
+    *,
+    vision: bool = False,
+    mtp: bool = False,
+) -> tuple[Checkpoint, Architecture, Any]:
+    """Open a checkpoint of transformers by its headers, and make a model with unread weights."""
+    named = fields.get("transformers_weights")
     family, config = _transformers_config(path_or_id, folder, fields)
     made_weights = take_quantization(config)
     architecture = Architecture.of(config, family, mtp=mtp)
     if vision:
         check_has_tower(architecture)
-    else:
-        warn_of_dropped(config)
     checkpoint = open_checkpoint(fetch_weights(path_or_id, folder, named), named)
     if made_weights is not None:
         checkpoint = made_weights(checkpoint)
-    hf_model, tower = make_unread(checkpoint, architecture, dtype, device, vision=vision), None
-    if vision:
-        hf_model, tower = text_and_tower(hf_model, family)
-    return checkpoint, adapted(hf_model, architecture, tower)
+    hf_model = make_unread(checkpoint, architecture, dtype, device, vision=vision)
+    return checkpoint, architecture, hf_model
 
 
 def _read_config(path_or_id: str) -> tuple[Path, dict[str, Any]]:

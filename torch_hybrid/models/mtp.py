@@ -29,7 +29,6 @@ from torch_hybrid.backends.step import Step
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.mixer import Composed
-from torch_hybrid.models.checkpoint.content import Stored
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.specs import LayerTable, PreviousHiddenSpec
 
@@ -86,14 +85,14 @@ class MtpHead(Composed):
     first_layer: int  # number of the first of them in the model's table
     kinds: frozenset[str]  # kinds of their mixers
 
-    def forward(self, embedded: Tensor, hidden: Tensor, step: Step, **options: Any) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, **options: Any) -> Tensor:
         """Predict the token after each one, as hidden states for the model's head.
 
         Args:
             embedded: [T, dim] embeddings of the tokens.
             hidden: [T, dim] hidden states of the token before each, of the model or of the head.
-            step: step whose caches hold the head's past; they are mutated as its plans say.
-            options: further arguments of the decoder layers.
+            options: further arguments of the decoder layers. Caches of a ``step`` hold the head's
+                past; they are mutated as its plans say.
 
         Returns:
             [T, dim].
@@ -101,7 +100,7 @@ class MtpHead(Composed):
         both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=-1)
         out = self.fc(both)[None]
         for layer in self.layers:
-            out = layer(out, step=step, **options)
+            out = layer(out, **options)
         result: Tensor = self.norm(out)[0]
         return result.to(hidden.dtype)
 
@@ -171,37 +170,54 @@ def with_head(
     Raises:
         ValueError: the checkpoint has no MTP head.
     """
-    num_head = len(layout.layer_types(config))
-    num_layers = config.num_hidden_layers - num_head
-    first = num_layers if layout.numbered_on else 0
-    where = {"first": first, "last": first + num_head - 1}
-    names = {getattr(layout, part).format(**where): f"mtp.{part}" for part in _PARTS}
-    names |= {name.format(**where): "" for name in layout.shared}
-    layers = {
-        layout.layers.format(first + i): f"model.layers.{num_layers + i}" for i in range(num_head)
-    }
-    found = dict(_renamed(given.tensors, {**names, **layers}))
+    num_layers = config.num_hidden_layers - len(layout.layer_types(config))
+    names = names_of(layout, config, num_layers, layers="model.layers", first=num_layers)
+    kept, found = {}, {}
+    for name, stored in checkpoint.tensors.items():
+        if renamed(name, names) is None:
+            kept[name] = stored
+    for name, stored in given.tensors.items():
+        if ours := renamed(name, names):
+            found[ours] = stored
     if "mtp.fc.weight" not in found:
+        fc = next(name for name, ours in names.items() if ours == "mtp.fc")
         raise ValueError(
             f"the checkpoint {given.folder} has no MTP head: there is no tensor "
-            f"{layout.fc.format(**where)}.weight{given.reasons()}"
+            f"{fc}.weight{given.reasons()}"
         )
-    kept = {name: stored for name, stored in checkpoint.tensors.items() if not _is_of(name, layers)}
     return replace(checkpoint, tensors={**kept, **found})
 
 
-def _renamed(tensors: Mapping[str, Stored], names: Mapping[str, str]) -> Mapping[str, Stored]:
-    """Rename tensors whose names begin with one of ``names``, by the longest; drop all others."""
-    found = {}
-    for name, stored in tensors.items():
-        old = max((old for old in names if name.startswith(f"{old}.")), key=len, default=None)
-        if old is not None and names[old]:
-            found[names[old] + name.removeprefix(old)] = stored
-    return found
+def names_of(
+    layout: MtpLayout, config: Any, num_layers: int, *, layers: str, first: int
+) -> dict[str, str]:
+    """Map the names of a head's modules in a checkpoint to ours; those of shared ones to "".
+
+    Args:
+        layout: layout of the family's heads.
+        config: the text config.
+        num_layers: number of the model's own layers.
+        layers: our name of the list of layers, in which the head's begin at ``first``.
+    """
+    num_head, theirs = len(layout.layer_types(config)), num_layers if layout.numbered_on else 0
+    where = {"first": theirs, "last": theirs + num_head - 1}
+    return {
+        **{getattr(layout, part).format(**where): f"mtp.{part}" for part in _PARTS},
+        **{layout.layers.format(theirs + i): f"{layers}.{first + i}" for i in range(num_head)},
+        **{name.format(**where): "" for name in layout.shared},
+    }
 
 
-def _is_of(name: str, prefixes: Mapping[str, str]) -> bool:
-    return any(name.startswith(f"{prefix}.") for prefix in prefixes)
+def renamed(name: str, names: Mapping[str, str]) -> str | None:
+    """Rename a tensor of the module, the innermost one, that ``names`` lists.
+
+    Returns:
+        None for tensors of other modules, and "" for those of modules whose new name is "".
+    """
+    old = max((old for old in names if name.startswith(f"{old}.")), key=len, default=None)
+    if old is None:
+        return None
+    return names[old] and names[old] + name.removeprefix(old)
 
 
 def add_parts(hf_model: Any) -> None:
@@ -235,3 +251,17 @@ def take_head(hf_model: Any, table: LayerTable, num_head: int) -> MtpHead:
     kinds = frozenset(entry.kind for layer in table.layers[first:] for entry in layer)
     named = {name: parts[name] for name in _PARTS}
     return MtpHead(**named, layers=layers, first_layer=first, kinds=kinds)
+
+
+def put_back(hf_model: Any, head: MtpHead) -> None:
+    """Put a head, the model's ``mtp``, where ``take_head`` finds it."""
+    share_config(head, hf_model.config)
+    hf_model.base_model.layers.extend(head.layers)
+    hf_model.mtp = nn.ModuleDict({name: getattr(head, name) for name in _PARTS})
+
+
+def share_config(head: MtpHead, config: Any) -> None:
+    """Give a head's layers the config that says by which attention and experts they compute."""
+    for part in head.modules():
+        if "config" in vars(part):
+            part.config = config

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
 from torch_hybrid.ops.linear_cross_entropy import IGNORED
 from torch_hybrid.training.boundaries import named, packing_of
 from torch_hybrid.training.decoder import asks_for_a_cache, check_says_nothing, keeps_a_cache
-from torch_hybrid.training.linear_cross_entropy import LossHead
+from torch_hybrid.training.linear_cross_entropy import LossHead, summed_loss
+
+
+@dataclass
+class MtpCausalLMOutput(MoeCausalLMOutputWithPast):  # type: ignore[misc]
+    """Output whose ``loss`` has a share of ``mtp_loss``, that of a head of further tokens."""
+
+    mtp_loss: Tensor | None = None
 
 
 class CausalLM(nn.Module):
@@ -28,6 +37,7 @@ class CausalLM(nn.Module):
     base_model: nn.Module
     config: Any
     lm_head: nn.Module
+    mtp_loss_weight: float
 
     def forward(
         self,
@@ -53,15 +63,25 @@ class CausalLM(nn.Module):
         keeps = inputs.get("logits_to_keep", 0)
         squares = vars(self).get("z_loss_coefficient", 0.0)  # of sums over logits, in Bamba
         whole = not skip or isinstance(keeps, Tensor) or keeps or squares > 0
-        if whole or type(self.lm_head) is not LossHead:
+        if (whole or not isinstance(self.lm_head, LossHead)) and not self.trains_head:
             return super().forward(labels=labels, **inputs)
-        return self.without_logits(labels, **inputs)
+        return self.by_chunks(labels, skip_logits=skip, **inputs)
+
+    @property
+    def trains_head(self) -> bool:
+        """Tell whether the loss of an MTP head is added."""
+        return False
+
+    def head_loss(self, hidden: Tensor, targets: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Sum the cross entropies of an MTP head, whose inputs are the model's hidden states."""
+        raise NotImplementedError
 
     @can_return_tuple  # type: ignore[untyped-decorator]
-    def without_logits(
+    def by_chunks(
         self,
         labels: Tensor,
         *,
+        skip_logits: bool,
         attention_mask: Tensor | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int = 0,
@@ -69,7 +89,7 @@ class CausalLM(nn.Module):
         shift_labels: Tensor | None = None,
         **inputs: Any,
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
-        """Compute the loss as transformers does, by chunks of logits."""
+        """Compute the loss as transformers does, by chunks of logits, and that of an MTP head."""
         config: Any = self.config.get_text_config()
         if output_router_logits is None:  # a field that dense models have not
             output_router_logits = getattr(config, "output_router_logits", False)
@@ -84,24 +104,31 @@ class CausalLM(nn.Module):
         hidden = outputs[0] if factor == 1 else outputs[0] * factor
         # A bound of logits, of RecurrentGemma and of xLSTM.
         softcap = getattr(config, "logits_soft_cap", getattr(config, "output_logit_soft_cap", None))
-        total = self.lm_head(hidden, targets, softcap)
+        head = self.lm_head
+        total = head(hidden, targets, softcap) if softcap else summed_loss(head, hidden, targets)
         if num_items_in_batch is None:
             num_items_in_batch = (targets != IGNORED).sum()
         loss = total / num_items_in_batch
-        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.get("attentions")}
+        made: dict[str, Any] = {
+            "logits": None if skip_logits else head(slice_logits_to_keep(hidden, logits_to_keep)),
+            "hidden_states": outputs.hidden_states,
+            "attentions": outputs.get("attentions"),
+        }
+        kind: Any = CausalLMOutputWithPast
         balance = vars(sys.modules[type(self).__module__]).get("load_balancing_loss_func")
-        if not output_router_logits or balance is None:
-            return CausalLMOutputWithPast(loss=loss, **states)
-        sizes = self if "num_experts" in vars(self) else config
-        aux_loss = balance(
-            outputs.router_logits, sizes.num_experts, sizes.num_experts_per_tok, attention_mask
-        )
-        return MoeCausalLMOutputWithPast(
-            loss=loss + sizes.router_aux_loss_coef * aux_loss,
-            aux_loss=aux_loss,
-            router_logits=outputs.router_logits,
-            **states,
-        )
+        if output_router_logits and balance is not None:
+            sizes = self if "num_experts" in vars(self) else config
+            made["aux_loss"] = balance(
+                outputs.router_logits, sizes.num_experts, sizes.num_experts_per_tok, attention_mask
+            )
+            loss = loss + sizes.router_aux_loss_coef * made["aux_loss"]
+            made["router_logits"] = outputs.router_logits
+            kind = MoeCausalLMOutputWithPast
+        if self.trains_head:
+            made["mtp_loss"] = self.head_loss(outputs[0], targets, inputs) / num_items_in_batch
+            loss = loss + self.mtp_loss_weight * made["mtp_loss"]
+            kind = MtpCausalLMOutput
+        return kind(loss=loss, **made)
 
 
 class MaskedCausalLM(CausalLM):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.ops.core.autograd import check_no_tangents
-from torch_hybrid.ops.linear_cross_entropy import linear_cross_entropy_forward
+from torch_hybrid.ops.linear_cross_entropy import IGNORED, linear_cross_entropy_forward
 
 
 class LossHead(nn.Linear):
@@ -35,3 +35,15 @@ class LossHead(nn.Linear):
             softcap=softcap,
             impl="torch",
         )[0]
+
+
+def summed_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Sum the cross entropies of any output head: of one with an adapter by whole logits."""
+    if isinstance(head, LossHead):
+        total: Tensor = head(hidden, targets)
+        return total
+    logits = head(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return nn.functional.cross_entropy(
+        logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )

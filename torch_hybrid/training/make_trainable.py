@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import cache, wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -17,7 +18,7 @@ M = TypeVar("M", bound=nn.Module)
 QUANT_METHODS = ("fp8", "torchao", "bitsandbytes")
 
 
-def make_trainable(model: M) -> M:
+def make_trainable(model: M, *, mtp: str | Path | None = None, mtp_loss_weight: float = 0.1) -> M:
     """Exchange the classes of a transformers model's mixers for ones that train packed sequences.
 
     Parameters keep their names, shapes and flags, so ``state_dict``, ``save_pretrained``, PEFT and
@@ -25,17 +26,27 @@ def make_trainable(model: M) -> M:
     transformers send. With ``labels=`` a training step makes no whole logits. ``generate`` and
     other calls with a cache run as transformers has them. A second call changes nothing.
 
+    With ``mtp``, the checkpoint's head that predicts further tokens becomes the model's ``mtp`` and
+    trains too. Of calls with ``labels=`` in training, ``outputs.mtp_loss`` is its cross entropy, of
+    which ``outputs.loss`` has ``mtp_loss_weight``. ``save_pretrained`` writes it where
+    ``from_pretrained(path, mtp=True)`` finds it. Adapters made after this call train and save what
+    they target in it; ``modules_to_save=["mtp"]`` has PEFT train all of it.
+
     Args:
         model: a model of transformers, or of PEFT around one; changed in place.
+        mtp: folder or hub id of the checkpoint whose head trains, as a rule that of ``model``. Of
+            several heads it is the first, and the others are not saved.
+        mtp_loss_weight: factor on the head's loss, kept as ``model.mtp_loss_weight``.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: ``model`` is no module.
+        ValueError: ``model`` is no module; or the checkpoint has no head, or one of another model.
         UnsupportedError: the model has no mixer that is trained here, or its weights are quantized
             and no frozen base under PEFT. Such a base is in block-FP8, or in a format of torchao or
-            bitsandbytes.
+            bitsandbytes. Or ``mtp`` is given for a model of PEFT, one with images, or one whose
+            heads are not known here.
     """
     from torch_hybrid.training.causal_lm import causal_lm_of, head_of
     from torch_hybrid.training.decoder import (
@@ -55,6 +66,10 @@ def make_trainable(model: M) -> M:
     if not isinstance(model, nn.Module):
         came = type(model).__name__
         raise ValueError(f"model must be one of transformers or PEFT in memory, got {came}")
+    if mtp is not None:
+        from torch_hybrid.training.mtp import make_trainable_with_head
+
+        return make_trainable_with_head(model, mtp, mtp_loss_weight)
     modules: list[Any] = list(model.modules())
     twins: dict[str, Any] = dict(TWINS)
     if any(isinstance(module, Twin) for module in modules):
@@ -77,14 +92,13 @@ def make_trainable(model: M) -> M:
         children = dict(module.named_children())
         theirs: Any = type(module)
         if (twin := twins.get(theirs.__name__)) is not None:
-            module.__class__ = _in_front(twin, theirs)
+            module.__class__ = in_front(twin, theirs)
         elif module in frozen:
-            module.__class__ = _in_front(frozen[module], theirs)
+            module.__class__ = in_front(frozen[module], theirs)
         elif frozen.get(children.get("base_layer")) is FrozenFP8Linear:
             module.merge = refuse_to_merge
         elif type(head := children.get(head_of(children))) is nn.Linear:
-            ours: Any = causal_lm_of(children)
-            module.__class__ = _in_front(ours, theirs)
+            module.__class__ = in_front(causal_lm_of(children), theirs)
             if head.bias is None and head not in frozen:
                 head.__class__ = LossHead
     return model
@@ -121,7 +135,7 @@ def _layer_parts(module: nn.Module) -> Iterator[str]:
 
 
 @cache
-def _in_front(ours: Any, theirs: Any) -> Any:
+def in_front(ours: Any, theirs: Any) -> Any:
     """Make a class under the name of ``theirs`` whose forward is that of ``ours``.
 
     Trainers read the arguments of a model from the signature of its forward. Modules are pickled
@@ -144,7 +158,7 @@ def _in_front(ours: Any, theirs: Any) -> Any:
 
 def _new_in_front(ours: Any, theirs: Any) -> Any:
     """Make an empty module to unpickle into."""
-    both = _in_front(ours, theirs)
+    both = in_front(ours, theirs)
     return both.__new__(both)
 
 
