@@ -56,6 +56,8 @@ OPS: dict[str, tuple[str, ...]] = {
         "selective_scan_backward",
         "causal_conv1d_forward",
         "causal_conv1d_backward",
+        "gated_norm_forward",
+        "gated_norm_backward",
         "packed_attention_forward",
         "packed_attention_backward",
         "linear_cross_entropy_forward",

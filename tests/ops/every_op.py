@@ -367,6 +367,12 @@ def _cross_entropy(by: str) -> _Made:
     return (hidden, weight, targets), options, {"targets": (0, 37)}
 
 
+def _gated_norm(by: str) -> _Made:
+    rows = torch.randn(2 + (by == "backward"), 9, 32)
+    options = {"group_size": 16, "eps": 1e-5, "activation": "silu", "gates_first": True}
+    return _without_indices(*rows[:2], torch.randn(32), *rows[2:], **options)
+
+
 def _without_indices(*args: Any, **options: Any) -> _Made:
     return args, options, {}
 
@@ -393,6 +399,8 @@ CALLS: dict[str, Callable[[], _Made]] = {
         gated_delta_step.make_inputs(gated_delta_step.case(**_ONE_EACH, has_bias=True))
     ),
     "gated_delta_step, drafts": _gated_delta_verify,
+    "gated_norm_backward": lambda: _gated_norm("backward"),
+    "gated_norm_forward": lambda: _gated_norm("forward"),
     "gated_pooling": _gated_pooling,
     "gather_latents": _gather_latents,
     "head_linear": lambda: _without_indices(

@@ -17,6 +17,7 @@ from torch_hybrid.training.mixers.twin import (
     as_work,
     by_head,
     convolved,
+    gated_norm,
     work_dtype,
 )
 
@@ -84,7 +85,7 @@ class GatedDeltaNet(DeltaRule):
 
     def finish(self, o: Tensor, gate: Tensor) -> Tensor:
         """Normalise and gate the rows [T * HV, V] of all heads, and project tokens."""
-        return self.out_proj(self.norm(o, gate).view(-1, self.value_dim))
+        return self.out_proj(gated_norm(self.norm, o, gate).view(-1, self.value_dim))
 
 
 class JointGatedDeltaNet(GatedDeltaNet):
@@ -121,7 +122,7 @@ class SeparateGatedDeltaNet(GatedDeltaNet):
         return self.decayed(qkv, self.a_proj(x), beta, self.g_proj(x))
 
     def finish(self, o: Tensor, gate: Tensor) -> Tensor:
-        return self.o_proj(self.o_norm(o, gate).view(-1, self.value_dim))
+        return self.o_proj(gated_norm(self.o_norm, o, gate).view(-1, self.value_dim))
 
 
 class KimiDeltaAttention(DeltaRule):
@@ -153,7 +154,8 @@ class KimiDeltaAttention(DeltaRule):
         o, _ = kimi_delta_attention(
             q, k, v, g, beta, packing, qk_l2norm=True, output_final_state=False
         )
-        return self.o_proj(self.o_norm(o, by_head(x.gate, self.head_dim)).flatten(1))
+        heads = o.flatten(0, 1), x.gate.reshape(-1, self.head_dim)
+        return self.o_proj(gated_norm(self.o_norm, *heads).view(-1, self.qkv_dim))
 
 
 class LowRankGateKimiDeltaAttention(KimiDeltaAttention):

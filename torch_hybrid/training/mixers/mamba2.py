@@ -9,7 +9,14 @@ from torch.nn.functional import silu
 
 from torch_hybrid.functional import ssd
 from torch_hybrid.packing import Packing
-from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work, by_head, convolved
+from torch_hybrid.training.mixers.twin import (
+    Submodule,
+    Twin,
+    as_work,
+    by_head,
+    convolved,
+    gated_norm,
+)
 
 
 class Mamba2(Twin):
@@ -51,7 +58,7 @@ class Mamba2(Twin):
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """Normalise and gate outputs [T, H * P]."""
-        return self.norm(y, gate)
+        return gated_norm(self.norm, y, gate)
 
 
 class FalconH1Mamba2(Mamba2):
@@ -65,4 +72,4 @@ class FalconH1Mamba2(Mamba2):
         return self.in_proj(x * self.ssm_in_multiplier) * self.mup_vector[0]
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        return self.norm(y, gate) if self.mamba_rms_norm else y * silu(gate)
+        return gated_norm(self.norm, y, gate) if self.mamba_rms_norm else y * silu(gate)

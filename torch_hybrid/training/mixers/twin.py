@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from torch_hybrid.functional import causal_conv1d
+from torch_hybrid.ops.core.registration import first_impl
+from torch_hybrid.ops.gated_norm import gated_norm_forward
 from torch_hybrid.packing import Packing
 
 Submodule = Callable[..., Tensor]
@@ -55,6 +57,24 @@ def convolved(
     bias = None if bias is None else bias.to(x.dtype)
     y, _ = causal_conv1d(x, weight, bias, packing, activation=activation, output_final_state=False)
     return y
+
+
+def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+    """Normalise and gate rows [R, D] by a norm of transformers: one pass over them on a CPU."""
+    if x.device.type != "cpu":
+        normed: Tensor = norm(x, gate)
+        return normed
+    width = x.shape[1]
+    # Mamba2's norms have groups; of the others Falcon-H1's alone says when it gates.
+    is_grouped = hasattr(norm, "group_size")
+    return gated_norm_forward(
+        *(x, gate.to(x.dtype), as_work(norm.weight)),
+        group_size=norm.group_size if is_grouped else width // getattr(norm, "n_groups", 1),
+        eps=norm.variance_epsilon,
+        activation=getattr(norm, "activation", "silu"),
+        gates_first=is_grouped or not getattr(norm, "norm_before_gate", True),
+        impl=first_impl("gated_norm_forward", x.device, x.dtype),
+    )
 
 
 def earlier(x: Tensor, packing: Packing, steps: int = 1, before: Tensor | float = 0.0) -> Tensor:
