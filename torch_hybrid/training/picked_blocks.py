@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_hybrid.ops.core.registration import first_impl
+from torch_hybrid.ops.gated_pooling import gated_pooling
 from torch_hybrid.ops.select_blocks import select_blocks
 from torch_hybrid.packing import Packing
 
@@ -59,6 +60,28 @@ def pick_blocks(
         block_size=block_size,
         top_k=top_k,
         impl=first_impl("select_blocks", q.device, q.dtype, index_dim=q.shape[-1]),
+    )
+
+
+def pool_blocks(keys: Tensor, gates: Tensor, bias: Tensor, packing: Packing) -> Tensor:
+    """Compute the keys of blocks: means of their tokens' keys, weighted by a softmax of gates.
+
+    Args:
+        keys: [T, D], float dtype.
+        gates: [T, D], in any float dtype.
+        bias: [block_size, D] what gates have more by their place in a block, likewise.
+        packing: of the T tokens.
+
+    Returns:
+        [T, D] in keys' dtype: the key of the block that a token is the last of; of others, 0.
+    """
+    gates, bias = gates.to(keys.dtype), bias.to(keys.dtype)
+    block_size, dim = bias.shape
+    nobody = torch.zeros_like(packing.cu_seqlens[1:])
+    return gated_pooling(
+        *(keys, gates, bias, keys.new_zeros(1, block_size - 1, 2, dim)),
+        *(packing.cu_seqlens, packing.cu_seqlens.diff(), nobody, nobody),
+        impl=first_impl("gated_pooling", keys.device, keys.dtype, block_size=block_size),
     )
 
 

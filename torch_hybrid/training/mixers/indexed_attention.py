@@ -11,9 +11,9 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import apply_rotary_pos_em
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.packing import Packing
-from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work, by_head
+from torch_hybrid.training.mixers.twin import Submodule, Twin, by_head
 from torch_hybrid.training.packed_attention import packed_attention
-from torch_hybrid.training.picked_blocks import over_block, pick_blocks
+from torch_hybrid.training.picked_blocks import over_block, pick_blocks, pool_blocks
 
 
 class IndexedTwin(Twin):
@@ -136,9 +136,7 @@ class IndexedLatentAttention(IndexedTwin):
         if not own.index_kpool_always_select_tail:
             raise UnsupportedError("index_kpool_always_select_tail must be True, got False")
         q, keys = by_head(own.wq_b(latent_q), own.head_dim), own.k_norm(own.wk(x))
-        gates = over_block(linear(x, own.index_kpool_compress_gate), size)
-        shares = (as_work(gates) + own.index_kpool_compress_ape.mT).softmax(-1).to(keys.dtype)
-        keys = (shares * over_block(keys, size)).sum(-1)
-        return pick_blocks(
-            *(q, keys, own.weights_proj(x), packing), block_size=size, top_k=own.index_topk // size
-        )
+        gates = linear(x, own.index_kpool_compress_gate)
+        keys = pool_blocks(keys, gates, own.index_kpool_compress_ape, packing)
+        weights, top_k = own.weights_proj(x), own.index_topk // size
+        return pick_blocks(q, keys, weights, packing, block_size=size, top_k=top_k)
