@@ -1,0 +1,180 @@
+"""Twins of mixers of Inkling and Inkling-2: attention with biases by distance, convolutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from torch_hybrid.functional import causal_conv1d
+from torch_hybrid.packing import Packing
+from torch_hybrid.training.mixers.inkling_attention import biased_attention
+from torch_hybrid.training.mixers.twin import (
+    Submodule,
+    Twin,
+    TwinOfPair,
+    as_work,
+    by_head,
+    convolved,
+    work_dtype,
+)
+
+
+class AddedConvolution(Twin):
+    """Short convolution that is added to its input, as in Inkling.
+
+    Layers hand it a mask and no other keyword, so the packing comes in place of that.
+    """
+
+    conv1d: nn.Conv1d
+    conv_kernel_size: int
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, conv_mask: Any = None, **options: Any
+    ) -> Any:
+        """Map [B, T, D] to [B, T, D]."""
+        if isinstance(conv_mask, Packing):
+            return super().forward(hidden_states, packing=conv_mask)
+        return super().forward(hidden_states, *args, conv_mask=conv_mask, **options)
+
+    def packed(self, x: Tensor, packing: Packing) -> Tensor:
+        y = as_work(x)  # as transformers sums
+        return ((y + convolved(self.conv1d, y, packing)) * self.scale()).to(x.dtype)
+
+    def scale(self) -> float:
+        """Return the factor of sums."""
+        return 1.0
+
+
+class ScaledConvolution(AddedConvolution):
+    """Sum of an input and its short convolution, scaled by the number of its terms: Inkling-2."""
+
+    def scale(self) -> float:
+        return (self.conv_kernel_size + 1) ** -0.5
+
+
+class BiasedAttention(TwinOfPair):
+    """Attention with biases by distance, and convolutions of keys and values, as in Inkling."""
+
+    attention_dropout: float
+    config: Any
+    head_dim: int
+    is_sliding: bool
+    k_norm: Submodule
+    k_proj: Submodule
+    k_sconv: AddedConvolution
+    num_heads: int
+    o_proj: Submodule
+    q_norm: Submodule
+    q_proj: Submodule
+    r_proj: Submodule
+    rel_logits_proj: Any  # transformers' profiles of biases, whose parameter is read
+    scaling: float
+    sliding_window: int | None
+    v_proj: Submodule
+    v_sconv: AddedConvolution
+
+    def packed(self, x: Tensor, packing: Packing) -> Tensor:
+        q = self.q_norm(by_head(self.q_proj(x), self.head_dim))
+        k = self.k_norm(by_head(self.k_sconv.packed(self.k_proj(x), packing), self.head_dim))
+        v = by_head(self.v_sconv.packed(self.v_proj(x), packing), self.head_dim)
+        bias = self.r_proj(x).unflatten(-1, (self.num_heads, -1)) @ self.rel_logits_proj.proj
+        if not self.is_sliding and self.config.log_scaling_n_floor is not None:
+            growth = growth_of(packing.positions, self.config, work_dtype(q))
+            q, bias = ((as_work(each) * growth).to(each.dtype) for each in (q, bias))
+        o, _ = self.attend(q, k, v, bias, packing)
+        return self.o_proj(o.flatten(1))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, packing: Packing
+    ) -> tuple[Tensor, Tensor]:
+        """Attend within sequences, in one dtype; return logarithms of sums of weights too."""
+        is_cast = torch.is_autocast_enabled(v.device.type)
+        dtype = torch.get_autocast_dtype(v.device.type) if is_cast else v.dtype
+        return biased_attention(
+            *(each.to(dtype) for each in (q, k, v, bias)),
+            packing.cu_seqlens,
+            scale=self.scaling,
+            window=self.sliding_window,
+            dropout=self.attention_dropout if self.training else 0.0,
+        )
+
+
+class SinkAttention(BiasedAttention):
+    """Attention with biases, sinks and gates, of clipped heads, as in layers with a window."""
+
+    gate_proj: Submodule
+    k_l2_clip: Submodule
+    q_l2_clip: Submodule
+    rel_l2_clip: Submodule
+    sink_proj: Submodule
+    v_norm: Submodule
+
+    def packed(self, x: Tensor, packing: Packing) -> Tensor:
+        k = self.k_sconv.packed(self.k_proj(x), packing)
+        v = self.v_sconv.packed(self.v_proj(x), packing)
+        return self.gated(x, k, v, packing)
+
+    def gated(
+        self, x: Tensor, k: Tensor, v: Tensor, packing: Packing, growth: Tensor | None = None
+    ) -> Tensor:
+        """Attend from tokens [T, D] to convolved keys and values, and gate the outputs."""
+        q = self.q_l2_clip(by_head(self.q_proj(x), self.head_dim))
+        mix = self.rel_l2_clip(self.r_proj(x).unflatten(-1, (self.num_heads, -1)))
+        if growth is not None:
+            q, mix = ((as_work(each) * growth).to(each.dtype) for each in (q, mix))
+        k, v = (by_head(each, self.head_dim) for each in (k, v))
+        v = self.v_norm(as_work(v)).to(v.dtype)
+        bias = mix @ self.rel_logits_proj.proj
+        o, lse = self.attend(q, self.k_l2_clip(k), v, bias, packing)
+        # A sink is one more weight, of a value that is 0.
+        o = as_work(o) * (lse - self.sink_proj(x)).sigmoid()[..., None]
+        return self.o_proj((o.flatten(1) * as_work(self.gate_proj(x)).sigmoid()).to(v.dtype))
+
+
+class DynamicSinkAttention(SinkAttention):
+    """The same without a window, whose keys and values have inputs and filters of their own."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        key_hidden_states: Tensor,
+        value_hidden_states: Tensor,
+        *args: Any,
+        packing: Packing | None = None,
+        **options: Any,
+    ) -> Any:
+        """Map three inputs [B, T, D] to [B, T, D] and None."""
+        inputs = hidden_states, key_hidden_states, value_hidden_states
+        if packing is None:
+            return super().forward(*inputs, *args, **options)
+        x, of_keys, of_values = (each.flatten(0, 1) for each in inputs)
+        k = dynamically_convolved(self.k_sconv, self.k_proj(of_keys), of_keys, packing)
+        v = dynamically_convolved(self.v_sconv, self.v_proj(of_values), of_values, packing)
+        positions = options["position_ids"].expand(hidden_states.shape[:2]).flatten()
+        growth = growth_of(positions, self.config, work_dtype(x))
+        return self.gated(x, k, v, packing, growth).view(hidden_states.shape), None
+
+
+def dynamically_convolved(conv: Any, x: Tensor, mixes: Tensor, packing: Packing) -> Tensor:
+    """Add to tokens [T, C] their convolution, to whose taps tokens [T, D] add some by head."""
+    width, (num_tokens, channels) = conv.conv_kernel_size, x.shape
+    y = as_work(x)
+    static = conv.static_weight.to(y.dtype).flip(0).T.contiguous()
+    total, _ = causal_conv1d(y, static, None, packing, output_final_state=False)
+    lags = torch.arange(width, dtype=torch.int64, device=x.device)
+    taps = as_work(conv.weight_proj(mixes)).unflatten(-1, (conv.num_heads, width))
+    taps = taps.masked_fill((packing.positions[:, None] < lags)[:, None], 0.0)
+    past = by_head(pad(y, (0, 0, width - 1, 0)), channels // conv.num_heads)
+    total = (total + y).view(num_tokens, conv.num_heads, -1)
+    for lag in range(width):
+        total = total + past.narrow(0, width - 1 - lag, num_tokens) * taps[..., lag, None]
+    return (total.flatten(1) * (2 * width + 1) ** -0.5).to(x.dtype)
+
+
+def growth_of(positions: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
+    """Compute the factors [T, 1, 1] by which queries and biases of tokens grow."""
+    times = (positions + 1).to(dtype) / config.log_scaling_n_floor
+    return (1.0 + config.log_scaling_alpha * times.clamp(min=1.0).log())[:, None, None]

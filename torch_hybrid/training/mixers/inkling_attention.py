@@ -1,0 +1,196 @@
+"""Attention with biases by distance within packed sequences, by what trains of torch.
+
+A kernel for a CPU takes biases and gives them no gradient. So here are blocks of queries, whose
+weights the backward makes again, in an op: it reads the lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout as drop
+
+from torch_hybrid.ops.core.autocast import without_autocast
+from torch_hybrid.ops.core.autograd import check_no_tangents
+from torch_hybrid.training.flex_attention import attend_with_biases
+from torch_hybrid.training.mixers.twin import work_dtype
+
+_BLOCK = 128
+
+
+@without_autocast
+def biased_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attend from each token to those before it in its sequence, and to itself.
+
+    Args:
+        q: [T, H, K], float dtype. k [T, HKV, K] and v [T, HKV, V] in that dtype.
+        bias: [T, H, R] in that dtype: what a query adds to the logit of the key at each distance.
+            Those at R or more have 0.
+        cu_seqlens: [N + 1] int32 offsets from 0 to T; equal ones are empty sequences.
+        scale: factor on products.
+        window: tokens that one attends to, itself among them; None for all.
+        dropout: probability to drop a weight. Above 0, and on a GPU for float64, T x T weights are
+            made.
+
+    Returns:
+        [T, H, V], and the logarithms [T, H] of sums of weights, float32 or float64.
+    """
+    check_no_tangents("biased_attention", q, k, v, bias)
+    if dropout or (q.is_cuda and q.dtype == torch.float64):
+        return _masked_attention(q, k, v, bias, cu_seqlens, scale, window, dropout)
+    if q.is_cuda:
+        return attend_with_biases(q, k, v, bias, cu_seqlens, scale, window)
+    made: tuple[Tensor, Tensor] = biased_attention_forward(q, k, v, bias, cu_seqlens, scale, window)
+    return made
+
+
+def _masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    window: int | None,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend by all T x T weights at once."""
+    row = torch.arange(len(q), dtype=torch.int64, device=q.device)
+    seq = torch.searchsorted(cu_seqlens, row, right=True)
+    before = row[:, None] - row
+    before = before.masked_fill(seq[:, None] != seq, -1)
+    logits = _logits(q, k, bias, before, scale, window)
+    lse = logits.logsumexp(-1)
+    weights = drop((logits - lse[..., None]).exp(), dropout)
+    out = torch.einsum("hgqk,khv->qhgv", weights, v.to(weights.dtype))
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(0, 1).T
+
+
+def _logits(
+    q: Tensor, k: Tensor, bias: Tensor, before: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Compute logits [HKV, H / HKV, Q, K] in the dtype of sums.
+
+    ``before`` [Q, K] is the distance of a key from a query; negative ones are not seen.
+    """
+    work, groups = work_dtype(q), (k.shape[1], -1)
+    q, bias = (x.to(work).unflatten(1, groups) for x in (q, bias))
+    logits = torch.einsum("qhgd,khd->hgqk", q * scale, k.to(work))
+    reach = bias.shape[-1]
+    place = before.clamp(0, reach - 1).expand(*logits.shape[:2], -1, -1)
+    added = bias.permute(1, 2, 0, 3).gather(-1, place).masked_fill(before >= reach, 0.0)
+    is_seen = before >= 0 if window is None else (before >= 0) & (before < window)
+    return (logits + added).masked_fill(~is_seen, -torch.inf)
+
+
+@torch.library.custom_op("torch_hybrid::biased_attention_forward", mutates_args=())
+def biased_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend by blocks of queries on a CPU; see :func:`biased_attention`."""
+    out, lse = _empty_results(q, k, v)
+    for rows, keys, before in _parts(cu_seqlens, window):
+        logits = _logits(q[rows], k[keys], bias[rows], before, scale, window)
+        of_rows = logits.logsumexp(-1)
+        weights = logits.sub_(of_rows[..., None]).exp_()
+        out[rows] = torch.einsum("hgqk,khv->qhgv", weights, v[keys].to(weights.dtype)).flatten(1, 2)
+        lse[rows] = of_rows.flatten(0, 1).T
+    return out, lse
+
+
+@torch.library.custom_op("torch_hybrid::biased_attention_backward", mutates_args=())
+def biased_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    cu_seqlens: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of q, k, v and bias."""
+    work, groups = work_dtype(q), (k.shape[1], -1)
+    dq, dbias = torch.empty_like(q), torch.empty_like(bias)
+    dk, dv = (torch.zeros_like(x, dtype=work) for x in (k, v))
+    distance = torch.arange(bias.shape[-1], dtype=torch.int64, device=q.device)
+    for rows, keys, before in _parts(cu_seqlens, window):
+        dy = dout[rows].to(work).unflatten(1, groups)
+        of_rows, dof_rows = (x[rows].T.unflatten(0, groups)[..., None] for x in (lse, dlse))
+        weights = _logits(q[rows], k[keys], bias[rows], before, scale, window)
+        weights = weights.sub_(of_rows).exp_()
+        dv[keys] += torch.einsum("hgqk,qhgv->khv", weights, dy)
+        dweights = torch.einsum("qhgv,khv->hgqk", dy, v[keys].to(work))
+        shared = (weights * dweights).sum(-1, keepdim=True) - dof_rows
+        dlogits = weights.mul_(dweights.sub_(shared))
+        dq[rows] = torch.einsum("hgqk,khd->qhgd", dlogits, k[keys].to(work) * scale).flatten(1, 2)
+        of_queries = q[rows].to(work).unflatten(1, groups) * scale
+        dk[keys] += torch.einsum("hgqk,qhgd->khd", dlogits, of_queries)
+        key = before[:, :1] - distance  # number of the key at each distance
+        dbiases = dlogits.gather(-1, key.clamp(min=0).expand(*dlogits.shape[:2], -1, -1))
+        dbias[rows] = dbiases.masked_fill(key < 0, 0.0).flatten(0, 1).transpose(0, 1)
+    return dq, dk.to(q.dtype), dv.to(q.dtype), dbias
+
+
+def _parts(cu_seqlens: Tensor, window: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield rows of queries, the rows of keys that they read, and how far before these are."""
+    for start, end in pairwise(cu_seqlens.tolist()):
+        for first in range(start, end, _BLOCK):
+            rows = slice(first, min(first + _BLOCK, end))
+            keys = slice(start if window is None else max(start, first - window + 1), rows.stop)
+            row, key = (
+                torch.arange(each.start, each.stop, dtype=torch.int64, device=cu_seqlens.device)
+                for each in (rows, keys)
+            )
+            yield rows, keys, row[:, None] - key
+
+
+@biased_attention_forward.register_fake
+def _empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Make tensors as a forward returns them."""
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    return out, q.new_empty(q.shape[:2], dtype=work_dtype(q))
+
+
+@biased_attention_backward.register_fake
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    """Make tensors as a backward returns them."""
+    return tuple(torch.empty_like(each) for each in (q, k, v, bias))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep what is given, and the logarithms of sums."""
+    ctx.save_for_backward(*inputs[:5], output[1])
+    ctx.options = inputs[5:]
+
+
+@without_autocast
+def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of what is given."""
+    made = biased_attention_backward(*ctx.saved_tensors, dout, dlse, *ctx.options)
+    return *made, None, None, None
+
+
+biased_attention_forward.register_autograd(_backward, setup_context=_keep)
