@@ -105,7 +105,7 @@ def keeps_a_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
         return False
     states = any(inputs.get(name) is not None for name in ("packing", "position_ids", *STATED))
     # Inkling's config has no such field: its forward makes no cache that nobody asks for.
-    return not states and bool(vars(decoder.config).get("use_cache"))
+    return not states and bool(getattr(decoder.config, "use_cache", False))
 
 
 def check_says_nothing(inputs: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from torch_hybrid.training.mixers.inkling import (
     BiasedAttention,
     DynamicSinkAttention,
     ScaledConvolution,
+    SeeingModel,
     SinkAttention,
 )
 from torch_hybrid.training.mixers.lightning import LightningAttention
@@ -65,6 +66,7 @@ TWINS: dict[str, type[Twin]] = {
     "MiniMaxLightningAttention": LightningAttention,
     "InklingAttention": BiasedAttention,
     "InklingShortConvolution": AddedConvolution,
+    "InklingModel": SeeingModel,
     "Inkling2SlidingAttention": SinkAttention,
     "Inkling2FullAttention": DynamicSinkAttention,
     "Inkling2ShortConvolution": ScaledConvolution,

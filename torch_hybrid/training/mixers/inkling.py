@@ -10,6 +10,8 @@ from torch.nn.functional import pad
 
 from torch_hybrid.functional import causal_conv1d
 from torch_hybrid.packing import Packing
+from torch_hybrid.training.boundaries import named, packing_of
+from torch_hybrid.training.decoder import check_says_nothing, keeps_a_cache
 from torch_hybrid.training.mixers.inkling_attention import biased_attention
 from torch_hybrid.training.mixers.twin import (
     Submodule,
@@ -135,7 +137,7 @@ class SinkAttention(BiasedAttention):
 
 
 class DynamicSinkAttention(SinkAttention):
-    """The same without a window, whose keys and values have inputs and filters of their own."""
+    """Attention with sinks, whose keys and values have inputs and filters of their own."""
 
     def forward(  # type: ignore[override]
         self,
@@ -156,6 +158,24 @@ class DynamicSinkAttention(SinkAttention):
         positions = options["position_ids"].expand(hidden_states.shape[:2]).flatten()
         growth = growth_of(positions, self.config, work_dtype(x))
         return self.gated(x, k, v, packing, growth).view(hidden_states.shape), None
+
+
+class SeeingModel(Twin):
+    """Model of Inkling with its towers, which makes masks of all tokens before its decoder is run.
+
+    They are not read there, but for a cache.
+    """
+
+    language_model: nn.Module
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Run the model; its decoder is handed the packing."""
+        inputs = named(self, args, options, last="use_cache")
+        if keeps_a_cache(self.language_model, inputs):
+            check_says_nothing(inputs)
+        else:
+            inputs["packing"], inputs["attention_mask"] = packing_of(inputs), {}
+        return super(Twin, self).forward(**inputs)
 
 
 def dynamically_convolved(conv: Any, x: Tensor, mixes: Tensor, packing: Packing) -> Tensor:

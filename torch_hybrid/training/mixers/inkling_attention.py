@@ -94,7 +94,7 @@ def _logits(
     place = before.clamp(0, reach - 1).expand(*logits.shape[:2], -1, -1)
     added = bias.permute(1, 2, 0, 3).gather(-1, place).masked_fill(before >= reach, 0.0)
     is_seen = before >= 0 if window is None else (before >= 0) & (before < window)
-    return (logits + added).masked_fill(~is_seen, -torch.inf)
+    return logits.add_(added).masked_fill_(~is_seen, -torch.inf)
 
 
 @torch.library.custom_op("torch_hybrid::biased_attention_forward", mutates_args=())
