@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Any
 
 import torch
@@ -42,19 +43,18 @@ class AddedConvolution(Twin):
         return super().forward(hidden_states, *args, conv_mask=conv_mask, **options)
 
     def packed(self, x: Tensor, packing: Packing) -> Tensor:
-        y = as_work(x)  # as transformers sums
-        return ((y + convolved(self.conv1d, y, packing)) * self.scale()).to(x.dtype)
+        return self.summed(as_work(x), packing).to(x.dtype)  # in float32, as transformers sums
 
-    def scale(self) -> float:
-        """Return the factor of sums."""
-        return 1.0
+    def summed(self, x: Tensor, packing: Packing) -> Tensor:
+        """Add to tokens [T, D] their convolution."""
+        return x + convolved(self.conv1d, x, packing)
 
 
 class ScaledConvolution(AddedConvolution):
-    """Sum of an input and its short convolution, scaled by the number of its terms: Inkling-2."""
+    """Short convolution that is added to its input, and scaled by its terms, as in Inkling-2."""
 
-    def scale(self) -> float:
-        return (self.conv_kernel_size + 1) ** -0.5
+    def summed(self, x: Tensor, packing: Packing) -> Tensor:
+        return super().summed(x, packing) / sqrt(self.conv_kernel_size + 1)
 
 
 class BiasedAttention(TwinOfPair):
@@ -84,8 +84,7 @@ class BiasedAttention(TwinOfPair):
         v = by_head(self.v_sconv.packed(self.v_proj(x), packing), self.head_dim)
         bias = self.r_proj(x).unflatten(-1, (self.num_heads, -1)) @ self.rel_logits_proj.proj
         if not self.is_sliding and self.config.log_scaling_n_floor is not None:
-            growth = growth_of(packing.positions, self.config, work_dtype(q))
-            q, bias = ((as_work(each) * growth).to(each.dtype) for each in (q, bias))
+            q, bias = grown(q, bias, packing, self.config)
         o, _ = self.attend(q, k, v, bias, packing)
         return self.o_proj(o.flatten(1))
 
@@ -95,9 +94,9 @@ class BiasedAttention(TwinOfPair):
         """Attend within sequences, in one dtype; return logarithms of sums of weights too."""
         is_cast = torch.is_autocast_enabled(v.device.type)
         dtype = torch.get_autocast_dtype(v.device.type) if is_cast else v.dtype
+        q, k, v, bias = (each.to(dtype) for each in (q, k, v, bias))
         return biased_attention(
-            *(each.to(dtype) for each in (q, k, v, bias)),
-            packing.cu_seqlens,
+            *(q, k, v, bias, packing.cu_seqlens),
             scale=self.scaling,
             window=self.sliding_window,
             dropout=self.attention_dropout if self.training else 0.0,
@@ -115,18 +114,20 @@ class SinkAttention(BiasedAttention):
     v_norm: Submodule
 
     def packed(self, x: Tensor, packing: Packing) -> Tensor:
+        q, mix = self.clipped(x)
         k = self.k_sconv.packed(self.k_proj(x), packing)
         v = self.v_sconv.packed(self.v_proj(x), packing)
-        return self.gated(x, k, v, packing)
+        return self.gated(x, q, mix, k, v, packing)
+
+    def clipped(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Project tokens [T, D] to queries [T, H, K] and mixes of profiles [T, H, M]."""
+        mix = self.r_proj(x).unflatten(-1, (self.num_heads, -1))
+        return self.q_l2_clip(by_head(self.q_proj(x), self.head_dim)), self.rel_l2_clip(mix)
 
     def gated(
-        self, x: Tensor, k: Tensor, v: Tensor, packing: Packing, growth: Tensor | None = None
+        self, x: Tensor, q: Tensor, mix: Tensor, k: Tensor, v: Tensor, packing: Packing
     ) -> Tensor:
-        """Attend from tokens [T, D] to convolved keys and values, and gate the outputs."""
-        q = self.q_l2_clip(by_head(self.q_proj(x), self.head_dim))
-        mix = self.rel_l2_clip(self.r_proj(x).unflatten(-1, (self.num_heads, -1)))
-        if growth is not None:
-            q, mix = ((as_work(each) * growth).to(each.dtype) for each in (q, mix))
+        """Attend to convolved keys and values, and gate the outputs by tokens [T, D]."""
         k, v = (by_head(each, self.head_dim) for each in (k, v))
         v = self.v_norm(as_work(v)).to(v.dtype)
         bias = mix @ self.rel_logits_proj.proj
@@ -155,9 +156,8 @@ class DynamicSinkAttention(SinkAttention):
         x, of_keys, of_values = (each.flatten(0, 1) for each in inputs)
         k = dynamically_convolved(self.k_sconv, self.k_proj(of_keys), of_keys, packing)
         v = dynamically_convolved(self.v_sconv, self.v_proj(of_values), of_values, packing)
-        positions = options["position_ids"].expand(hidden_states.shape[:2]).flatten()
-        growth = growth_of(positions, self.config, work_dtype(x))
-        return self.gated(x, k, v, packing, growth).view(hidden_states.shape), None
+        q, mix = grown(*self.clipped(x), packing, self.config)
+        return self.gated(x, q, mix, k, v, packing).view(hidden_states.shape), None
 
 
 class SeeingModel(Twin):
@@ -180,7 +180,8 @@ class SeeingModel(Twin):
 
 def dynamically_convolved(conv: Any, x: Tensor, mixes: Tensor, packing: Packing) -> Tensor:
     """Add to tokens [T, C] their convolution, to whose taps tokens [T, D] add some by head."""
-    width, (num_tokens, channels) = conv.conv_kernel_size, x.shape
+    width: int = conv.conv_kernel_size
+    num_tokens, channels = x.shape
     y = as_work(x)
     static = conv.static_weight.to(y.dtype).flip(0).T.contiguous()
     total, _ = causal_conv1d(y, static, None, packing, output_final_state=False)
@@ -191,10 +192,11 @@ def dynamically_convolved(conv: Any, x: Tensor, mixes: Tensor, packing: Packing)
     total = (total + y).view(num_tokens, conv.num_heads, -1)
     for lag in range(width):
         total = total + past.narrow(0, width - 1 - lag, num_tokens) * taps[..., lag, None]
-    return (total.flatten(1) * (2 * width + 1) ** -0.5).to(x.dtype)
+    return (total.flatten(1) / sqrt(2 * width + 1)).to(x.dtype)
 
 
-def growth_of(positions: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
-    """Compute the factors [T, 1, 1] by which queries and biases of tokens grow."""
-    times = (positions + 1).to(dtype) / config.log_scaling_n_floor
-    return (1.0 + config.log_scaling_alpha * times.clamp(min=1.0).log())[:, None, None]
+def grown(q: Tensor, mix: Tensor, packing: Packing, config: Any) -> tuple[Tensor, Tensor]:
+    """Scale queries and what biases are mixed of by the place of a token in its sequence."""
+    times = (packing.positions + 1).to(work_dtype(q)) / config.log_scaling_n_floor
+    growth = (1.0 + config.log_scaling_alpha * times.clamp(min=1.0).log())[:, None, None]
+    return (as_work(q) * growth).to(q.dtype), (as_work(mix) * growth).to(mix.dtype)

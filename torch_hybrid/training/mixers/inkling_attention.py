@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as drop
+from torch.nn.functional import pad
 
 from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.core.autograd import check_no_tangents
@@ -71,30 +72,39 @@ def _masked_attention(
     """Attend by all T x T weights at once."""
     row = torch.arange(len(q), dtype=torch.int64, device=q.device)
     seq = torch.searchsorted(cu_seqlens, row, right=True)
-    before = row[:, None] - row
-    before = before.masked_fill(seq[:, None] != seq, -1)
-    logits = _logits(q, k, bias, before, scale, window)
-    lse = logits.logsumexp(-1)
-    weights = drop((logits - lse[..., None]).exp(), dropout)
-    out = torch.einsum("hgqk,khv->qhgv", weights, v.to(weights.dtype))
-    return out.flatten(1, 2).to(q.dtype), lse.flatten(0, 1).T
+    before = (row[:, None] - row).masked_fill(seq[:, None] != seq, -1)
+    logits = _logits(_by_key_head(q, k), k, bias, before, scale, window)
+    lse = logits.logsumexp(-1, keepdim=True)
+    weights = drop((logits - lse).exp(), dropout)
+    out = torch.bmm(weights, _by_key_head(v, v))
+    return _by_token(out, q).to(q.dtype), _by_token(lse, q)[..., 0]
+
+
+def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
+    """Order rows [Q, H, D] by the HKV heads of keys: [HKV, H / HKV * Q, D], in sums' dtype."""
+    return x.to(work_dtype(x)).unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def _by_token(x: Tensor, q: Tensor) -> Tensor:
+    """Order them as queries [Q, H, K] are."""
+    return x.unflatten(1, (-1, q.shape[0])).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _logits(
     q: Tensor, k: Tensor, bias: Tensor, before: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """Compute logits [HKV, H / HKV, Q, K] in the dtype of sums.
+    """Compute logits [HKV, H / HKV * Q, K] of queries that are ordered by heads of keys.
 
     ``before`` [Q, K] is the distance of a key from a query; negative ones are not seen.
     """
-    work, groups = work_dtype(q), (k.shape[1], -1)
-    q, bias = (x.to(work).unflatten(1, groups) for x in (q, bias))
-    logits = torch.einsum("qhgd,khd->hgqk", q * scale, k.to(work))
+    logits = torch.bmm(q * scale, _by_key_head(k, k).mT)
     reach = bias.shape[-1]
-    place = before.clamp(0, reach - 1).expand(*logits.shape[:2], -1, -1)
-    added = bias.permute(1, 2, 0, 3).gather(-1, place).masked_fill(before >= reach, 0.0)
+    bias = pad(pad(bias.to(q.dtype), (0, 1)), (0, 1), value=-torch.inf)
+    bias = bias.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)
     is_seen = before >= 0 if window is None else (before >= 0) & (before < window)
-    return logits.add_(added).masked_fill_(~is_seen, -torch.inf)
+    place = torch.where(is_seen, before.clamp(max=reach), reach + 1)
+    added = bias.gather(-1, place.expand(*bias.shape[:2], -1, -1))
+    return logits.add_(added.flatten(1, 2))
 
 
 @torch.library.custom_op("torch_hybrid::biased_attention_forward", mutates_args=())
@@ -110,11 +120,13 @@ def biased_attention_forward(
     """Attend by blocks of queries on a CPU; see :func:`biased_attention`."""
     out, lse = _empty_results(q, k, v)
     for rows, keys, before in _parts(cu_seqlens, window):
-        logits = _logits(q[rows], k[keys], bias[rows], before, scale, window)
-        of_rows = logits.logsumexp(-1)
-        weights = logits.sub_(of_rows[..., None]).exp_()
-        out[rows] = torch.einsum("hgqk,khv->qhgv", weights, v[keys].to(weights.dtype)).flatten(1, 2)
-        lse[rows] = of_rows.flatten(0, 1).T
+        own = q[rows]
+        weights = _logits(_by_key_head(own, k), k[keys], bias[rows], before, scale, window)
+        most = weights.amax(-1, keepdim=True)
+        weights = weights.sub_(most).exp_()
+        sums = weights.sum(-1, keepdim=True)
+        out[rows] = _by_token(torch.bmm(weights, _by_key_head(v[keys], v)) / sums, own)
+        lse[rows] = _by_token(most + sums.log(), own)[..., 0]
     return out, lse
 
 
@@ -132,25 +144,24 @@ def biased_attention_backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k, v and bias."""
-    work, groups = work_dtype(q), (k.shape[1], -1)
-    dq, dbias = torch.empty_like(q), torch.empty_like(bias)
-    dk, dv = (torch.zeros_like(x, dtype=work) for x in (k, v))
+    work = work_dtype(q)
+    dq, dbias = q.new_empty(q.shape), bias.new_empty(bias.shape)
+    dk, dv = (x.new_zeros(x.shape, dtype=work) for x in (k, v))
     distance = torch.arange(bias.shape[-1], dtype=torch.int64, device=q.device)
     for rows, keys, before in _parts(cu_seqlens, window):
-        dy = dout[rows].to(work).unflatten(1, groups)
-        of_rows, dof_rows = (x[rows].T.unflatten(0, groups)[..., None] for x in (lse, dlse))
-        weights = _logits(q[rows], k[keys], bias[rows], before, scale, window)
-        weights = weights.sub_(of_rows).exp_()
-        dv[keys] += torch.einsum("hgqk,qhgv->khv", weights, dy)
-        dweights = torch.einsum("qhgv,khv->hgqk", dy, v[keys].to(work))
-        shared = (weights * dweights).sum(-1, keepdim=True) - dof_rows
-        dlogits = weights.mul_(dweights.sub_(shared))
-        dq[rows] = torch.einsum("hgqk,khd->qhgd", dlogits, k[keys].to(work) * scale).flatten(1, 2)
-        of_queries = q[rows].to(work).unflatten(1, groups) * scale
-        dk[keys] += torch.einsum("hgqk,qhgd->khd", dlogits, of_queries)
+        given = (x[rows] for x in (q, dout, lse[..., None], dlse[..., None]))
+        own, dy, sums, dsums = (_by_key_head(x, k) for x in given)
+        weights = _logits(own, k[keys], bias[rows], before, scale, window).sub_(sums).exp_()
+        dv[keys] += torch.bmm(weights.mT, dy).transpose(0, 1)
+        dweights = torch.bmm(dy, _by_key_head(v[keys], v).mT)
+        shared = (weights * dweights).sum(-1, keepdim=True) - dsums
+        dlogits = dweights.sub_(shared).mul_(weights)
+        dq[rows] = _by_token(torch.bmm(dlogits, _by_key_head(k[keys], k)) * scale, q[rows])
+        dk[keys] += torch.bmm(dlogits.mT, own * scale).transpose(0, 1)
         key = before[:, :1] - distance  # number of the key at each distance
-        dbiases = dlogits.gather(-1, key.clamp(min=0).expand(*dlogits.shape[:2], -1, -1))
-        dbias[rows] = dbiases.masked_fill(key < 0, 0.0).flatten(0, 1).transpose(0, 1)
+        of_keys = dlogits.unflatten(1, (-1, key.shape[0]))
+        dbiases = of_keys.gather(-1, key.clamp(min=0).expand(*of_keys.shape[:2], -1, -1))
+        dbias[rows] = _by_token(dbiases.masked_fill_(key < 0, 0.0).flatten(1, 2), q[rows])
     return dq, dk.to(q.dtype), dv.to(q.dtype), dbias
 
 
@@ -177,7 +188,7 @@ def _empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Te
 @biased_attention_backward.register_fake
 def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, ...]:
     """Make tensors as a backward returns them."""
-    return tuple(torch.empty_like(each) for each in (q, k, v, bias))
+    return tuple(each.new_empty(each.shape) for each in (q, k, v, bias))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
