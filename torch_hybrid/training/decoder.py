@@ -53,7 +53,7 @@ def hand_down_packing(
         x = inputs["inputs_embeds"] if x is None else x
         inputs["position_ids"] = packing.positions.view(x.shape[:2])
     inputs["attention_mask"] = packing if hands_masks_alone(decoder) else None
-    if has_attention(decoder) or has_sinks(decoder):  # then masks may be those of kinds of layers
+    if hands_masks_of_kinds(decoder):
         kinds = {*decoder.config.layer_types, "full_attention", "sliding_attention"}
         mask = None if attends_to_picked_blocks(decoder) else packing  # Qwen4-Exp reads its own
         masks = {"linear_attention": mask, "conv": mask}
@@ -79,10 +79,10 @@ def has_attention(decoder: Any) -> bool:
     return attends
 
 
-def has_sinks(decoder: Any) -> bool:
-    """Tell whether attention is part of a mixer that trains, as that of Inkling-2 is."""
+def hands_masks_of_kinds(decoder: Any) -> bool:
+    """Tell whether layers may be handed masks by their kinds; Inkling-2 exchanges no function."""
     kind: str = decoder.config.model_type
-    return kind == "inkling2_text"
+    return has_attention(decoder) or kind == "inkling2_text"
 
 
 def hands_masks_alone(decoder: Any) -> bool:
