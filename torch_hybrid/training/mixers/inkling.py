@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from torch_hybrid.functional import causal_conv1d
 from torch_hybrid.packing import Packing
 from torch_hybrid.training.boundaries import named, packing_of
 from torch_hybrid.training.decoder import check_says_nothing, keeps_a_cache
@@ -21,6 +19,7 @@ from torch_hybrid.training.mixers.twin import (
     as_work,
     by_head,
     convolved,
+    earlier,
     work_dtype,
 )
 
@@ -181,18 +180,13 @@ class SeeingModel(Twin):
 def dynamically_convolved(conv: Any, x: Tensor, mixes: Tensor, packing: Packing) -> Tensor:
     """Add to tokens [T, C] their convolution, to whose taps tokens [T, D] add some by head."""
     width: int = conv.conv_kernel_size
-    num_tokens, channels = x.shape
-    y = as_work(x)
-    static = conv.static_weight.to(y.dtype).flip(0).T.contiguous()
-    total, _ = causal_conv1d(y, static, None, packing, output_final_state=False)
-    lags = torch.arange(width, dtype=torch.int64, device=x.device)
-    taps = as_work(conv.weight_proj(mixes)).unflatten(-1, (conv.num_heads, width))
-    taps = taps.masked_fill((packing.positions[:, None] < lags)[:, None], 0.0)
-    past = by_head(pad(y, (0, 0, width - 1, 0)), channels // conv.num_heads)
-    total = (total + y).view(num_tokens, conv.num_heads, -1)
+    own = as_work(conv.weight_proj(mixes)).unflatten(-1, (conv.num_heads, 1, width))
+    taps = conv.static_weight.to(own.dtype).unflatten(-1, (conv.num_heads, -1))
+    total = as_work(x)
     for lag in range(width):
-        total = total + past.narrow(0, width - 1 - lag, num_tokens) * taps[..., lag, None]
-    return (total.flatten(1) / sqrt(2 * width + 1)).to(x.dtype)
+        past = earlier(as_work(x), packing, lag).view(-1, *taps.shape[1:])
+        total = total + (past * (taps[lag] + own[..., lag])).flatten(1)
+    return (total / sqrt(2 * width + 1)).to(x.dtype)
 
 
 def grown(q: Tensor, mix: Tensor, packing: Packing, config: Any) -> tuple[Tensor, Tensor]:
