@@ -82,12 +82,14 @@ def _masked_attention(
 
 def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
     """Order rows [Q, H, D] by the HKV heads of keys: [HKV, H / HKV * Q, D], in sums' dtype."""
-    return x.to(work_dtype(x)).unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    heads: Tensor = x.to(work_dtype(x)).unflatten(1, (k.shape[1], -1))
+    return heads.permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def _by_token(x: Tensor, q: Tensor) -> Tensor:
     """Order them as queries [Q, H, K] are."""
-    return x.unflatten(1, (-1, q.shape[0])).permute(2, 0, 1, 3).flatten(1, 2)
+    heads: Tensor = x.unflatten(1, (-1, q.shape[0]))
+    return heads.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _logits(
@@ -120,8 +122,9 @@ def biased_attention_forward(
     """Attend by blocks of queries on a CPU; see :func:`biased_attention`."""
     out, lse = _empty_results(q, k, v)
     for rows, keys, before in _parts(cu_seqlens, window):
-        own = q[rows]
-        weights = _logits(_by_key_head(own, k), k[keys], bias[rows], before, scale, window)
+        own, near = q[rows], slice(before.shape[1])  # no key is farther
+        of_rows = _by_key_head(own, k), k[keys], bias[rows, :, near]
+        weights = _logits(*of_rows, before, scale, window)
         most = weights.amax(-1, keepdim=True)
         weights = weights.sub_(most).exp_()
         sums = weights.sum(-1, keepdim=True)
@@ -145,23 +148,25 @@ def biased_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k, v and bias."""
     work = work_dtype(q)
-    dq, dbias = q.new_empty(q.shape), bias.new_empty(bias.shape)
+    dq, dbias = q.new_empty(q.shape), bias.new_zeros(bias.shape)
     dk, dv = (x.new_zeros(x.shape, dtype=work) for x in (k, v))
     distance = torch.arange(bias.shape[-1], dtype=torch.int64, device=q.device)
     for rows, keys, before in _parts(cu_seqlens, window):
         given = (x[rows] for x in (q, dout, lse[..., None], dlse[..., None]))
         own, dy, sums, dsums = (_by_key_head(x, k) for x in given)
-        weights = _logits(own, k[keys], bias[rows], before, scale, window).sub_(sums).exp_()
+        near = slice(before.shape[1])
+        weights = _logits(own, k[keys], bias[rows, :, near], before, scale, window)
+        weights = weights.sub_(sums).exp_()
         dv[keys] += torch.bmm(weights.mT, dy).transpose(0, 1)
         dweights = torch.bmm(dy, _by_key_head(v[keys], v).mT)
         shared = (weights * dweights).sum(-1, keepdim=True) - dsums
         dlogits = dweights.sub_(shared).mul_(weights)
         dq[rows] = _by_token(torch.bmm(dlogits, _by_key_head(k[keys], k)) * scale, q[rows])
         dk[keys] += torch.bmm(dlogits.mT, own * scale).transpose(0, 1)
-        key = before[:, :1] - distance  # number of the key at each distance
+        key = before[:, :1] - distance[near]  # number of the key at each distance
         of_keys = dlogits.unflatten(1, (-1, key.shape[0]))
         dbiases = of_keys.gather(-1, key.clamp(min=0).expand(*of_keys.shape[:2], -1, -1))
-        dbias[rows] = _by_token(dbiases.masked_fill_(key < 0, 0.0).flatten(1, 2), q[rows])
+        dbias[rows, :, near] = _by_token(dbiases.masked_fill_(key < 0, 0.0).flatten(1, 2), q[rows])
     return dq, dk.to(q.dtype), dv.to(q.dtype), dbias
 
 
