@@ -60,7 +60,7 @@ def test_names_shapes_and_flags_of_parameters_stay(family: str):
     assert isinstance(ours, type(theirs))
 
 
-@pytest.mark.parametrize("family", ["mamba2", "minimax", "xlstm"])
+@pytest.mark.parametrize("family", ["inkling2", "mamba2", "minimax", "xlstm"])
 def test_hidden_states_are_those_of_transformers(family: str):
     theirs, ours = make_pair(family)
     row = make_rows([9])[0]
