@@ -34,7 +34,7 @@ def plan_compiled(said: dict[str, Any]) -> list[torch.Tensor]:
 
 
 # The forward of Mamba2 hands its decoder a mask alone, xLSTM's decoder its layers nothing.
-KINDS = ["qwen3_next_dense", "mamba2", "recurrent_gemma", "rwkv", "xlstm", "zaya"]
+KINDS = ["qwen3_next_dense", "mamba2", "recurrent_gemma", "inkling2", "rwkv", "xlstm", "zaya"]
 
 
 @pytest.fixture(scope="module", params=KINDS)

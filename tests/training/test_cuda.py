@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tiny_models import cast
 from tests.training.test_compiled import draw_lengths, error
 from tests.training.twins import FAMILIES, flattened, furthest, grads, make_rows, make_twin
 
@@ -35,7 +36,7 @@ def test_gradients_in_float32_are_those_of_a_cpu(family: str):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_has_the_same_bits_twice(family: str):
-    twin = make_twin(family).to("cuda", torch.bfloat16)
+    twin = cast(make_twin(family).cuda(), torch.bfloat16)
     sent = on_cuda(flattened(make_rows(LENGTHS)))
     first, second = (on_cpu(grads(twin, twin(**sent).loss)) for _ in range(2))
     assert all(each.isfinite().all() for each in first.values())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import torch_hybrid as th
-from tests.tiny_models import FEWEST_LAYERS, in_double
+from tests.tiny_models import FEWEST_LAYERS, cast, in_double
 from tests.tiny_vision import make_seen, make_vision_model
 from tests.training.twins import FAMILIES, LENGTHS, flattened, furthest, grads, make_pair, make_rows
 
@@ -60,7 +60,7 @@ def test_names_shapes_and_flags_of_parameters_stay(family: str):
     assert isinstance(ours, type(theirs))
 
 
-@pytest.mark.parametrize("family", ["mamba2", "minimax", "xlstm"])
+@pytest.mark.parametrize("family", ["inkling2", "mamba2", "minimax", "xlstm"])
 def test_hidden_states_are_those_of_transformers(family: str):
     theirs, ours = make_pair(family)
     row = make_rows([9])[0]
@@ -148,7 +148,7 @@ def error(these: dict[str, Tensor], those: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_loss_in_bfloat16_is_that_of_transformers(family: str):
-    theirs, ours = (model.bfloat16() for model in make_pair(family))
+    theirs, ours = (cast(model, torch.bfloat16) for model in make_pair(family))
     row = make_rows([70])[0]
     mine, other = (model(row, labels=row).loss for model in (ours, theirs.eval()))
     torch.testing.assert_close(mine.float(), other.float(), atol=0.03, rtol=0.0)

@@ -38,6 +38,8 @@ FAMILIES = (
     "lfm3",
     "recurrent_gemma",
     "minimax",
+    "inkling",
+    "inkling2",
     "xlstm",
     "rwkv",
     "zaya",

@@ -27,6 +27,9 @@ class MtpCausalLMOutput(MoeCausalLMOutputWithPast):  # type: ignore[misc]
     mtp_loss: Tensor | None = None
 
 
+SOFTCAPS = ("logits_soft_cap", "output_logit_soft_cap", "final_logit_softcapping")
+
+
 class CausalLM(nn.Module):
     """Class in front of a causal language model's own, for calls with labels.
 
@@ -98,14 +101,22 @@ class CausalLM(nn.Module):
         )
         targets = pad(labels, (0, 1), value=IGNORED)[..., 1:]
         targets = targets if shift_labels is None else shift_labels
-        # Factors on logits, of Falcon-H1 and of Granite.
+        # Factors on logits, of Falcon-H1, of Granite and of Inkling.
         factor = vars(self.base_model).get("lm_head_multiplier", 1.0)
         factor = factor / vars(self).get("logits_scaling", 1.0)
+        if config.model_type == "inkling_text":
+            factor = factor / config.logits_mup_width_multiplier
         hidden = outputs[0] if factor == 1 else outputs[0] * factor
-        # A bound of logits, of RecurrentGemma and of xLSTM.
-        softcap = getattr(config, "logits_soft_cap", getattr(config, "output_logit_soft_cap", None))
+        # A bound of logits, of RecurrentGemma, of xLSTM and of Inkling-2.
+        bounds = (getattr(config, name, None) for name in SOFTCAPS)
+        softcap = next((bound for bound in bounds if bound is not None), None)
+        vocab_size = getattr(config, "unpadded_vocab_size", None)  # of Inkling
         head = self.lm_head
-        total = head(hidden, targets, softcap) if softcap else summed_loss(head, hidden, targets)
+        total = (
+            head(hidden, targets, softcap, vocab_size)
+            if softcap or vocab_size
+            else summed_loss(head, hidden, targets)
+        )
         if num_items_in_batch is None:
             num_items_in_batch = (targets != IGNORED).sum()
         loss = total / num_items_in_batch

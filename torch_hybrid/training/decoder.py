@@ -53,8 +53,8 @@ def hand_down_packing(
         x = inputs["inputs_embeds"] if x is None else x
         inputs["position_ids"] = packing.positions.view(x.shape[:2])
     inputs["attention_mask"] = packing if hands_masks_alone(decoder) else None
-    if has_attention(decoder):  # then masks may be those of each kind of layer
-        kinds = {*decoder.config.layer_types, "full_attention"}
+    if hands_masks_of_kinds(decoder):
+        kinds = {*decoder.config.layer_types, "full_attention", "sliding_attention"}
         mask = None if attends_to_picked_blocks(decoder) else packing  # Qwen4-Exp reads its own
         masks = {"linear_attention": mask, "conv": mask}
         inputs["attention_mask"] = {**dict.fromkeys(kinds), **masks}
@@ -74,9 +74,15 @@ def attends_to_picked_blocks(decoder: Any) -> bool:
 
 
 def has_attention(decoder: Any) -> bool:
-    """Tell whether any layer of a decoder attends; those of Mamba2 do not."""
+    """Tell whether any layer attends by a function that is exchanged; those of Mamba2 do not."""
     attends: bool = decoder._supports_sdpa
     return attends
+
+
+def hands_masks_of_kinds(decoder: Any) -> bool:
+    """Tell whether layers may be handed masks by their kinds; Inkling-2 exchanges no function."""
+    kind: str = decoder.config.model_type
+    return has_attention(decoder) or kind == "inkling2_text"
 
 
 def hands_masks_alone(decoder: Any) -> bool:
@@ -98,7 +104,8 @@ def keeps_a_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
     if decoder.training or inputs.get("use_cache") is not None:
         return False
     states = any(inputs.get(name) is not None for name in ("packing", "position_ids", *STATED))
-    return not states and bool(decoder.config.use_cache)
+    # Inkling's config has no such field: its forward makes no cache that nobody asks for.
+    return not states and bool(getattr(decoder.config, "use_cache", False))
 
 
 def check_says_nothing(inputs: dict[str, Any]) -> None:

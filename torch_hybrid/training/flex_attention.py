@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
 from torch_hybrid.ops.packed_attention.reference import named_blocks
@@ -44,16 +44,53 @@ def attend_in_blocks(
     Returns:
         [T, H, V].
     """
-    is_compiled = torch.compiler.is_compiling() or not q.is_cuda
-    attend: Any = flex_attention if is_compiled else _compiled()
-    out = attend(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)),
-        block_mask=blocks_of(cu_seqlens, q.shape[0], window, picked, block_size),
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    out = _attend(q, k, v, blocks_of(cu_seqlens, q.shape[0], window, picked, block_size), scale)
     rows: Tensor = out[0].transpose(0, 1)
     return rows
+
+
+def attend_with_biases(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend likewise, and add ``bias`` [T, H, R] of queries, by the distance of a key.
+
+    Keys at R or farther have 0. A query has one weight at a distance, so no sum of several is
+    rounded in the gradient of its bias.
+
+    Returns:
+        [T, H, V], and the logarithms [T, H] float32 of sums of weights.
+    """
+    reach = bias.shape[-1]
+
+    def biased(score: Tensor, _batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        before = query - key
+        added = bias[query, head, before.clamp(0, reach - 1)]
+        return score + torch.where(before < reach, added, 0.0)
+
+    returned = {"score_mod": biased, "return_aux": AuxRequest(lse=True)}
+    out, sums = _attend(q, k, v, blocks_of(cu_seqlens, q.shape[0], window), scale, **returned)
+    return out[0].transpose(0, 1), sums.lse[0].T
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, scale: float, **options: Any
+) -> Any:
+    """Run FlexAttention on one row [1, H, T, K] of tokens."""
+    is_compiled = torch.compiler.is_compiling() or not q.is_cuda
+    attend: Any = flex_attention if is_compiled else _compiled()
+    return attend(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        block_mask=blocks,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        **options,
+    )
 
 
 def blocks_of(

@@ -13,11 +13,15 @@ class LossHead(nn.Linear):
     """Output head that computes a summed cross entropy if it is given targets."""
 
     def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, softcap: float | None = None
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        softcap: float | None = None,
+        vocab_size: int | None = None,
     ) -> Tensor:
         """Map hidden states to logits, or with ``targets`` [...] int64 to the sum of losses.
 
-        ``softcap`` bounds the logits of losses alone.
+        ``softcap`` bounds the logits of losses alone, which are ``vocab_size`` ones, or all.
         """
         if targets is None:
             return super().forward(hidden)
@@ -26,7 +30,8 @@ class LossHead(nn.Linear):
         by_autocast = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if by_autocast else self.weight.dtype
         # Backbones may keep their residuals in float32.
-        hidden, weight = hidden.to(dtype), self.weight.to(dtype)
+        weight = self.weight if vocab_size is None else self.weight[:vocab_size]
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
         is_recording = torch.is_grad_enabled()
         return linear_cross_entropy_forward(
             *(hidden.flatten(0, -2), weight, targets.flatten()),

@@ -13,6 +13,14 @@ from torch_hybrid.training.mixers.indexed_attention import (
     IndexedAttention,
     IndexedLatentAttention,
 )
+from torch_hybrid.training.mixers.inkling import (
+    AddedConvolution,
+    BiasedAttention,
+    DynamicSinkAttention,
+    ScaledConvolution,
+    SeeingModel,
+    SinkAttention,
+)
 from torch_hybrid.training.mixers.lightning import LightningAttention
 from torch_hybrid.training.mixers.mamba import Mamba, NormedMamba, ZambaMamba
 from torch_hybrid.training.mixers.mamba2 import FalconH1Mamba2, Mamba2
@@ -56,6 +64,12 @@ TWINS: dict[str, type[Twin]] = {
     "Lfm3ShortConv": ShortConv,
     "RecurrentGemmaRecurrentBlock": RecurrentBlock,
     "MiniMaxLightningAttention": LightningAttention,
+    "InklingAttention": BiasedAttention,
+    "InklingShortConvolution": AddedConvolution,
+    "InklingModel": SeeingModel,
+    "Inkling2SlidingAttention": SinkAttention,
+    "Inkling2FullAttention": DynamicSinkAttention,
+    "Inkling2ShortConvolution": ScaledConvolution,
     "xLSTMModel": XlstmDecoder,
     "xLSTMLayer": Mlstm,
     "RwkvSelfAttention": TimeMix,
