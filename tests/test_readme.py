@@ -56,6 +56,8 @@ OPS: dict[str, tuple[str, ...]] = {
         "selective_scan_backward",
         "causal_conv1d_forward",
         "causal_conv1d_backward",
+        "fused_experts_forward",
+        "fused_experts_backward",
         "packed_attention_forward",
         "packed_attention_backward",
         "linear_cross_entropy_forward",
