@@ -38,6 +38,7 @@ from tests.ops.delta_rule.backward import make_backward
 from tests.ops.delta_rule.cases import Case as DeltaCase
 from tests.ops.delta_rule.kernels import on_device
 from tests.ops.fused_experts import cases as experts
+from tests.ops.fused_experts import training as experts_training
 from tests.ops.gated_pooling import cases as pooling
 from tests.ops.latent_attention import cases as latents
 from tests.ops.linear import cases as linears
@@ -303,6 +304,11 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     backwards = {"ssd": scan, "rg_lru": lru, "wkv": mean, "selective_scan": selective}
     for name, call in backwards.items():
         yield f"{name}_backward", lambda device, call=call: gradients(arguments_moved(call, device))
+    trained = experts_training.make_backward(experts.CASES["some_choices_empty"], dtype=dtype)
+    yield (
+        "fused_experts, forward and backward",
+        lambda device: experts_training.made_by_both(arguments_moved(trained, device), "triton"),
+    )
     for num_tokens in (3, 50):
         case = experts.Case(num_tokens=num_tokens, top_k=3, dim=77, width=45, routing="some_none")
         args = experts.make_inputs(case, dtype=dtype)

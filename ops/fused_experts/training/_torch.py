@@ -67,7 +67,13 @@ def by_expert(x: FusedExperts) -> tuple[Tensor, Tensor]:
 
 
 def product(
-    rows: Tensor, x: FusedExperts, name: str, ends: Tensor, *, of_output: bool = False
+    rows: Tensor,
+    x: FusedExperts,
+    name: str,
+    ends: Tensor,
+    *,
+    of_output: bool = False,
+    fills: bool = True,
 ) -> Tensor:
     """Multiply rows [R, K] by each one's expert [N, K]; rows without one give 0.
 
@@ -77,6 +83,7 @@ def product(
         name: "gate_up" or "down".
         ends: [E] int32 row where those of each expert end.
         of_output: whether weights are transposed.
+        fills: whether the 0 of rows without an expert are written.
     """
     weight, scales, num_parts = x.down, x.down_scales, 1
     if name == "gate_up":
@@ -85,19 +92,22 @@ def product(
         if scales is not None:
             weight = dequantized(weight, scales, rows.dtype, num_parts=num_parts)
         out = F.grouped_mm(rows, weight if of_output else weight.mT, offs=ends)
+        if not fills:
+            return out
         row = torch.arange(len(rows), dtype=ends.dtype, device=rows.device)
         return out.masked_fill((row >= ends[-1])[:, None], 0)
     width = (x.num_parts * x.width, x.dim) if name == "gate_up" else (x.dim, x.width)
     out = rows.new_empty(len(rows), width[of_output])
-    counts = _counts(ends, rows)
-    for expert, (row, result) in enumerate(zip(rows.split(counts), out.split(counts), strict=True)):
-        if expert == len(weight):
-            result.zero_()
-        elif len(row):
-            worth = weight[expert]
-            if scales is not None:  # one expert at a time
-                worth = dequantized(worth, scales[expert], rows.dtype, num_parts=num_parts)
-            torch.mm(row, worth if of_output else worth.T, out=result)
+    *groups, past = zip(*(each.split(_counts(ends, rows)) for each in (rows, out)), strict=True)
+    past[1].zero_()
+    oriented = weight if of_output or scales is not None else weight.mT
+    for expert, ((row, result), worth) in enumerate(zip(groups, oriented.unbind(), strict=True)):
+        if scales is not None:  # one expert at a time
+            if len(row) == 0:
+                continue
+            worth = dequantized(worth, scales[expert], rows.dtype, num_parts=num_parts)
+            worth = worth if of_output else worth.T
+        torch.mm(row, worth, out=result)
     return out
 
 

@@ -13,23 +13,20 @@ from torch_hybrid.ops.core.declare import Dense, define, pair_made, several_made
 from torch_hybrid.ops.core.registration import check_shapes, same_or_first_impl
 from torch_hybrid.ops.formats import stored_weights
 from torch_hybrid.ops.fused_experts.op import FusedExperts
-from torch_hybrid.ops.implementations import in_torch
+from torch_hybrid.ops.implementations import in_torch, in_triton
 
 _FOLDER = "torch_hybrid.ops.fused_experts.training"
-FORWARD = {
-    "torch": in_torch(
-        f"{_FOLDER}._torch:fused_experts_forward",
-        dtypes=FLOATS_AND_FLOAT64,
-        features=stored_weights.FEATURES,
-    )
-}
-BACKWARD = {
-    "torch": in_torch(
-        f"{_FOLDER}._torch:fused_experts_backward",
-        dtypes=FLOATS_AND_FLOAT64,
-        features=stored_weights.FEATURES,
-    )
-}
+FORWARD, BACKWARD = (
+    {
+        "triton": in_triton(f"{_FOLDER}._triton:{name}", features=stored_weights.FEATURES),
+        "torch": in_torch(
+            f"{_FOLDER}._torch:{name}",
+            dtypes=FLOATS_AND_FLOAT64,
+            features=stored_weights.FEATURES,
+        ),
+    }
+    for name in ("fused_experts_forward", "fused_experts_backward")
+)
 
 
 @dataclass(slots=True, repr=False, eq=False)
