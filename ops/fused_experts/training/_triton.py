@@ -256,7 +256,7 @@ def _activate_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Go back through the activation of ROWS rows, BLOCK columns at a time. Grid: rows.
+    """Compute gradients before the activation of ROWS rows, by BLOCK columns. Grid: rows.
 
     Activations by the router's weights are made anew, for the products that follow.
     """
