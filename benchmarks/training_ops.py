@@ -1,4 +1,4 @@
-"""Forward and backward of the delta rules on a CPU, beside the chunks in torch of transformers.
+"""Forward and backward of delta rules and experts on a CPU, beside transformers' in torch.
 
     python -m benchmarks.training_ops [--repeats N] [--device cuda [--ops selective_scan ...]]
 
@@ -6,9 +6,10 @@ Heads are those of the 225M models (models.py); q and k are normalised within. T
 of one thread, user and system together, the least of a few runs by turns: other work on the machine
 moves them little. Gradients of both are compared first.
 
-On a GPU: heads of Qwen3-Next and Kimi-Linear, and the other recurrences that train, in bfloat16,
-beside flash-linear-attention, mamba-ssm and causal-conv1d where these are installed; fla's gated
-rule is FlashQLA's where that is. Times are those in which a kernel runs.
+On a GPU: heads of Qwen3-Next and Kimi-Linear, the other recurrences that train, and experts, in
+bfloat16, beside flash-linear-attention, mamba-ssm and causal-conv1d where these are installed, and
+transformers' experts by ``torch._grouped_mm``; fla's gated rule is FlashQLA's where that is. Times
+are those in which a kernel runs.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ import importlib.util
 import resource
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, softplus
+from torch.nn.functional import logsigmoid, silu, softplus
 
 import torch_hybrid as th
 from benchmarks.gpu.steps import kernels_of
 from tests.functional.rules import GATED, KIMI, Rule, offsets, packing
 from torch_hybrid.functional import (
     causal_conv1d,
+    fused_experts,
     lightning_attention,
     mlstm,
     rg_lru,
@@ -59,6 +63,9 @@ RULES_ON_A_GPU = {
         num_k_heads=32, num_v_heads=32, k_dim=128, v_dim=128,
     ),
 }  # fmt: skip
+# Experts, those of a token, D and I; on a GPU those of Qwen3-Next and Qwen3-30B-A3B.
+EXPERTS = ((32, 4, 512, 256), (128, 8, 512, 64))
+EXPERTS_ON_A_GPU = ((512, 10, 2048, 512), (128, 8, 2048, 768))
 Step = Callable[[], list[Tensor]]
 Outputs = Callable[..., Tensor]
 
@@ -86,6 +93,44 @@ def steps(rule: Rule, lengths: tuple[int, ...], dtype: torch.dtype) -> dict[str,
         return list(torch.autograd.grad((o.flatten(0, 1) * weight).sum(), xs))
 
     return {"torch_hybrid": ours, "transformers": theirs}
+
+
+def expert_steps(sizes: tuple[int, ...], num_tokens: int, dtype: torch.dtype) -> dict[str, Step]:
+    """Make a step of each contestant."""
+    inputs, by_whom = experts(sizes, num_tokens, dtype, "cpu")
+    xs, dout = [x.requires_grad_() for x in inputs], torch.randn_like(inputs[0])
+
+    def step(run: Outputs) -> list[Tensor]:
+        return list(backward(run, xs, dout))
+
+    return {who: partial(step, run) for who, run in by_whom.items()}
+
+
+def experts(
+    sizes: tuple[int, ...], num_tokens: int, dtype: torch.dtype, device: str
+) -> tuple[list[Tensor], dict[str, Outputs]]:
+    """Make tokens, weights of a router, gate and up, and down; and functions of these."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    E, k, D, I = sizes  # noqa: E741 (the letter of the formulas)
+    kinds = {"dtype": dtype, "device": device}
+    x, gate_up, down = (
+        torch.randn(shape, **kinds) * shape[-1] ** -0.5
+        for shape in ((num_tokens, D), (E, 2 * I, D), (E, D, I))
+    )
+    weights, ids = torch.rand(num_tokens, E, **kinds).topk(k)
+
+    def theirs(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        layer = SimpleNamespace(gate_up_proj=gate_up, down_proj=down, num_experts=E, has_gate=True)
+        layer.has_bias = layer.is_transposed = layer.has_post_expert_norm = False
+        layer._is_expert_parallel = False
+        layer._apply_gate = lambda each: silu(each.chunk(2, -1)[0]) * each.chunk(2, -1)[1]
+        return grouped_mm_experts_forward(layer, x, ids, weights)
+
+    def ours(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return fused_experts(x, ids, weights, gate_up, down)
+
+    return [x, weights, gate_up, down], {"torch_hybrid": ours, "transformers": theirs}
 
 
 def contestants(rule: Rule, lengths: tuple[int, ...], device: str) -> dict[str, Outputs]:
@@ -184,6 +229,10 @@ def ops_on(
     E = 4096
     k, v = torch.randn(2, T, E).bfloat16()
     yield f"wkv, {E} channels", [k, v, -torch.randn(E).exp(), torch.randn(E)], 0, by(wkv)
+    for sizes in EXPERTS_ON_A_GPU:
+        inputs, by_whom = experts(sizes, T, torch.bfloat16, device)
+        by_whom["transformers, compiled"] = torch.compile(by_whom["transformers"])
+        yield "experts, {} of {}, {} to {}".format(*sizes[1::-1], *sizes[2:]), inputs, 0, by_whom
 
 
 def scans(packed: th.Packing) -> dict[str, Outputs]:
@@ -237,22 +286,29 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print("| rule | tokens | dtype | torch_hybrid, ms | transformers, ms | ratio |")
+    print("| op | tokens | dtype | torch_hybrid, ms | transformers, ms | ratio |")
     print("|---|---|---|---|---|---|")
-    for name, rule in RULES.items():
-        for lengths in LENGTHS:
-            for dtype in (torch.float32, torch.bfloat16):
-                each = steps(rule, lengths, dtype)
-                rtol = 1e-3 if dtype == torch.float32 else 3e-2
-                for a, b in zip(*(step() for step in each.values()), strict=True):
-                    torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * b.abs().max().item())
-                times: dict[str, list[float]] = {who: [] for who in each}
-                for _ in range(repeats):
-                    for who, step in each.items():
-                        times[who].append(cpu_ms(step))
-                a, b = (min(times[who]) for who in each)
-                tokens, short = f"{len(lengths)} x {lengths[0]}", str(dtype).removeprefix("torch.")
-                print(f"| {name} | {tokens} | {short} | {a:.0f} | {b:.0f} | {b / a:.1f} |")
+    for name, tokens, dtype, each in contests():
+        rtol = 1e-3 if dtype == torch.float32 else 3e-2
+        for a, b in zip(*(step() for step in each.values()), strict=True):
+            torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * b.abs().max().item())
+        times: dict[str, list[float]] = {who: [] for who in each}
+        for _ in range(repeats):
+            for who, step in each.items():
+                times[who].append(cpu_ms(step))
+        a, b = (min(times[who]) for who in each)
+        short = str(dtype).removeprefix("torch.")
+        print(f"| {name} | {tokens} | {short} | {a:.0f} | {b:.0f} | {b / a:.1f} |", flush=True)
+
+
+def contests() -> Iterator[tuple[str, str, torch.dtype, dict[str, Step]]]:
+    """Yield what is computed, of how many tokens, in what dtype, and a step of each contestant."""
+    dtypes = torch.float32, torch.bfloat16
+    for (name, rule), lengths, dtype in product(RULES.items(), LENGTHS, dtypes):
+        yield name, f"{len(lengths)} x {lengths[0]}", dtype, steps(rule, lengths, dtype)
+    for sizes, num_tokens, dtype in product(EXPERTS, (256, 1024), dtypes):
+        name = "experts, {} of {}, {} to {}".format(*sizes[1::-1], *sizes[2:])
+        yield name, str(num_tokens), dtype, expert_steps(sizes, num_tokens, dtype)
 
 
 if __name__ == "__main__":

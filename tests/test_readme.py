@@ -58,6 +58,8 @@ OPS: dict[str, tuple[str, ...]] = {
         "causal_conv1d_backward",
         "gated_norm_forward",
         "gated_norm_backward",
+        "fused_experts_forward",
+        "fused_experts_backward",
         "packed_attention_forward",
         "packed_attention_backward",
         "linear_cross_entropy_forward",

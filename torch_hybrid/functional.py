@@ -1,4 +1,4 @@
-"""Recurrences and convolutions to train with: differentiable functions that mutate nothing.
+"""Recurrences, convolutions and experts to train with: differentiable, and they mutate nothing.
 
 Tokens of several sequences lie in a row, and a :class:`~torch_hybrid.Packing` says where each
 begins; states go in and come out. A forward is one op in a graph, and so is its backward: both
@@ -6,8 +6,9 @@ compile with ``fullgraph=True``, and no packing of as many tokens recompiles. Ro
 the bits, gradients too, that each sequence has alone. Two runs have the same bits.
 
 For the backward, a function saves its tensor arguments and nothing else: states within sequences
-are recomputed. A derivative of a derivative, forward-mode derivatives and transforms of
-``torch.func`` raise NotImplementedError. ``torch.autocast`` does not reach into a function.
+are recomputed. (:func:`fused_experts` saves a product, too.) A derivative of a derivative,
+forward-mode derivatives and transforms of ``torch.func`` raise NotImplementedError.
+``torch.autocast`` does not reach into a function.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch_hybrid.ops.delta_rule.training import (
     gated_delta_rule_forward,
     kimi_delta_attention_forward,
 )
+from torch_hybrid.ops.fused_experts.training import fused_experts_forward
 from torch_hybrid.ops.rg_lru.training import rg_lru_forward
 from torch_hybrid.ops.selective_scan.training import selective_scan_forward
 from torch_hybrid.ops.ssd.training import ssd_forward
@@ -39,6 +41,7 @@ from torch_hybrid.packing import Packing
 
 __all__ = [
     "causal_conv1d",
+    "fused_experts",
     "gated_delta_rule",
     "kimi_delta_attention",
     "lightning_attention",
@@ -497,6 +500,61 @@ def wkv(
         impl=first_impl("wkv_forward", k.device, k.dtype) if impl is None else impl,
     )
     return o, final_state if output_final_state else None
+
+
+def fused_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    activation: Literal["silu", "relu2"] = "silu",
+    limit: float | None = None,
+    softcaps: tuple[float, float] | None = None,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Mix the outputs of each token's experts, differentiable in all but stored weights.
+
+    ``out[t] = sum_j expert_weights[t, j] * down[e] @ (act(gate[e] @ x[t]) * (up[e] @ x[t]))`` with
+    ``e = expert_ids[t, j]``, or ``down[e] @ act(up[e] @ x[t])`` without a gate. The backward is
+    given the products with gate and up. On a CPU, and on CUDA but for bfloat16, both read how many
+    tokens each expert has.
+
+    Args:
+        x: [T, D] tokens: float32, bfloat16, or float64 (on a CPU); they may lie any distance apart.
+        expert_ids: [T, k] int32 or int64, from 0 to E; E means no expert.
+        expert_weights: [T, k] in x's dtype, or float32.
+        gate_up: [E, 2 I, D] in x's dtype: the I rows of gate, then those of up; [E, I, D], those of
+            up alone, where there is no gate. With scales it is stored as ``fused_experts`` of
+            ``torch_hybrid.ops`` has it, dequantized an expert at a time on a CPU, and has no
+            gradient.
+        down: [E, D, I] likewise.
+        activation: "silu", of a gate; or "relu2", the square of the positive part, without one.
+        limit: before the activation, clamps gates to at most this, and up to both sides; or None.
+        softcaps: a and b, or None: ``a tanh(gate / a) sigmoid(gate) * b tanh(up / b)``.
+        gate_up_scales: of a stored weight, float32; None for one of x's dtype.
+        down_scales: likewise.
+        impl: "triton" or "torch", as in :func:`gated_delta_rule`.
+
+    Returns:
+        [T, D] in x's dtype.
+
+    Raises:
+        ValueError: a shape, dtype, layout or bound is not as above, or ``impl`` is unknown.
+        NotImplementedError: an argument carries a forward-mode tangent.
+    """
+    check_no_tangents("fused_experts", x, expert_weights, gate_up, down)
+    out, *_ = fused_experts_forward(
+        *(x, expert_ids, expert_weights, gate_up, down, gate_up_scales, down_scales),
+        activation=activation,
+        limit=limit,
+        softcaps=softcaps,
+        impl=first_impl("fused_experts_forward", x.device, x.dtype) if impl is None else impl,
+    )
+    return out
 
 
 def _offsets(packing: Packing | None, rows: Tensor) -> Tensor:

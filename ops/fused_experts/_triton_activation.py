@@ -39,8 +39,8 @@ def activate(
             up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         factor = gate
         if SOFTCAPS is not None:
-            factor = SOFTCAPS[0] * _tanh(gate * (1 / SOFTCAPS[0]))
-            up = SOFTCAPS[1] * _tanh(up * (1 / SOFTCAPS[1]))
+            factor = SOFTCAPS[0] * tanh(gate * (1 / SOFTCAPS[0]))
+            up = SOFTCAPS[1] * tanh(up * (1 / SOFTCAPS[1]))
         up *= factor / (1 + tl.exp(-gate))
     else:
         up = tl.maximum(up, 0.0)
@@ -49,7 +49,7 @@ def activate(
 
 
 @triton.jit
-def _tanh(x: tl.tensor) -> tl.tensor:
+def tanh(x: tl.tensor) -> tl.tensor:
     """Compute tanh to float32 precision: a polynomial near 0, where 1 - exp(-2x) would cancel."""
     t = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - t) / (1.0 + t)

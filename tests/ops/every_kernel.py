@@ -38,6 +38,7 @@ from tests.ops.delta_rule.backward import make_backward
 from tests.ops.delta_rule.cases import Case as DeltaCase
 from tests.ops.delta_rule.kernels import on_device
 from tests.ops.fused_experts import cases as experts
+from tests.ops.fused_experts import training as experts_training
 from tests.ops.gated_pooling import cases as pooling
 from tests.ops.latent_attention import cases as latents
 from tests.ops.linear import cases as linears
@@ -303,6 +304,11 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     backwards = {"ssd": scan, "rg_lru": lru, "wkv": mean, "selective_scan": selective}
     for name, call in backwards.items():
         yield f"{name}_backward", lambda device, call=call: gradients(arguments_moved(call, device))
+    trained = experts_training.make_backward(experts.CASES["some_choices_empty"], dtype=dtype)
+    yield (
+        "fused_experts, forward and backward",
+        lambda device: experts_training.made_by_both(arguments_moved(trained, device), "triton"),
+    )
     for num_tokens in (3, 50):
         case = experts.Case(num_tokens=num_tokens, top_k=3, dim=77, width=45, routing="some_none")
         args = experts.make_inputs(case, dtype=dtype)
@@ -404,6 +410,7 @@ def forced(*, dry: bool) -> ExitStack:
     from torch_hybrid.ops.delta_rule import _triton_gated as rule_chunk
     from torch_hybrid.ops.delta_rule.training import _hopper as rule_backward
     from torch_hybrid.ops.fused_experts import _hopper
+    from torch_hybrid.ops.fused_experts.training import _torch as trained_experts
     from torch_hybrid.ops.latent_attention import _triton_hopper, _triton_tiles
     from torch_hybrid.ops.paged_attention import _triton_long
     from torch_hybrid.ops.selective_scan import _triton as _triton_scan
@@ -417,12 +424,18 @@ def forced(*, dry: bool) -> ExitStack:
         rules = rule_hopper, rule_backward
         for module in (hopper_attention, _triton_hopper, blocks_hopper, _hopper, *rules):
             stack.enter_context(mock.patch.object(module, "runs_gluon", return_value=True))
+        counts = mock.patch.object(trained_experts, "_counts", _no_counts)
+        stack.enter_context(counts)  # no kernel found where the rows of an expert end
     stack.enter_context(mock.patch.object(_triton_long, "PROCESSORS", 1))
     stack.enter_context(mock.patch.object(_triton_long, "is_hopper", return_value=True))
     stack.enter_context(mock.patch.object(_triton_chunk, "_segment", _segment))
     for module in (channel_programs, _triton_scan):
         stack.enter_context(mock.patch.object(module, "_SEGMENT", 32))
     return stack
+
+
+def _no_counts(ends: Tensor, rows: Tensor) -> list[int]:
+    return [0] * len(ends) + [len(rows)]
 
 
 def _segment(num_tokens: int, _: int, chunk: int) -> int:

@@ -340,6 +340,16 @@ def _fused_experts() -> _Made:
     return experts.make_inputs(case), {"activation": case.activation}, ranges
 
 
+def _trained_experts(by: str) -> _Made:
+    args, options, ranges = _fused_experts()
+    args = (*args, None, None)
+    if by == "forward":
+        return args, options, ranges
+    out, projected = torch.ops.torch_hybrid.fused_experts_forward(*args, **options, impl="torch")
+    needs = {"needs_gate_up": True, "needs_down": True}
+    return (*args, projected, torch.randn_like(out)), options | needs, ranges
+
+
 def _state_copy() -> _Made:
     case = copies.CASES["slots"]
     size = case.pools[0][0][case.dim]
@@ -392,6 +402,8 @@ CALLS: dict[str, Callable[[], _Made]] = {
         has_wide_top_p=True,
     ),
     "fused_experts": _fused_experts,
+    "fused_experts_backward": lambda: _trained_experts("backward"),
+    "fused_experts_forward": lambda: _trained_experts("forward"),
     "gated_delta_rule": _gated_delta,
     "gated_delta_rule_backward": lambda: _trained_gated("backward"),
     "gated_delta_rule_forward": lambda: _trained_gated("forward"),

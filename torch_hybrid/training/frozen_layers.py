@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.formats.block_scales import BLOCK, DTYPE
-from torch_hybrid.training.frozen_products import frozen_experts_product, frozen_product
+from torch_hybrid.training.experts import as_in_autocast, is_silu, mixed
+from torch_hybrid.training.frozen_products import frozen_product
 
 
 class FrozenFP8Linear(nn.Linear):
@@ -22,7 +22,9 @@ class FrozenFP8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., K] to [..., N] by the dequantized weight, in the dtype of x."""
-        out: Tensor = frozen_product(_cast(x), self.weight, self.weight_scale_inv, None, False)
+        out: Tensor = frozen_product(
+            as_in_autocast(x), self.weight, self.weight_scale_inv, None, False
+        )
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -35,7 +37,7 @@ class FrozenIntegerLinear(nn.Linear):
         zeros = weight.zero_point
         scales = weight.scale.view(len(weight.qdata), -1)
         zeros = None if zeros is None else zeros.view(scales.shape)
-        out: Tensor = frozen_product(_cast(x), weight.qdata, scales, zeros, False)
+        out: Tensor = frozen_product(as_in_autocast(x), weight.qdata, scales, zeros, False)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -47,22 +49,26 @@ class FrozenFP8Experts(nn.Module):
     gate_up_proj_scale_inv: Tensor
     down_proj: Tensor
     down_proj_scale_inv: Tensor
-    _apply_gate: Any
+    limit: float | None
+    gate_softcap: float | None
+    up_softcap: float
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Mix the outputs [T, D] of each token's experts [T, top_k]; experts past all give 0."""
-        experts, order = top_k_index.flatten().sort(stable=True)
-        known = torch.arange(self.num_experts, dtype=experts.dtype, device=experts.device)
-        ends = torch.searchsorted(experts, known, right=True, out_int32=True)
-        rows = _cast(hidden)[order // top_k_index.shape[-1]]
-        gate_up = frozen_experts_product(
-            rows, self.gate_up_proj, self.gate_up_proj_scale_inv, ends, False
+        bounds: dict[str, Any] = {"limit": self.limit}
+        if self.gate_softcap is not None:
+            bounds = {"softcaps": (self.gate_softcap, self.up_softcap)}
+        out = mixed(
+            as_in_autocast(hidden),
+            top_k_index,
+            top_k_weights,
+            self.gate_up_proj,
+            self.down_proj,
+            gate_up_scales=self.gate_up_proj_scale_inv.float(),
+            down_scales=self.down_proj_scale_inv.float(),
+            **bounds,
         )
-        gated = self._apply_gate(gate_up)
-        out = frozen_experts_product(gated, self.down_proj, self.down_proj_scale_inv, ends, False)
-        by_token = out[order.argsort()].view(*top_k_index.shape, -1)
-        mixed: Tensor = (by_token * top_k_weights[..., None].to(out.dtype)).sum(1)
-        return mixed.to(hidden.dtype)
+        return out.to(hidden.dtype)
 
 
 def frozen_class(module: Any) -> type[nn.Module] | None:
@@ -115,6 +121,8 @@ def _check_fp8(module: Any) -> None:
     if type(module).__name__ == "FP8Experts":
         if not module.has_gate or module.down_proj.dtype != DTYPE:
             raise UnsupportedError("experts train over gated FP8 weights, got others")
+        if module.swiglu_alpha is not None or not is_silu(module.act_fn):
+            raise UnsupportedError("FP8 experts train with gates of silu, got others")
         if module.gate_up_proj.shape[1] // 2 % BLOCK:
             raise UnsupportedError(
                 f"gate and up of FP8 experts train in whole blocks of {BLOCK} rows, got "
@@ -135,9 +143,3 @@ def _check_integers(weight: Any) -> None:
             f"INT8 and INT4 weights train with scales of rows or of groups in a row, "
             f"got blocks of {tuple(weight.block_size)}"
         )
-
-
-def _cast(x: Tensor) -> Tensor:
-    """Cast x as autocast would."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

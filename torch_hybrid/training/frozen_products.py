@@ -42,34 +42,9 @@ def frozen_product(
     return x @ (worth if of_output else worth.T)
 
 
-@torch.library.custom_op("torch_hybrid::frozen_experts_product", mutates_args=())
-def frozen_experts_product(
-    x: Tensor, weight: Tensor, scales: Tensor, ends: Tensor, of_output: bool
-) -> Tensor:
-    """Multiply rows x [R, K], in the order of their experts, by weights [E, N, K] of the experts.
-
-    Rows of expert e end at ``ends[e]`` [E] int32; rows past the last are 0. With ``of_output``,
-    x is [R, N], and weights are transposed. On a CPU one expert is dequantized at a time.
-    """
-    if x.device.type != "cpu":
-        worth = dequantized(weight, scales, None, x.dtype)
-        out = torch.nn.functional.grouped_mm(x, worth if of_output else worth.mT, offs=ends)
-        rows = torch.arange(len(x), dtype=ends.dtype, device=x.device)
-        return out.masked_fill((rows >= ends[-1])[:, None], 0)
-    out = x.new_zeros(len(x), weight.shape[2 if of_output else 1])
-    start = 0
-    for expert, end in enumerate(ends.tolist()):
-        if start < end:
-            worth = dequantized(weight[expert], scales[expert], None, x.dtype)
-            torch.mm(x[start:end], worth if of_output else worth.T, out=out[start:end])
-        start = end
-    return out
-
-
 @frozen_product.register_fake
-@frozen_experts_product.register_fake
 def _empty_product(
-    x: Tensor, weight: Tensor, scales: Tensor, other: Tensor | None, of_output: bool
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, of_output: bool
 ) -> Tensor:
     """Make a tensor as the product is."""
     return x.new_empty(*x.shape[:-1], weight.shape[-1 if of_output else -2])
@@ -86,11 +61,4 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return frozen_product(dout, *ctx.saved_tensors, not ctx.of_output), None, None, None, None
 
 
-def _experts_backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """Multiply by the other orientation of the weights, which are frozen."""
-    dx = frozen_experts_product(dout.contiguous(), *ctx.saved_tensors, not ctx.of_output)
-    return dx, None, None, None, None
-
-
 frozen_product.register_autograd(_backward, setup_context=_keep)
-frozen_experts_product.register_autograd(_experts_backward, setup_context=_keep)

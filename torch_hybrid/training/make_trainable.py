@@ -55,6 +55,7 @@ def make_trainable(model: M, *, mtp: str | Path | None = None, mtp_loss_weight: 
         has_attention,
         register_attention,
     )
+    from torch_hybrid.training.experts import experts_class
     from torch_hybrid.training.frozen_layers import (
         FrozenFP8Linear,
         frozen_class,
@@ -93,6 +94,8 @@ def make_trainable(model: M, *, mtp: str | Path | None = None, mtp_loss_weight: 
         theirs: Any = type(module)
         if (twin := twins.get(theirs.__name__)) is not None:
             module.__class__ = in_front(twin, theirs)
+        elif (experts := experts_class(module)) is not None:
+            module.__class__ = in_front(experts, theirs)
         elif module in frozen:
             module.__class__ = in_front(frozen[module], theirs)
         elif frozen.get(children.get("base_layer")) is FrozenFP8Linear:
@@ -110,13 +113,14 @@ def undo_make_trainable(model: nn.Module) -> None:
         return
     from torch_hybrid.training.causal_lm import CausalLM
     from torch_hybrid.training.decoder import hand_down_packing, has_attention
+    from torch_hybrid.training.experts import Experts
     from torch_hybrid.training.frozen_layers import FROZEN
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import Twin
 
     modules: list[Any] = list(model.modules())
     for module in modules:
-        if isinstance(module, (Twin, CausalLM, LossHead, *FROZEN)):
+        if isinstance(module, (Twin, CausalLM, LossHead, Experts, *FROZEN)):
             module.__class__ = type(module).__bases__[-1]
         for number, hook in list(module._forward_pre_hooks.items()):
             if hook is hand_down_packing:
