@@ -109,7 +109,7 @@ def _tiles(x: SsdBackward) -> _Tiles:
     walks = {"num_warps": 4, "num_stages": 3} if k_dim <= 128 else {"num_warps": 8, "num_stages": 2}
     return _Tiles(
         chunk=64,
-        walks=walks | {"BLOCK_V": 64},
+        walks=walks | {"BLOCK_V": 128 if 64 < v_dim < 128 and k_dim <= 128 else 64},
         values={"BLOCK_V": block_v, "num_warps": 4, "num_stages": 1},
         keys=by_group | {"BLOCK_V": block_v},
     )
