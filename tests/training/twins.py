@@ -17,7 +17,7 @@ FAMILIES = (
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
-    *(name for name in ("lara_mini",) if name in BUILDERS),
+    *({"lara_mini"} & BUILDERS.keys()),
     "qwen4_exp",
     "glm5_next",
     "olmo_hybrid",
