@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.ops.registered import public_ops
-from tests.tiny_models import BUILDERS
+from tests.tiny_models import BUILDERS, MISSING
 from torch_hybrid.backends.step import _BACKENDS
 from torch_hybrid.models.families import FAMILIES, NOT_SERVED, architecture_of
 from torch_hybrid.models.ring_2_5.config import ARCHITECTURE as RING_2_5
@@ -185,6 +185,8 @@ def test_no_op_and_no_kind_of_layer_is_forgotten():
 
 @pytest.mark.parametrize("path", GENERATED)
 def test_tables_are_what_the_code_says(path):
+    if MISSING:
+        pytest.skip(f"transformers lacks {', '.join(MISSING)}")
     shown = (ROOT / path).read_text().split(BEGIN)[1].split(END)[0]
     assert shown == GENERATED[path]()
 

@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import torch_hybrid as th
-from tests.tiny_models import VOCAB_SIZE, make_model
+from tests.tiny_models import BUILDERS, VOCAB_SIZE, make_model
 from torch_hybrid.errors import CapacityError
 from torch_hybrid.explain.sections import pools
 from torch_hybrid.sampling import Draw
@@ -21,6 +21,7 @@ FAMILIES = [
     "jamba",
     "deepseek_v3",
     "qwen3",
+    *({"lara_mini"} & BUILDERS.keys()),
 ]
 SIZES = {"max_seqs": 5, "max_tokens": 96, "kv_tokens": 320, "page_size": 8}
 

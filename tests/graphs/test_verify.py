@@ -17,7 +17,14 @@ from tests.devices import needs_cuda
 from tests.graphs.as_traced import run_as_traced
 from tests.models import ring_checkpoint
 from tests.ops.triton_interpreter import needs_triton
-from tests.tiny_models import EACH_KIND, FEWEST_LAYERS, VOCAB_SIZE, make_hybrid, make_model
+from tests.tiny_models import (
+    BUILDERS,
+    EACH_KIND,
+    FEWEST_LAYERS,
+    VOCAB_SIZE,
+    make_hybrid,
+    make_model,
+)
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.capturing.cuda_graph import why_not_capturable
 from torch_hybrid.graphs.report import Report
@@ -34,7 +41,7 @@ from torch_hybrid.sampling import Draw, Sampling
 SIZES = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 512}
 DRAFTS = 3
 # Every kind of mixer that replays, a family without any, and one that transformers lacks.
-FAMILIES = (*EACH_KIND, "qwen3", "inkling", "ring_2_5")
+FAMILIES = (*EACH_KIND, "qwen3", "inkling", "ring_2_5", *({"lara_mini"} & BUILDERS.keys()))
 
 
 def small(family: str, device: str = "cpu") -> Any:

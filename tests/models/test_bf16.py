@@ -25,6 +25,7 @@ _TWO_GROUPS = {"n_group": 2, "topk_group": 2, "num_experts_per_tok": 4}
 ALL_EXPERTS = {
     "qwen3_next": {**_THREE, "num_experts": 3},
     "qwen3_5_moe": {**_THREE, "num_experts": 3},
+    "lara_mini": {**_THREE, "num_experts": 3},
     "qwen4_exp": {**_THREE, "num_experts": 3, "indexer_budget": 256},
     "glm5_next": {**_THREE, "n_routed_experts": 3, "index_topk": 256},
     "granitemoehybrid": {**_THREE, "num_local_experts": 3},

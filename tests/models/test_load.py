@@ -15,13 +15,15 @@ import transformers as tf
 from expecttest import assert_expected_inline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 import torch_hybrid as th
 from tests.models.changes_of_file import walk_through_loading
 from tests.models.oracle import ask, assert_serves, make_texts
 from tests.models.oracle import whole as whole_texts
 from tests.tiny_models import LINEAR, MROPE, SIZES, VOCAB_SIZE, make_model, randomize
-from torch_hybrid.models.families import FAMILIES
+from torch_hybrid.models.families import FAMILIES, NOT_SERVED
 from torch_hybrid.models.transformers_hooks import ATTENTION_NAME, register_attention
 
 Weights = dict[str, Tensor]
@@ -67,6 +69,25 @@ def test_a_hybrid_without_an_op_says_why(checkpoint: Path):
         "model type 'nemo_speechlm' is not supported: it has speech to transcribe, of which its "
         "text part alone hears nothing"
     )
+
+
+def test_every_model_with_states_is_served_or_named():
+    """By the sources of models that generate, and by the text parts that their configs name."""
+    tasks = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ")
+    names = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in tasks]
+    types = {model_type for known in names for model_type in known}
+
+    def source(model_type: str, kind: str) -> str:
+        folder = Path(tf.__path__[0]) / "models" / model_type_to_module_name(model_type)
+        return "".join(file.read_text() for file in folder.glob(f"{kind}_*.py"))
+
+    signs = ("_is_stateful = True", r"\bupdate_(conv|recurrent)_state\(", '"linear_attention"')
+    states = re.compile("|".join(signs))
+    found = {each for each in types if states.search(source(each, "modeling"))}
+    quoted = re.compile("|".join(f'"{each}"' for each in found))
+    found |= {each for each in types if quoted.search(source(each, "configuration"))}
+    assert types & FAMILIES.keys() - found == {"qwen3", "deepseek_v3"}  # the search finds all
+    assert found - FAMILIES.keys() - NOT_SERVED.keys() == set()
 
 
 def test_model_type_unknown_to_transformers(checkpoint: Path):

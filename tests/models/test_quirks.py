@@ -16,7 +16,7 @@ import torch_hybrid as th
 from tests.models.oracle import ask, assert_equal_logits, decoded, make_texts, serve, whole
 from tests.models.ring_checkpoint import CONFIG, make_weights, save
 from tests.models.ring_reference import reference_logits
-from tests.tiny_models import make_model, randomize
+from tests.tiny_models import BUILDERS, make_model, randomize
 from torch_hybrid.layers.lightning_attention import alibi_slopes, geometric_slopes
 from torch_hybrid.models.adapt import adapt
 from torch_hybrid.models.families import architecture_of
@@ -46,11 +46,19 @@ def last_logits(runner: th.Runner, tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "is_rotated"), [("kimi_linear", False), ("bailing_hybrid", True)]
+    ("family", "layer_type", "is_rotated"),
+    [
+        ("kimi_linear", "full_attention", False),
+        ("bailing_hybrid", "full_attention", True),
+        *((f, "full_attention", False) for f in {"lara_mini"} & BUILDERS.keys()),
+        *((f, "sliding_attention", True) for f in {"lara_mini"} & BUILDERS.keys()),
+    ],
 )
-def test_mla_of_kimi_linear_sees_a_set_of_tokens(family: str, is_rotated: bool):
-    """Without positions the order of the context does not matter to a single layer of MLA."""
-    layers = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+def test_attention_without_positions_sees_a_set_of_tokens(
+    family: str, layer_type: str, is_rotated: bool
+):
+    """The order of the context does not matter to a single layer of it."""
+    layers = {"num_hidden_layers": 1, "layer_types": [layer_type]}
     runner = make_runner(th.adapt(make_model(family, **layers)))
     [tokens] = make_texts([30])
     first = last_logits(runner, tokens)

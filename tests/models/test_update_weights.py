@@ -14,7 +14,7 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.models import ring_checkpoint
 from tests.parallel.processes import results, run_ranks
-from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, make_model
+from tests.tiny_models import BUILDERS, FEWEST_LAYERS, VOCAB_SIZE, make_model
 
 SIZES = {"max_seqs": 2, "max_tokens": 64, "kv_tokens": 160, "compile": False}
 PROMPT = [(7 * i) % VOCAB_SIZE for i in range(30)]
@@ -48,7 +48,7 @@ def logits(runner: th.Runner) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("family", [*FEWEST_LAYERS, "ring_2_5"])
+@pytest.mark.parametrize("family", [*BUILDERS, "ring_2_5"])
 def test_new_weights_are_those_of_a_model_that_is_loaded_with_them(family: str, tmp_path: Path):
     old, new = save(tmp_path / "old", family, 0), save(tmp_path / "new", family, 1)
     runner = th.Runner(th.from_pretrained(old), **SIZES)

@@ -10,13 +10,14 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
 import torch_hybrid as th
-from tests.tiny_models import FEWEST_LAYERS, make_model
+from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_model
 
 FAMILIES = (
     "qwen3_next_dense",
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
+    *({"lara_mini"} & BUILDERS.keys()),
     "qwen4_exp",
     "glm5_next",
     "olmo_hybrid",

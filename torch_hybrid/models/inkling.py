@@ -118,10 +118,11 @@ class _ConvolutionAdapter(LinearAttentionAdapter):
     """Our convolution in the place of a branch's, for a layer that hands it the step alone."""
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, past_key_values: LayerStep, conv_mask: None = None
+        self, hidden_states: Tensor, *, conv_mask: None = None, **cache: LayerStep
     ) -> Tensor:
-        """Map [1, T, dim] to [1, T, dim]."""
-        return super().forward(hidden_states, step=past_key_values)
+        """Map [1, T, dim] to [1, T, dim]; the step comes as the cache, whatever it is called."""
+        [step] = cache.values()
+        return super().forward(hidden_states, step=step)
 
 
 class _Mixture(nn.Module):
@@ -196,7 +197,7 @@ class InklingFamily(Family):
             adapter=_ConvolutionAdapter,
         ),
     }
-    hf_layer_step_arguments = ("step", "past_key_values")
+    hf_layer_step_arguments = ("step", "past_key_values", "cache")
     hf_taken_modules = (".attn_sconv", ".shared_experts")
 
     def specs(self, config: Any) -> list[tuple[LayerSpec, ...]]:

@@ -5,6 +5,7 @@ picked from those of earlier blocks of layers; experts are of softcapped SwiGLU.
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +34,32 @@ from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
 Streams = tuple[Tensor, Tensor]  # the present block's sum [1, T, dim], all others' [1, T, B, dim]
 
 
+def _by_older_names(module: Any) -> Any:
+    """Name the parts of attention as transformers did before 5.24."""
+    if "r_proj" in module._modules:
+        return module
+    q, k, v, out = module.q_proj, module.k_proj, module.v_proj, module.o_proj
+    bias = module.relative_position_bias
+    return SimpleNamespace(
+        config=module.config,
+        q_proj=q.linear,
+        k_proj=k.linear,
+        v_proj=v.linear,
+        r_proj=bias.linear,
+        gate_proj=out.gate_proj,
+        sink_proj=module.sink_proj,
+        o_proj=out.linear,
+        k_sconv=k.sconv,
+        v_sconv=v.sconv,
+        q_l2_clip=q.norm,
+        rel_l2_clip=bias.norm,
+        v_norm=v.norm,
+        rel_logits_proj=bias,
+    )
+
+
 def _attention(module: Any, spec: AttentionSpec) -> SinkAttention:
+    module = _by_older_names(module)
     config, convolutions = module.config, (module.k_sconv, module.v_sconv)
     of_queries = weights_of(module.q_proj, module.r_proj, module.gate_proj, module.sink_proj)
     keys_and_values = weights_of(module.k_proj, module.v_proj)
@@ -240,7 +266,7 @@ class Inkling2Family(Family):
         blocks_of = config.n_layers_per_attn_res_block
         num_blocks = -(-config.num_hidden_layers // blocks_of)
         for number, layer in enumerate(model.layers):
-            dtype = layer.self_attn.q_proj.weight.dtype
+            dtype = layer.self_attn.sink_proj.weight.dtype
             for part in layer.modules():
                 if isinstance(part, nn.Conv1d):  # which transformers keeps in float32
                     part.weight = parameter(part.weight.detach().to(dtype))

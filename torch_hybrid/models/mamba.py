@@ -33,7 +33,7 @@ class MaskedMambaAdapter(LinearAttentionAdapter):
     """Our mixer for decoder layers that hand it a mask alone: the step comes as that mask."""
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, *, attention_mask: LayerStep, cache_params: None = None
+        self, hidden_states: Tensor, *, attention_mask: LayerStep, **_options: object
     ) -> Tensor:
         """Map [1, T, dim] to [1, T, dim], the rows packed as the step's plan says."""
         return super().forward(hidden_states, step=attention_mask)

@@ -138,7 +138,7 @@ class Qwen4ExpFamily(Family):
         "ngram_embedding": Swap(attribute="ple", make=_ngram_embedding, adapter=_NgramAdapter),
     }
     num_position_axes = 3
-    hf_layer_step_arguments = ("step", "past_key_values")
+    hf_layer_step_arguments = ("step", "past_key_values", "cache")
     hf_token_arguments = ("ple_input_ids",)
     vision = IMAGES_AND_VIDEOS
 

@@ -46,7 +46,8 @@ class _HandStep:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         step: Step | None = options.get(self.model_argument)
         own = _given(step).at(self.layer_id)
-        return args, {**options, **dict.fromkeys(self.layer_arguments, own)}
+        names = (name for name in self.layer_arguments if name in options)
+        return args, {**options, **dict.fromkeys(names, own)}
 
 
 def hand_steps(
@@ -61,7 +62,8 @@ def hand_steps(
     Args:
         layers: decoder layers of a model.
         model_argument: argument by which the model hands the step to its layers.
-        layer_arguments: arguments by which a layer hands the step to its modules.
+        layer_arguments: arguments by which a layer hands the step to its modules, where the model
+            hands them to the layer.
     """
     for layer_id, layer in enumerate(layers):
         hand_step = _HandStep(layer_id, model_argument, layer_arguments)

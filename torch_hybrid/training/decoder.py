@@ -92,7 +92,7 @@ def hands_masks_alone(decoder: Any) -> bool:
 
 def asks_for_a_cache(inputs: dict[str, Any]) -> bool:
     """Tell whether a call has a cache, or says that it wants one."""
-    caches = (inputs.get(name) for name in ("past_key_values", "cache_params", "state"))
+    caches = (inputs.get(name) for name in ("cache", "past_key_values", "cache_params", "state"))
     given = any(cache is not None and not isinstance(cache, Packing) for cache in caches)
     return given or bool(inputs.get("use_cache"))
 

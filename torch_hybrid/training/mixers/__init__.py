@@ -39,6 +39,7 @@ TWINS: dict[str, type[Twin]] = {
     "Qwen3NextGatedDeltaNet": JointGatedDeltaNet,
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
     "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
+    "LaraMiniGatedDeltaNet": GatedDeltaNet,
     "Qwen4ExpTextGatedDeltaNet": GatedDeltaNet,
     "Qwen4ExpTextAttention": IndexedAttention,
     "Qwen4ExpTextDecoderLayer": LayerWithNgrams,
