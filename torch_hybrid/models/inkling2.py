@@ -34,7 +34,7 @@ from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
 Streams = tuple[Tensor, Tensor]  # the present block's sum [1, T, dim], all others' [1, T, B, dim]
 
 
-def _by_older_names(module: Any) -> Any:
+def by_older_names(module: Any) -> Any:
     """Name the parts of attention as transformers did before 5.24."""
     if "r_proj" in module._modules:
         return module
@@ -52,6 +52,7 @@ def _by_older_names(module: Any) -> Any:
         k_sconv=k.sconv,
         v_sconv=v.sconv,
         q_l2_clip=q.norm,
+        k_l2_clip=k.norm,
         rel_l2_clip=bias.norm,
         v_norm=v.norm,
         rel_logits_proj=bias,
@@ -59,7 +60,7 @@ def _by_older_names(module: Any) -> Any:
 
 
 def _attention(module: Any, spec: AttentionSpec) -> SinkAttention:
-    module = _by_older_names(module)
+    module = by_older_names(module)
     config, convolutions = module.config, (module.k_sconv, module.v_sconv)
     of_queries = weights_of(module.q_proj, module.r_proj, module.gate_proj, module.sink_proj)
     keys_and_values = weights_of(module.k_proj, module.v_proj)

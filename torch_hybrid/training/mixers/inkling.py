@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_hybrid.models.inkling2 import by_older_names
 from torch_hybrid.packing import Packing
 from torch_hybrid.training.boundaries import named, packing_of
 from torch_hybrid.training.decoder import check_says_nothing, keeps_a_cache
@@ -105,35 +106,32 @@ class BiasedAttention(TwinOfPair):
 class SinkAttention(BiasedAttention):
     """Attention with biases, sinks and gates, of clipped heads, as in layers with a window."""
 
-    gate_proj: Submodule
-    k_l2_clip: Submodule
-    q_l2_clip: Submodule
-    rel_l2_clip: Submodule
-    sink_proj: Submodule
-    v_norm: Submodule
-
     def packed(self, x: Tensor, packing: Packing) -> Tensor:
         q, mix = self.clipped(x)
-        k = self.k_sconv.packed(self.k_proj(x), packing)
-        v = self.v_sconv.packed(self.v_proj(x), packing)
+        own = by_older_names(self)
+        k = own.k_sconv.packed(own.k_proj(x), packing)
+        v = own.v_sconv.packed(own.v_proj(x), packing)
         return self.gated(x, q, mix, k, v, packing)
 
     def clipped(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Project tokens [T, D] to queries [T, H, K] and mixes of profiles [T, H, M]."""
-        mix = self.r_proj(x).unflatten(-1, (self.num_heads, -1))
-        return self.q_l2_clip(by_head(self.q_proj(x), self.head_dim)), self.rel_l2_clip(mix)
+        own = by_older_names(self)
+        q = by_head(own.q_proj(x), self.head_dim)
+        mix = own.r_proj(x).unflatten(-1, (self.num_heads, -1))
+        return scaled_and_clipped(own.q_l2_clip, q), scaled_and_clipped(own.rel_l2_clip, mix)
 
     def gated(
         self, x: Tensor, q: Tensor, mix: Tensor, k: Tensor, v: Tensor, packing: Packing
     ) -> Tensor:
         """Attend to convolved keys and values, and gate the outputs by tokens [T, D]."""
+        own = by_older_names(self)
         k, v = (by_head(each, self.head_dim) for each in (k, v))
-        v = self.v_norm(as_work(v)).to(v.dtype)
-        bias = mix @ self.rel_logits_proj.proj
-        o, lse = self.attend(q, self.k_l2_clip(k), v, bias, packing)
+        v = own.v_norm(as_work(v)).to(v.dtype)
+        bias = mix @ own.rel_logits_proj.proj
+        o, lse = self.attend(q, own.k_l2_clip(k), v, bias, packing)
         # A sink is one more weight, of a value that is 0.
-        o = as_work(o) * (lse - self.sink_proj(x)).sigmoid()[..., None]
-        return self.o_proj((o.flatten(1) * as_work(self.gate_proj(x)).sigmoid()).to(v.dtype))
+        o = as_work(o) * (lse - own.sink_proj(x)).sigmoid()[..., None]
+        return own.o_proj((o.flatten(1) * as_work(own.gate_proj(x)).sigmoid()).to(v.dtype))
 
 
 class DynamicSinkAttention(SinkAttention):
@@ -153,8 +151,9 @@ class DynamicSinkAttention(SinkAttention):
         if packing is None:
             return super().forward(*inputs, *args, **options)
         x, of_keys, of_values = (each.flatten(0, 1) for each in inputs)
-        k = dynamically_convolved(self.k_sconv, self.k_proj(of_keys), of_keys, packing)
-        v = dynamically_convolved(self.v_sconv, self.v_proj(of_values), of_values, packing)
+        own = by_older_names(self)
+        k = dynamically_convolved(own.k_sconv, own.k_proj(of_keys), of_keys, packing)
+        v = dynamically_convolved(own.v_sconv, own.v_proj(of_values), of_values, packing)
         q, mix = grown(*self.clipped(x), packing, self.config)
         return self.gated(x, q, mix, k, v, packing).view(hidden_states.shape), None
 
@@ -187,6 +186,14 @@ def dynamically_convolved(conv: Any, x: Tensor, mixes: Tensor, packing: Packing)
         past = earlier(as_work(x), packing, lag).view(-1, *taps.shape[1:])
         total = total + (past * (taps[lag] + own[..., lag])).flatten(1)
     return (total / sqrt(2 * width + 1)).to(x.dtype)
+
+
+def scaled_and_clipped(clip: Any, x: Tensor) -> Tensor:
+    """Scale heads [T, H, D], and clip their sizes: without the growth that transformers adds."""
+    threshold: float = getattr(clip, "l2_clip", clip).threshold
+    scaled = as_work(x) * as_work(clip.scale)
+    size = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    return (scaled * (threshold / (size + 1e-6)).clamp(max=1.0)).to(x.dtype)
 
 
 def grown(q: Tensor, mix: Tensor, packing: Packing, config: Any) -> tuple[Tensor, Tensor]:
