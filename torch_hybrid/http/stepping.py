@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 
 from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.host.frames import with_room
 from torch_hybrid.http.call import Call
 from torch_hybrid.http.errors import HttpError
 from torch_hybrid.http.metrics import Metrics
@@ -53,7 +54,7 @@ class Stepper:
         self._engine: Engine | None = None
         # The thread's: the engine, on all ranks that share it.
         self._steps: Engine | Leader | None = None
-        self._thread = Thread(target=self._run, name="stepping", daemon=True)
+        self._thread = Thread(target=with_room, args=[self._run], name="stepping", daemon=True)
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._calls: dict[Request, Call] = {}  # the loop's: calls that are open
         self._live: set[Request] = set()  # the thread's: requests that the engine holds

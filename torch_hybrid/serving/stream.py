@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from torch_hybrid.host.frames import with_room
 from torch_hybrid.serving.request import Request, TokenEvent
 
 if TYPE_CHECKING:
@@ -54,6 +55,13 @@ class Stream(Iterator[ItemT], Generic[ItemT]):
         Raises:
             RuntimeError: inside a call of the same runner, where another step is needed.
         """
+        item = with_room(self._next)
+        if item is None:
+            raise StopIteration
+        return item
+
+    def _next(self) -> ItemT | None:
+        """Run steps until there is an item, or none is left."""
         while self._left and not self._is_closed:
             if not self._inbox:
                 self._turn.check("the iteration of Engine.generate")  # may go on later
@@ -61,7 +69,7 @@ class Stream(Iterator[ItemT], Generic[ItemT]):
             if item is not None:
                 return item
         self.close()
-        raise StopIteration
+        return None
 
     def _next_item(self) -> ItemT | None:
         """Take an event, or run a step if there is none."""
