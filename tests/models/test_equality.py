@@ -32,6 +32,7 @@ SEEDS = {
     "qwen3_next": 2,
     "qwen3_5": 1,
     "qwen3_5_moe": 2,
+    "lara_mini": 1,
     "qwen4_exp": 7,
     "glm5_next": 0,
     "deepseek_v3": 0,

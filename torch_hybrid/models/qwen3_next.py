@@ -37,7 +37,7 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
 class Qwen3NextFamily(Family):
     model_types: tuple[str, ...] = ("qwen3_next",)
     swaps: ClassVar = {"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)}
-    mtp = MtpLayout(
+    mtp: MtpLayout | None = MtpLayout(
         layers="mtp.layers.{}",
         numbered_on=False,
         fc="mtp.fc",
