@@ -21,5 +21,5 @@ def gated_norm(
     x = x * gate if gates_first else x
     groups = x.unflatten(-1, (-1, group_size))
     normed = groups * (groups.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = weight * normed.flatten(-2)
+    y: Tensor = weight * normed.flatten(-2)
     return y if gates_first else y * gate

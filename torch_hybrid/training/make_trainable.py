@@ -92,16 +92,19 @@ def make_trainable(model: M, *, mtp: str | Path | None = None, mtp_loss_weight: 
     for module in modules:
         children = dict(module.named_children())
         theirs: Any = type(module)
+        ours: Any
         if (twin := twins.get(theirs.__name__)) is not None:
             module.__class__ = in_front(twin, theirs)
         elif (experts := experts_class(module)) is not None:
-            module.__class__ = in_front(experts, theirs)
+            ours = experts
+            module.__class__ = in_front(ours, theirs)
         elif module in frozen:
             module.__class__ = in_front(frozen[module], theirs)
         elif frozen.get(children.get("base_layer")) is FrozenFP8Linear:
             module.merge = refuse_to_merge
         elif type(head := children.get(head_of(children))) is nn.Linear:
-            module.__class__ = in_front(causal_lm_of(children), theirs)
+            ours = causal_lm_of(children)
+            module.__class__ = in_front(ours, theirs)
             if head.bias is None and head not in frozen:
                 head.__class__ = LossHead
     return model

@@ -131,7 +131,9 @@ class SinkAttention(BiasedAttention):
         o, lse = self.attend(q, own.k_l2_clip(k), v, bias, packing)
         # A sink is one more weight, of a value that is 0.
         o = as_work(o) * (lse - own.sink_proj(x)).sigmoid()[..., None]
-        return own.o_proj((o.flatten(1) * as_work(own.gate_proj(x)).sigmoid()).to(v.dtype))
+        gate = as_work(own.gate_proj(x)).sigmoid()
+        out: Tensor = own.o_proj((o.flatten(1) * gate).to(v.dtype))
+        return out
 
 
 class DynamicSinkAttention(SinkAttention):
@@ -192,7 +194,7 @@ def scaled_and_clipped(clip: Any, x: Tensor) -> Tensor:
     """Scale heads [T, H, D], and clip their sizes: without the growth that transformers adds."""
     threshold: float = getattr(clip, "l2_clip", clip).threshold
     scaled = as_work(x) * as_work(clip.scale)
-    size = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    size: Tensor = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
     return (scaled * (threshold / (size + 1e-6)).clamp(max=1.0)).to(x.dtype)
 
 
