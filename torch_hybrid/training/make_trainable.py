@@ -81,9 +81,10 @@ def make_trainable(model: M) -> M:
     for module in modules:
         children = dict(module.named_children())
         theirs: Any = type(module)
+        experts: Any = experts_class(module)
         if (twin := twins.get(theirs.__name__)) is not None:
             module.__class__ = _in_front(twin, theirs)
-        elif (experts := experts_class(module)) is not None:
+        elif experts is not None:
             module.__class__ = _in_front(experts, theirs)
         elif module in frozen:
             module.__class__ = _in_front(frozen[module], theirs)
