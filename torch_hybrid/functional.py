@@ -537,7 +537,7 @@ def fused_experts(
         softcaps: a and b, or None: ``a tanh(gate / a) sigmoid(gate) * b tanh(up / b)``.
         gate_up_scales: of a stored weight, float32; None for one of x's dtype.
         down_scales: likewise.
-        impl: "triton" or "torch", as in :func:`gated_delta_rule`.
+        impl: "cpp", "triton" or "torch", as in :func:`gated_delta_rule`.
 
     Returns:
         [T, D] in x's dtype.

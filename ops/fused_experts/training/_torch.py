@@ -6,6 +6,7 @@ needs no outputs of experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -19,40 +20,64 @@ from torch_hybrid.ops.fused_experts.reference import activate
 from torch_hybrid.ops.fused_experts.training.op import FusedExpertsBackward
 
 
+def activated_rows(x: FusedExperts, projected: Tensor, order: Tensor) -> Tensor:
+    """Activate rows [P, 2 I] in the order of experts, by the router's weights."""
+    weights = x.expert_weights.flatten()[order, None]
+    return (activate(x, projected) * weights).to(projected.dtype)
+
+
+def differentiated_rows(
+    x: FusedExperts, projected: Tensor, order: Tensor, dweighted: Tensor
+) -> tuple[Tensor, ...]:
+    """Activate rows, and compute the gradients before that of what ``dweighted`` [P, I] is of.
+
+    Returns:
+        [P, I] activations by the router's weights, gradients of ``projected``, and [T, k] of these
+        weights.
+    """
+    hidden, slopes = derivatives(x, projected)
+    weights = x.expert_weights.flatten()[order, None]
+    work = torch.promote_types(projected.dtype, torch.float32)
+    dweights = (dweighted * hidden).sum(-1, dtype=work)[places(order)].view(x.expert_ids.shape)
+    dhidden = (dweighted * weights).to(projected.dtype)
+    dprojected = slopes.unflatten(-1, (x.num_parts, x.width)).mul_(dhidden[:, None]).flatten(1)
+    weighted = (hidden * weights).to(projected.dtype)
+    return weighted, dprojected, dweights.to(x.expert_weights.dtype)
+
+
 @without_autocast
-def fused_experts_forward(x: FusedExperts) -> tuple[Tensor, Tensor]:
+def fused_experts_forward(
+    x: FusedExperts, *, activated: Callable[..., Tensor] = activated_rows
+) -> tuple[Tensor, Tensor]:
     """Compute outputs, and products with gate and up."""
     order, ends = by_expert(x)
     rows = x.x.index_select(0, order // x.top_k)
     projected = product(rows, x, "gate_up", ends)
-    weights = x.expert_weights.flatten()[order, None]
-    hidden = (activate(x, projected) * weights).to(rows.dtype)
-    results = product(hidden, x, "down", ends)
+    results = product(activated(x, projected, order), x, "down", ends)
     return summed(results, x, order), projected.view(*x.expert_ids.shape, projected.shape[1])
 
 
 @without_autocast
-def fused_experts_backward(x: FusedExpertsBackward) -> tuple[Tensor, ...]:
+def fused_experts_backward(
+    x: FusedExpertsBackward,
+    *,
+    differentiated: Callable[..., tuple[Tensor, ...]] = differentiated_rows,
+) -> tuple[Tensor, ...]:
     """Compute the gradients of x, of the router's weights, and of experts that need one."""
     order, ends = by_expert(x)
-    dtype, token = x.x.dtype, order // x.top_k
+    token = order // x.top_k
     dresults = x.dout.index_select(0, token)
     dweighted = product(dresults, x, "down", ends, of_output=True)
-    hidden, slopes = derivatives(x, x.projected.flatten(0, 1))
-    work = torch.promote_types(dtype, torch.float32)
-    dweights = (dweighted * hidden).sum(-1, dtype=work)[places(order)]
-    weights = x.expert_weights.flatten()[order, None]
+    projected = x.projected.flatten(0, 1)
+    weighted, dprojected, dweights = differentiated(x, projected, order, dweighted)
     ddown = dgate_up = x.x.new_empty(0)
     if x.needs_down:
-        ddown = weight_product(dresults, (hidden * weights).to(dtype), x.down, ends)
-    dhidden = (dweighted * weights).to(dtype)
-    dprojected = slopes.unflatten(-1, (x.num_parts, -1)).mul_(dhidden[:, None]).flatten(1)
+        ddown = weight_product(dresults, weighted, x.down, ends)
     if x.needs_gate_up:
         rows = x.x.index_select(0, token)
         dgate_up = weight_product(dprojected, rows, x.gate_up, ends)
     drows = product(dprojected, x, "gate_up", ends, of_output=True)
-    shaped = dweights.view(x.expert_ids.shape).to(x.expert_weights.dtype)
-    return summed(drows, x, order), shaped, dgate_up, ddown
+    return summed(drows, x, order), dweights, dgate_up, ddown
 
 
 def by_expert(x: FusedExperts) -> tuple[Tensor, Tensor]:

@@ -13,11 +13,14 @@ from torch_hybrid.ops.core.declare import Dense, define, pair_made, several_made
 from torch_hybrid.ops.core.registration import check_shapes, same_or_first_impl
 from torch_hybrid.ops.formats import stored_weights
 from torch_hybrid.ops.fused_experts.op import FusedExperts
-from torch_hybrid.ops.implementations import in_torch, in_triton
+from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton
 
 _FOLDER = "torch_hybrid.ops.fused_experts.training"
 FORWARD, BACKWARD = (
     {
+        "cpp": in_cpp(
+            f"{_FOLDER}._cpu:{name}", features=stored_weights.FEATURES, checks_indices=False
+        ),
         "triton": in_triton(f"{_FOLDER}._triton:{name}", features=stored_weights.FEATURES),
         "torch": in_torch(
             f"{_FOLDER}._torch:{name}",
