@@ -5,8 +5,7 @@ picked from those of earlier blocks of layers; experts are of softcapped SwiGLU.
 from __future__ import annotations
 
 from functools import cache
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +33,31 @@ from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
 Streams = tuple[Tensor, Tensor]  # the present block's sum [1, T, dim], all others' [1, T, B, dim]
 
 
+class _OlderParts(NamedTuple):
+    config: Any
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    r_proj: nn.Module
+    gate_proj: nn.Module
+    sink_proj: nn.Module
+    o_proj: nn.Module
+    k_sconv: nn.Module
+    v_sconv: nn.Module
+    q_l2_clip: nn.Module
+    k_l2_clip: nn.Module
+    rel_l2_clip: nn.Module
+    v_norm: nn.Module
+    rel_logits_proj: nn.Module
+
+
 def by_older_names(module: Any) -> Any:
     """Name the parts of attention as transformers did before 5.24."""
     if "r_proj" in module._modules:
         return module
     q, k, v, out = module.q_proj, module.k_proj, module.v_proj, module.o_proj
     bias = module.relative_position_bias
-    return SimpleNamespace(
+    return _OlderParts(
         config=module.config,
         q_proj=q.linear,
         k_proj=k.linear,
