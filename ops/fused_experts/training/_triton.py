@@ -31,8 +31,8 @@ _PARTS = 8  # of the weights of an expert that are cleared
 @without_autocast
 def fused_experts_forward(x: FusedExperts) -> tuple[Tensor, Tensor]:
     """Compute outputs, and products with gate and up."""
-    out, projected = empty_results(x)
     if x.num_pairs == 0 or x.num_experts == 0:
+        out, projected = empty_results(x)
         return out.zero_(), projected
     order, starts = group_pairs(x.expert_ids, x.num_experts)
     rows, places = _gathered(x, x.x, order, starts)
@@ -59,10 +59,10 @@ def fused_experts_forward(x: FusedExperts) -> tuple[Tensor, Tensor]:
 @without_autocast
 def fused_experts_backward(x: FusedExpertsBackward) -> tuple[Tensor, ...]:
     """Compute the gradients of x, of the router's weights, and of experts that need one."""
-    dx, dweights, dgate_up, ddown = empty_gradients(x)
-    dweights.zero_()  # of pairs without an expert
     if x.num_pairs == 0 or x.num_experts == 0:
-        return dx.zero_(), dweights, dgate_up.zero_(), ddown.zero_()
+        return tuple(each.zero_() for each in empty_gradients(x))
+    dweights = torch.zeros_like(x.expert_weights)  # of pairs without an expert
+    dgate_up = ddown = x.x.new_empty(0)
     order, starts = group_pairs(x.expert_ids, x.num_experts)
     dresults, places = _gathered(x, x.dout, order, starts)
     dweighted = product(dresults, x, "down", starts[1:], of_output=True, fills=False)
