@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
 from torch_hybrid.ops.linear_cross_entropy import IGNORED
@@ -87,7 +86,7 @@ class CausalLM(nn.Module):
         skip_logits: bool,
         attention_mask: Tensor | None = None,
         output_router_logits: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         shift_labels: Tensor | None = None,
         **inputs: Any,
@@ -121,7 +120,7 @@ class CausalLM(nn.Module):
             num_items_in_batch = (targets != IGNORED).sum()
         loss = total / num_items_in_batch
         made: dict[str, Any] = {
-            "logits": None if skip_logits else head(slice_logits_to_keep(hidden, logits_to_keep)),
+            "logits": None if skip_logits else head(_kept(hidden, logits_to_keep)),
             "hidden_states": outputs.hidden_states,
             "attentions": outputs.get("attentions"),
         }
@@ -140,6 +139,18 @@ class CausalLM(nn.Module):
             loss = loss + self.mtp_loss_weight * made["mtp_loss"]
             kind = MtpCausalLMOutput
         return kind(loss=loss, **made)
+
+
+def _kept(hidden: Tensor, keep: int | Tensor) -> Tensor:
+    """Take the last rows of hidden states [B, S, D], all for 0, or those that a tensor names.
+
+    transformers 5.20 has no function for it.
+    """
+    if not isinstance(keep, Tensor):
+        return hidden[:, -keep:]
+    if keep.ndim == 1:
+        return hidden[:, keep]
+    return hidden[keep] if keep.dtype == torch.bool else hidden.take_along_dim(keep[..., None], 1)
 
 
 class MaskedCausalLM(CausalLM):
