@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from torch_hybrid.ops.packed_attention.reference import named_blocks
 
 _BLOCK = 128
+_MAX_FORMS = 256
 
 
 def attend_in_blocks(
@@ -83,7 +84,7 @@ def _attend(
 ) -> Any:
     """Run FlexAttention on one row [1, H, T, K] of tokens."""
     is_compiled = torch.compiler.is_compiling() or not q.is_cuda
-    attend: Any = flex_attention if is_compiled else _compiled()
+    attend: Any = flex_attention if is_compiled else _attend_compiled
     return attend(
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
         block_mask=blocks,
@@ -91,6 +92,16 @@ def _attend(
         enable_gqa=q.shape[1] != k.shape[1],
         **options,
     )
+
+
+def _attend_compiled(*qkv: Tensor, **options: Any) -> Any:
+    """Run FlexAttention compiled for models that are not: it would make all T x T weights.
+
+    So it does, without an error, past Dynamo's 8 forms of a function, which all models of a process
+    share: layers with a window, dtypes, and evaluations without gradients have forms of their own.
+    """
+    with torch._dynamo.config.patch(recompile_limit=_MAX_FORMS):
+        return _compiled()(*qkv, **options)
 
 
 def blocks_of(
@@ -153,5 +164,4 @@ def _listed(wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """Compile FlexAttention for models that are not: it would make all T x T weights."""
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, fullgraph=True)

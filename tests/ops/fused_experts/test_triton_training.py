@@ -31,12 +31,16 @@ ON_A_GPU["softcaps"] = replace(ON_A_GPU["plain"], softcaps=(0.5, 1.5))
 
 
 def check(x: FusedExpertsBackward, tolerance: float) -> None:
-    """Compare with "torch" in float64, by the norms of outputs and gradients."""
-    for got, exact in zip(
-        made_by_both(x, "triton"), made_by_both(widened(x), "torch"), strict=True
-    ):
-        assert got.shape == exact.shape
-        assert (got.cpu().double() - exact).norm() <= tolerance * exact.norm()
+    """Compare with "torch" in float64, by the norms of outputs and gradients.
+
+    Where rounding moves activations over a limit, their gradients are others for "torch" as well.
+    """
+    made, exact = made_by_both(x, "triton"), made_by_both(widened(x), "torch")
+    rounded = made_by_both(x, "torch") if x.limit is not None else exact
+    for got, by_torch, want in zip(made, rounded, exact, strict=True):
+        assert got.shape == want.shape
+        bound = tolerance * want.norm() + 2 * (by_torch.cpu().double() - want).norm()
+        assert (got.cpu().double() - want).norm() <= bound
 
 
 @needs_triton
