@@ -85,6 +85,8 @@ def _attend(
     """Run FlexAttention on one row [1, H, T, K] of tokens."""
     is_compiled = torch.compiler.is_compiling() or not q.is_cuda
     attend: Any = flex_attention if is_compiled else _attend_compiled
+    # For fewer than 128 queries, Inductor would take its kernel of decode steps, and find no size.
+    options |= {"kernel_options": {"BACKEND": "TRITON"}} if q.is_cuda else {}
     return attend(
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
         block_mask=blocks,
