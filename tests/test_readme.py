@@ -64,6 +64,8 @@ OPS: dict[str, tuple[str, ...]] = {
         "packed_attention_backward",
         "linear_cross_entropy_forward",
         "linear_cross_entropy_backward",
+        "token_logprobs_forward",
+        "token_logprobs_backward",
     ),
     "around the mixers": (
         "linear",

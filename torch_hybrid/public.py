@@ -20,7 +20,7 @@ from torch_hybrid.models.load import from_pretrained
 from torch_hybrid.models.quantize import quantize
 from torch_hybrid.models.shard import shard
 from torch_hybrid.packing import Packing
-from torch_hybrid.sampling import Grammar, Sampling, TokenLogprob
+from torch_hybrid.sampling import Grammar, Sampling, TokenLogprob, token_logprobs
 from torch_hybrid.serving.engine import Engine
 from torch_hybrid.serving.prefix_cache import PrefixCache, PrefixStats
 from torch_hybrid.serving.request import Output, Request, TokenEvent
@@ -98,4 +98,5 @@ __all__ = [
     "quantize",
     "select",
     "shard",
+    "token_logprobs",
 ]

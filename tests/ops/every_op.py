@@ -377,6 +377,12 @@ def _cross_entropy(by: str) -> _Made:
     return (hidden, weight, targets), options, {"targets": (0, 37)}
 
 
+def _token_logprobs(by: str) -> _Made:
+    logits, tokens = torch.randn(9, 37), torch.arange(9)
+    more = (torch.randn(9),) if by == "backward" else ()
+    return (logits, tokens, *more), {}, {"tokens": (0, 37)}
+
+
 def _gated_norm(by: str) -> _Made:
     rows = torch.randn(2 + (by == "backward"), 9, 32)
     options = {"group_size": 16, "eps": 1e-5, "activation": "silu", "gates_first": True}
@@ -462,6 +468,8 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "ssd_step, drafts": _ssd_verify,
     "state_copy": _state_copy,
     "store_latents": _store_latents,
+    "token_logprobs_backward": lambda: _token_logprobs("backward"),
+    "token_logprobs_forward": lambda: _token_logprobs("forward"),
     "top_k": lambda: _without_indices(torch.randn(5, 37), 3),
     "wkv_backward": lambda: _trained_channels("wkv", "backward"),
     "wkv_forward": lambda: _trained_channels("wkv", "forward"),

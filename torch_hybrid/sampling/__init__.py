@@ -3,7 +3,7 @@
 from torch_hybrid.ops.draw_tokens.counts import NOT_FINITE
 from torch_hybrid.sampling.draw import Draw, candidates
 from torch_hybrid.sampling.grammar import Grammar
-from torch_hybrid.sampling.logprobs import TokenLogprob, logprobs_of
+from torch_hybrid.sampling.logprobs import TokenLogprob, logprobs_of, token_logprobs
 from torch_hybrid.sampling.numbers import RandomNumbers
 from torch_hybrid.sampling.on_device import DrawKind, draw_tokens, no_settings, sample, settings_of
 from torch_hybrid.sampling.parameters import GREEDY, LogitsProcessor, Sampling
@@ -26,4 +26,5 @@ __all__ = [
     "no_settings",
     "sample",
     "settings_of",
+    "token_logprobs",
 ]

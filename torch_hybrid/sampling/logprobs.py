@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.token_logprobs import log_softmax, token_logprobs_forward
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -16,6 +18,26 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # token ids and log-probabilities, likeliest first
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Compute the log-probability of one token per row, as a server reports it, bit for bit.
+
+    Of logits of the same bits, however many rows there are. It can be differentiated.
+
+    Args:
+        logits: [T, vocab_size], any float dtype; the model's own, whatever the temperature.
+        tokens: [T] int64, on their device.
+
+    Returns:
+        [T] float32.
+
+    Raises:
+        ValueError: shapes or a dtype are not as above, or a token is not in the vocabulary (on a
+            GPU the device fails).
+    """
+    made: Tensor = token_logprobs_forward(logits, tokens, impl="torch")
+    return made
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
@@ -28,7 +50,7 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Tok
     """
     if not tokens:
         return []
-    logprobs = logits.float().log_softmax(dim=-1)
+    logprobs = log_softmax(logits)
     ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
     own = logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1).tolist()
     best, best_ids = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
