@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.caches.hybrid import HybridCache
@@ -531,26 +531,29 @@ class Runner(Shown):
     @in_turn
     def update_weights(
         self,
-        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        weights: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         *,
         partial: bool = False,
     ) -> None:
-        """Write new weights in the place of the model's, by the names of its checkpoint.
+        """Write new weights in the place of the model's.
 
-        Nothing is compiled or captured anew. Shapes and dtypes are the checkpoint's. A new tensor
-        is merged, sorted or cut for this rank as the old one was when it was read. So each rank is
-        given all of it. Prefix caches drop their snapshots.
+        They are those of a model of transformers, which stays as it is and whose adapters of PEFT
+        are merged on the way; or come by the names of the checkpoint. Nothing is compiled or
+        captured anew. Shapes and dtypes are the checkpoint's. A new tensor is merged, sorted or cut
+        for this rank as the old one was when it was read. So each rank is given all of it. Prefix
+        caches drop their snapshots.
 
         Of a mapping or a list everything is checked before the first weight is written. Of an
         iterator each weight is checked when it comes, and written at once. An error then leaves the
         weights before it new and the others old, and says how many. Call it again with all of them.
 
         Args:
-            weights: names and values, on any device; all weights of the model.
+            weights: the model that trains; or names and values, on any device, of all weights.
             partial: keep the old values of weights that do not come.
 
         Raises:
-            UnsupportedError: the model was not read from a checkpoint as it is, or is quantized.
+            UnsupportedError: the model is quantized. Or, for names, it was not read from a
+                checkpoint as it is; for a model, ranks share it.
             ValueError: sequences or snapshots are held, whose states come from the old weights; a
                 name is unknown or comes twice, a shape or dtype is another, values are not finite,
                 or some are missing.

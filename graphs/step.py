@@ -81,7 +81,10 @@ class UpdatableModel(Model, Protocol):
     """
 
     def new_weights(
-        self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, partial: bool
+        self,
+        weights: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        partial: bool,
     ) -> Callable[[], None]: ...
 
 

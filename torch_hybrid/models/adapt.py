@@ -51,6 +51,13 @@ def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
             ``vision`` is asked of a model without a tower that is served.
         ValueError: the model is no causal language model, was adapted before, or has NaN weights.
     """
+    model = adapt_where_it_lies(hf_model, vision=vision)
+    keep_weights(model)
+    return model
+
+
+def adapt_where_it_lies(hf_model: Any, *, vision: bool = False) -> HybridModel:
+    """Adapt a model, and leave weights that are taken as they are in their memory."""
     if isinstance(hf_model, nn.Module):
         replace_inference_tensors(hf_model)
     hf_model = merge_adapters(hf_model)
@@ -80,9 +87,7 @@ def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
     refuse_modules(hf_model)
     _check_taken_weights(hf_model, architecture)
     _check_finite(hf_model)
-    model = adapted(hf_model, architecture, tower)
-    keep_weights(model)
-    return model
+    return adapted(hf_model, architecture, tower)
 
 
 def adapted(hf_model: Any, architecture: Architecture, tower: Tower | None = None) -> HybridModel:

@@ -72,8 +72,15 @@ class HybridModel(nn.Module):
         self._step_argument = family.hf_step_argument
         self._token_arguments = family.hf_token_arguments
 
-    def new_weights(self, weights: Weights, *, partial: bool) -> Callable[[], None]:
-        """Check new weights, and return the function that writes them: see ``checked_update``."""
+    def new_weights(self, weights: Weights | nn.Module, *, partial: bool) -> Callable[[], None]:
+        """Check new weights, and return the function that writes them.
+
+        See ``checked_update``, and ``update_from`` for a model.
+        """
+        if isinstance(weights, nn.Module):
+            from torch_hybrid.models.shared_weights import update_from
+
+            return update_from(self, weights, partial=partial)
         return checked_update(self, self.origins, weights, partial=partial)
 
     @property

@@ -148,6 +148,11 @@ def checked_update(
             Or values are not finite, weights are missing, or a shared weight comes with different
             values.
     """
+    if isinstance(weights, nn.Module):
+        raise UnsupportedError(
+            f"this model takes new weights by the names of its checkpoint, got a "
+            f"{type(weights).__name__}"
+        )
     if origins is None:
         raise UnsupportedError(
             "new weights are written by the names of a checkpoint: the model must come from "

@@ -1,0 +1,84 @@
+"""Weights of a transformers model in memory, as a served model has them.
+
+Those that a served model takes as they are share memory with the model's; others are joined or
+scaled anew.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.host.surroundings import in_isolation
+from torch_hybrid.models.adapt import adapt_where_it_lies
+from torch_hybrid.models.hybrid_model import HybridModel
+
+
+@in_isolation
+def adapt_shared(model: Any) -> HybridModel:
+    """Adapt a model of transformers or PEFT, which stays as it is.
+
+    Raises:
+        UnsupportedError, ValueError: as ``adapt``.
+    """
+    shared = {}
+    for name, weight in named_weights(model):
+        # PEFT merges an adapter into these. A detached tensor would count writes as the model's.
+        own = weight.data.clone() if ".base_layer." in name else weight.data
+        is_parameter = isinstance(weight, nn.Parameter)
+        shared[id(weight)] = nn.Parameter(own, requires_grad=False) if is_parameter else own
+    return adapt_where_it_lies(copy.deepcopy(model, shared))
+
+
+def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers by name; shared ones once."""
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+def update_from(model: HybridModel, trained: nn.Module, *, partial: bool) -> Callable[[], None]:
+    """Check the weights of a model in memory, and return what writes them into a served one.
+
+    Args:
+        model: the served model.
+        trained: a model of transformers or PEFT.
+        partial: whether parts of ``model`` may be missing in it: an MTP head, a tower.
+
+    Raises:
+        UnsupportedError: ``model`` is shared among ranks or quantized; or as ``adapt``.
+        ValueError: weights are missing, or of another name, shape or dtype, or not finite.
+    """
+    if model.ranks is not None:
+        raise UnsupportedError(
+            "ranks that share a model take new weights by the names of its checkpoint, "
+            f"got a {type(trained).__name__}"
+        )
+    given, own = dict(named_weights(adapt_shared(trained))), dict(named_weights(model))
+    if unknown := sorted(given.keys() - own.keys()):
+        raise ValueError(
+            f"{type(trained).__name__} has weights that the served model lacks or has in another "
+            f"form: {', '.join(unknown[:3])}"
+        )
+    if missing := [] if partial else sorted(own.keys() - given.keys()):
+        raise ValueError(
+            f"{len(missing)} of {len(own)} weights are missing, {', '.join(missing[:3])}: "
+            f"partial=True leaves them as they are"
+        )
+    for name, new in given.items():
+        old = own[name]
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise ValueError(
+                f"weight {name} must be {old.dtype} of shape {[*old.shape]}, "
+                f"got {new.dtype} of {[*new.shape]}"
+            )
+
+    def write() -> None:
+        for name, new in given.items():
+            if own[name].data_ptr() != new.data_ptr():
+                own[name].copy_(new)
+
+    return write
