@@ -14,9 +14,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from transformers.utils import can_return_tuple
 
 from torch_hybrid.ops.linear_cross_entropy import IGNORED
+from torch_hybrid.packing import Packing
+from torch_hybrid.sampling.logprobs import token_logprobs
 from torch_hybrid.training.boundaries import named, packing_of
 from torch_hybrid.training.decoder import asks_for_a_cache, check_says_nothing, keeps_a_cache
 from torch_hybrid.training.linear_cross_entropy import LossHead, summed_loss
+from torch_hybrid.training.served_logits import ServedLogits, served_logits
 
 
 @dataclass
@@ -40,6 +43,7 @@ class CausalLM(nn.Module):
     config: Any
     lm_head: nn.Module
     mtp_loss_weight: float
+    server: ServedLogits | None = None  # of a batch-invariant one
 
     def forward(
         self,
@@ -51,23 +55,25 @@ class CausalLM(nn.Module):
         """Run the model's own forward, or compute its loss a chunk of rows at a time."""
         inputs = {"labels": labels, **named(self, args, options, last="labels")}
         labels = inputs.pop("labels")
-        if labels is None or asks_for_a_cache(inputs):
+        if asks_for_a_cache(inputs) or (labels is None and self.server is None):
             return super().forward(labels=labels, **inputs)
         inputs["packing"] = packing_of(inputs)
-        num_tokens = inputs["packing"].num_tokens
-        if labels.numel() != num_tokens or labels.dtype != torch.int64:
-            raise ValueError(
-                f"labels must be torch.int64 of the {num_tokens} tokens of the inputs, "
-                f"got {labels.dtype} of shape {list(labels.shape)}"
-            )
-        labels = labels.masked_fill((inputs["packing"].positions == 0).view(labels.shape), IGNORED)
+        labels = None if labels is None else _within_sequences(labels, inputs["packing"])
         skip = self.training if skip_logits is None else skip_logits
+        if self.server is not None:
+            return self.by_server(labels, self.server, **inputs)
+        assert labels is not None
         keeps = inputs.get("logits_to_keep", 0)
-        squares = vars(self).get("z_loss_coefficient", 0.0)  # of sums over logits, in Bamba
-        whole = not skip or isinstance(keeps, Tensor) or keeps or squares > 0
+        whole = not skip or isinstance(keeps, Tensor) or keeps or self.z_loss > 0
         if (whole or not isinstance(self.lm_head, LossHead)) and not self.trains_head:
             return super().forward(labels=labels, **inputs)
         return self.by_chunks(labels, skip_logits=skip, **inputs)
+
+    @property
+    def z_loss(self) -> float:
+        """Factor on squared sums over logits in the loss, of Bamba."""
+        factor: float = vars(self).get("z_loss_coefficient", 0.0)
+        return factor
 
     @property
     def trains_head(self) -> bool:
@@ -98,8 +104,7 @@ class CausalLM(nn.Module):
         outputs = self.base_model(
             attention_mask=attention_mask, output_router_logits=output_router_logits, **inputs
         )
-        targets = pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        targets = targets if shift_labels is None else shift_labels
+        targets = _next_of(labels) if shift_labels is None else shift_labels
         # Factors on logits, of Falcon-H1, of Granite and of Inkling.
         factor = vars(self.base_model).get("lm_head_multiplier", 1.0)
         factor = factor / vars(self).get("logits_scaling", 1.0)
@@ -140,6 +145,49 @@ class CausalLM(nn.Module):
             kind = MtpCausalLMOutput
         return kind(loss=loss, **made)
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def by_server(
+        self,
+        labels: Tensor | None,
+        server: ServedLogits,
+        *,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        **inputs: Any,
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+        """Run the model's own forward, and compute logits and loss with a server's bits."""
+        outputs: Any = super().forward(**inputs)
+        logits = served_logits(self, outputs.logits, inputs, server)
+        outputs.logits = _kept(logits, logits_to_keep)
+        if labels is not None:
+            targets = _next_of(labels) if shift_labels is None else shift_labels
+            known = targets.flatten() != IGNORED
+            each = token_logprobs(logits.flatten(0, -2), targets.flatten().clamp(min=0))
+            count = known.sum() if num_items_in_batch is None else num_items_in_batch
+            outputs.loss = each.masked_fill(~known, 0.0).sum() / -count
+            if self.z_loss > 0:
+                outputs.loss += self.z_loss * logits.logsumexp(-1).square().mean()
+            if outputs.get("aux_loss") is not None:
+                sizes = self if "router_aux_loss_coef" in vars(self) else self.config
+                outputs.loss += sizes.router_aux_loss_coef * outputs.aux_loss
+        return outputs
+
+
+def _within_sequences(labels: Tensor, packing: Packing) -> Tensor:
+    """Check labels, and ignore the first of each sequence."""
+    if labels.numel() != packing.num_tokens or labels.dtype != torch.int64:
+        raise ValueError(
+            f"labels must be torch.int64 of the {packing.num_tokens} tokens of the inputs, "
+            f"got {labels.dtype} of shape {list(labels.shape)}"
+        )
+    return labels.masked_fill((packing.positions == 0).view(labels.shape), IGNORED)
+
+
+def _next_of(labels: Tensor) -> Tensor:
+    """Shift labels [B, T], so that each is that of the token before."""
+    return pad(labels, (0, 1), value=IGNORED)[..., 1:]
+
 
 def _kept(hidden: Tensor, keep: int | Tensor) -> Tensor:
     """Take the last rows of hidden states [B, S, D], all for 0, or those that a tensor names.
@@ -170,7 +218,8 @@ class MaskedCausalLM(CausalLM):
     ) -> Any:
         """Run the forward of a causal language model."""
         inputs = named(self, args, options, last="labels")
-        if keeps_a_cache(self.base_model, inputs):
+        of_model = self.server is None and keeps_a_cache(self.base_model, inputs)
+        if of_model or asks_for_a_cache(inputs):
             check_says_nothing(inputs)
         else:
             inputs["packing"] = inputs[self.place] = packing_of(inputs)

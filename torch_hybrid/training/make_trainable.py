@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,13 @@ M = TypeVar("M", bound=nn.Module)
 QUANT_METHODS = ("fp8", "torchao", "bitsandbytes")
 
 
-def make_trainable(model: M, *, mtp: str | Path | None = None, mtp_loss_weight: float = 0.1) -> M:
+def make_trainable(
+    model: M,
+    *,
+    mtp: str | Path | None = None,
+    mtp_loss_weight: float = 0.1,
+    batch_invariant: bool | Mapping[str, Any] = False,
+) -> M:
     """Exchange the classes of a transformers model's mixers for ones that train packed sequences.
 
     Parameters keep their names, shapes and flags, so ``state_dict``, ``save_pretrained``, PEFT and
@@ -32,11 +38,18 @@ def make_trainable(model: M, *, mtp: str | Path | None = None, mtp_loss_weight: 
     ``from_pretrained(path, mtp=True)`` finds it. Adapters made after this call train and save what
     they target in it; ``modules_to_save=["mtp"]`` has PEFT train all of it.
 
+    With ``batch_invariant``, logits have the bits of ``Runner(batch_invariant=True)`` on these
+    weights, as do :func:`token_logprobs` of them: a runner of the model's own computes them in each
+    call, beside the model, whose gradients are computed for them. Its weights are the model's, and
+    those that a server joins a second time. Calls with a cache are as without.
+
     Args:
         model: a model of transformers, or of PEFT around one; changed in place.
         mtp: folder or hub id of the checkpoint whose head trains, as a rule that of ``model``. Of
             several heads it is the first, and the others are not saved.
         mtp_loss_weight: factor on the head's loss, kept as ``model.mtp_loss_weight``.
+        batch_invariant: True, or options of that runner. Those that decide bits must be the
+            server's: ``compile=False``, say, if it does not compile.
 
     Returns:
         ``model``.
@@ -46,7 +59,8 @@ def make_trainable(model: M, *, mtp: str | Path | None = None, mtp_loss_weight: 
         UnsupportedError: the model has no mixer that is trained here, or its weights are quantized
             and no frozen base under PEFT. Such a base is in block-FP8, or in a format of torchao or
             bitsandbytes. Or ``mtp`` is given for a model of PEFT, one with images, or one whose
-            heads are not known here.
+            heads are not known here; or ``batch_invariant`` is for one that has no output head of
+            its own, is quantized, or has such a head.
     """
     from torch_hybrid.training.causal_lm import causal_lm_of, head_of
     from torch_hybrid.training.decoder import (
@@ -68,13 +82,17 @@ def make_trainable(model: M, *, mtp: str | Path | None = None, mtp_loss_weight: 
         came = type(model).__name__
         raise ValueError(f"model must be one of transformers or PEFT in memory, got {came}")
     if mtp is not None:
+        if batch_invariant is not False:
+            raise UnsupportedError(
+                "an MTP head and batch_invariant do not go together: leave either"
+            )
         from torch_hybrid.training.mtp import make_trainable_with_head
 
         return make_trainable_with_head(model, mtp, mtp_loss_weight)
     modules: list[Any] = list(model.modules())
     twins: dict[str, Any] = dict(TWINS)
     if any(isinstance(module, Twin) for module in modules):
-        return model
+        return _served(model, batch_invariant)
     decoders = [each for each in modules if TWINS.keys() & set(_layer_parts(each))]
     if not decoders:
         raise UnsupportedError(
@@ -107,6 +125,25 @@ def make_trainable(model: M, *, mtp: str | Path | None = None, mtp_loss_weight: 
             module.__class__ = in_front(ours, theirs)
             if head.bias is None and head not in frozen:
                 head.__class__ = LossHead
+    return _served(model, batch_invariant)
+
+
+def _served(model: M, batch_invariant: bool | Mapping[str, Any]) -> M:
+    """Have a model compute logits by a server, if it is to."""
+    if batch_invariant is False:
+        return model
+    from torch_hybrid.training.causal_lm import CausalLM
+    from torch_hybrid.training.served_logits import ServedLogits
+
+    found = [each for each in model.modules() if isinstance(each, CausalLM)]
+    quantized = found and found[0].config.to_dict().get("quantization_config")
+    if len(found) != 1 or quantized or "mtp" in dict(found[0].named_children()):
+        raise UnsupportedError(
+            "batch_invariant is for a causal language model in floats, whose own head makes logits "
+            f"and which has no MTP head, got {type(model).__name__}"
+        )
+    found[0].server = ServedLogits({} if batch_invariant is True else batch_invariant)
+    found[0].server.serve(found[0])
     return model
 
 
@@ -125,6 +162,7 @@ def undo_make_trainable(model: nn.Module) -> None:
     for module in modules:
         if isinstance(module, (Twin, CausalLM, LossHead, Experts, *FROZEN)):
             module.__class__ = type(module).__bases__[-1]
+            vars(module).pop("server", None)
         for number, hook in list(module._forward_pre_hooks.items()):
             if hook is hand_down_packing:
                 del module._forward_pre_hooks[number]

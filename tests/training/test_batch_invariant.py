@@ -1,0 +1,197 @@
+"""A batch-invariant trainer's log-probabilities are those of such a server, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from itertools import pairwise
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+import torch_hybrid as th
+from tests.devices import needs_cuda
+from tests.serving.test_batch_invariant import PROMPTS, SIZES
+from tests.tiny_models import cast
+from tests.training.twins import FAMILIES, flattened, furthest, grads, make_pair, make_rows
+
+EAGER = {"compile": False}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+CUTS = [0, 5, 6, 7, 47, 48, 400]  # of prompts in chunks, with single tokens between
+
+
+def make_trainer(
+    family: str = "qwen3_next_dense", dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
+    model = cast(make_pair(family)[0], dtype)
+    return th.make_trainable(model, batch_invariant={**EAGER, **options})
+
+
+def make_server(trainer: Any, **options: Any) -> th.Runner:
+    """Serve the weights that a trainer has now."""
+    model = th.adapt(copy.deepcopy(trainer))
+    return th.Runner(model, **{**SIZES, "batch_invariant": True, **options})
+
+
+def in_chunks(server: th.Runner, row: Tensor) -> Tensor:
+    """Compute the logits of a row [1, T]."""
+    [seq], tokens = server.new_sequences(1), row[0].tolist()
+    chunks = [tokens[start:end] for start, end in pairwise(CUTS) if start < len(tokens)]
+    made = [server.extend([seq], [chunk], logits="all").clone() for chunk in chunks]
+    server.free([seq])
+    return torch.cat(made)
+
+
+def assert_same_bits(trainer: Any, server: th.Runner, rows: list[Tensor]) -> None:
+    logits = torch.cat([in_chunks(server, row) for row in rows])
+    made = trainer(**flattened(rows)).logits[0]
+    tokens = torch.cat(rows, 1)[0].to(made.device)
+    assert torch.equal(made[:, : logits.shape[1]], logits.to(made.dtype))
+    assert torch.equal(th.token_logprobs(made, tokens), th.token_logprobs(logits, tokens))
+
+
+@DTYPES
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trainer_has_the_bits_of_a_server(family: str, dtype: torch.dtype):
+    """Packed in any order, and after a step of an optimizer as well."""
+    trainer, rows = make_trainer(family, dtype), make_rows()
+    before = make_server(trainer)
+    assert_same_bits(trainer, before, rows)
+    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.1)
+    trainer(**flattened(rows)).loss.backward()
+    optimizer.step()
+    after = make_server(trainer)
+    assert not torch.equal(in_chunks(after, rows[0]), in_chunks(before, rows[0]))
+    assert_same_bits(trainer, after, rows[::-1])
+
+
+@DTYPES
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "bailing_hybrid", "lfm2"])
+def test_sampled_tokens_have_the_log_probabilities_that_were_reported(
+    family: str, dtype: torch.dtype
+):
+    """With prefixes that are kept, drafts, and too few pages for all prompts at once."""
+    trainer = make_trainer(family, dtype)
+    runner = make_server(trainer, max_snapshots=4, max_drafts=3, kv_tokens=208)
+    options = {
+        "prefix_cache": th.PrefixCache(min_tokens=8),
+        "speculate": th.Speculation("ngram", num_drafts=3),
+    }
+    sampling = th.Sampling(max_new_tokens=12, ignore_eos=True, temperature=1.0, logprobs=0, seed=3)
+    with th.Engine(runner, **options) as engine:
+        for _ in range(2):
+            for out in engine.generate(PROMPTS, sampling):
+                tokens = torch.tensor([PROMPTS[out.index] + out.tokens])
+                first = tokens.shape[1] - len(out.tokens)
+                logits = trainer(tokens).logits[0, first - 1 : -1]
+                made = th.token_logprobs(logits, tokens[0, first:])
+                assert made.tolist() == [each.logprob for each in out.logprobs or ()]
+        assert engine.stats().prefix_cache.num_hits > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "rwkv"])
+def test_gradients_are_the_trainers(family: str):
+    rows = make_rows()
+    plain, trainer = make_pair(family)[1], make_trainer(family)
+    expected = grads(plain, plain(**flattened(rows)).loss)
+    loss = trainer(**flattened(rows)).loss
+    torch.testing.assert_close(loss, plain(**flattened(rows)).loss)
+    assert furthest(grads(trainer, loss), expected) < 1e-3
+
+
+def test_rows_with_padding():
+    trainer, (short, long) = make_trainer(), make_rows([9, 30])
+    server = make_server(trainer)
+    ids = torch.cat([torch.nn.functional.pad(short, (21, 0)), long])
+    mask = torch.ones_like(ids)
+    mask[0, :21] = 0
+    made = trainer(input_ids=ids, attention_mask=mask, logits_to_keep=9).logits
+    assert torch.equal(made[0], in_chunks(server, short))
+    assert torch.equal(made[1], in_chunks(server, long)[-9:])
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_graph_of_the_trainer(mode: str):
+    trainer, rows = getattr(make_trainer(), mode)(), make_rows()
+    step = torch.compile(trainer, fullgraph=True, backend="aot_eager")
+    made, expected = (each(**flattened(rows)) for each in (step, trainer))
+    assert torch.equal(made.logits, expected.logits)
+    torch.testing.assert_close(made.loss, expected.loss)
+    made.loss.backward()
+
+
+def test_adapters_and_checkpointing():
+    trainer = make_trainer()
+    targets = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "down_proj", "lm_head"]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    adapted = peft.get_peft_model(trainer, config)
+    trainer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    rows, weight = make_rows(), trainer.model.layers[0].linear_attn.out_proj.base_layer.weight
+    kept = weight.clone()
+    for _ in range(2):
+        assert_same_bits(adapted, make_server(adapted), rows)
+        adapted(**flattened(rows)).loss.backward()
+        torch.optim.SGD(adapted.parameters(), lr=0.1).step()
+    assert torch.equal(weight, kept)  # nothing was merged into the trainer
+
+
+def test_copies_and_longer_sequences():
+    trainer, rows = make_trainer(), make_rows()
+    trainer(rows[0])
+    copies = [copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))]
+    with torch.no_grad():
+        trainer.lm_head.weight += 1
+    assert_same_bits(trainer, make_server(trainer), rows)
+    for each in copies:
+        assert_same_bits(each, make_server(each), rows)
+    [long] = make_rows([2300])
+    longer = make_server(trainer, kv_tokens=4800, max_tokens=2300)
+    [seq] = longer.new_sequences(1)
+    expected = longer.extend([seq], long.tolist(), logits="all")
+    assert torch.equal(trainer(long).logits[0], expected)
+
+
+def test_calls_with_a_cache_and_a_model_that_is_adapted_are_as_before():
+    trainer, [row] = make_trainer(), make_rows([20])
+    plain = make_pair()[1].eval()
+    made = trainer.eval().generate(row, max_new_tokens=5, do_sample=False)
+    assert torch.equal(made, plain.generate(row, max_new_tokens=5, do_sample=False))
+    assert "server" not in vars(th.adapt(trainer).hf_model)
+
+
+def test_what_cannot_be_had_is_refused():
+    trainer, [row] = make_trainer(), make_rows([20])
+    with pytest.raises(ValueError, match="takes input_ids alone, got inputs_embeds"):
+        trainer(inputs_embeds=trainer.get_input_embeddings()(row))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match=r"runs in the dtype of its weights, .*, got logits"),
+    ):
+        trainer(row)
+    decoder = make_pair()[0].model
+    with pytest.raises(th.UnsupportedError, match="batch_invariant is for a causal language model"):
+        th.make_trainable(decoder, batch_invariant=True)
+    with pytest.raises(th.UnsupportedError, match="MTP head and batch_invariant do not go"):
+        th.make_trainable(make_pair()[0], mtp="anywhere", batch_invariant=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        make_trainer(colour="red")(row)
+
+
+@needs_cuda
+@DTYPES
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "olmo_hybrid"])
+def test_on_a_gpu(family: str, dtype: torch.dtype):
+    trainer = cast(make_pair(family)[0], dtype).cuda()
+    th.make_trainable(trainer, batch_invariant=True)
+    rows = [row.cuda() for row in make_rows()]
+    for _ in range(2):
+        server = make_server(trainer, compile=True)
+        logits = torch.cat([in_chunks(server, row) for row in rows])
+        ends = torch.tensor([0, *(row.shape[1] for row in rows)]).cumsum(0)
+        out = trainer(torch.cat(rows, 1), packing=th.Packing(ends).to("cuda"))
+        assert torch.equal(out.logits[0], logits)
+        out.logits.float().square().mean().backward()
+        torch.optim.SGD(trainer.parameters(), lr=0.1).step()
