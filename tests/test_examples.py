@@ -20,6 +20,7 @@ PRINTED = {
     "overlap_two_processes": "of the time in flight was hidden",
     "own_module": "1, 2 and 5 sequences, as they come: 3 graphs",
     "own_op": "compiled and exported agree with eager",
+    "reinforce": "KL of server and trainer: 0.0 in each of",
     "runner_by_hand": "chunks against one piece",
     "serve_checkpoint": "length after",
     "tune_a_hybrid": "recall after 120 steps",

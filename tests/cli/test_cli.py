@@ -600,3 +600,19 @@ def test_images_that_cannot_be(run, checkpoint, arguments, message):
     code, _, err = run("generate", checkpoint, *EAGER, *arguments)
     assert code == 2
     assert message in " ".join(err.split())
+
+
+def test_bits_of_a_server_and_a_trainer(run, checkpoint, monkeypatch):
+    from torch_hybrid.cli import check_bits
+
+    options = ("--dtype", "bf16", "--eager", "--tokens", 5)
+    code, out, err = run("check-bits", checkpoint, *options)
+    assert code == 0, err
+    assert out.count("5 tokens: equal; an ordinary trainer is up to") == 4
+    scores = check_bits._scores
+    monkeypatch.setattr(
+        check_bits, "_scores", lambda *given, **without: scores(*given, server=None)
+    )
+    code, out, _ = run("check-bits", checkpoint, *options)
+    assert code == 1
+    assert "part at token" in out

@@ -322,6 +322,32 @@ def explain_command(
         out.print(shown, markup=False, soft_wrap=True)
 
 
+@cli.command("check-bits", short_help="Compare a server's probabilities with a trainer's.")
+@click.argument("model")
+@click.option("--dtype", default="auto", help="Format of the weights: bf16, fp16 or fp32.")
+@click.option("--device", default="cpu", help="Device of both.", show_default=True)
+@click.option("--eager", is_flag=True, help="Run the server without compiling.")
+@click.option("--tokens", default=32, help="Tokens of each of four answers.", show_default=True)
+def check_bits(model: str, dtype: str, device: str, eager: bool, tokens: int) -> None:
+    """Compare a server's log-probabilities of sampled tokens with a trainer's, bit for bit.
+
+    Both have the weights of MODEL; the trainer is th.make_trainable(batch_invariant=True).
+    """
+    from torch_hybrid.cli.check_bits import compare, trainer_and_server
+    from torch_hybrid.models.arguments import checked_dtype
+
+    trainer, server = trainer_and_server(model, checked_dtype(dtype), device, compile=not eager)
+    answers = list(compare(trainer, server, tokens))
+    for each in answers:
+        told = "equal" if each.first is None else f"part at token {each.first}"
+        out.print(
+            f"prompt of {each.num_prompt}, {each.num_tokens} tokens: {told}; "
+            f"an ordinary trainer is up to {each.plain:.1e} off"
+        )
+    if any(each.first is not None for each in answers):
+        raise SystemExit(1)
+
+
 def _check_writable(path: Path) -> None:
     """Check that a file can be written, before minutes of work for it; keep an old one.
 
