@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from torch_hybrid.host.memory import keep_weights, replace_inference_tensors
@@ -130,9 +132,12 @@ def _check_taken_weights(hf_model: Any, architecture: Architecture) -> None:
 
 
 def _check_finite(hf_model: nn.Module) -> None:
-    for name, weight in hf_model.named_parameters():
+    named = dict(hf_model.named_parameters())
+    device = next(iter(named.values())).device
+    sums = [weight.sum().to(device, torch.float64) for weight in named.values()]
+    for (name, weight), total in zip(named.items(), torch.stack(sums).tolist(), strict=True):
         # A finite sum has finite terms alone; a sum that overflowed is settled by the exact test.
-        if not weight.sum().isfinite() and not weight.isfinite().all():
+        if not math.isfinite(total) and not weight.isfinite().all():
             count = int((~weight.isfinite()).sum())
             raise ValueError(f"weight {name} has {count} NaN or infinite values")
 
