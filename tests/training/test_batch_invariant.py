@@ -6,6 +6,7 @@ import copy
 import pickle
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -152,6 +153,16 @@ def test_copies_and_longer_sequences():
     [seq] = longer.new_sequences(1)
     expected = longer.extend([seq], long.tolist(), logits="all")
     assert torch.equal(trainer(long).logits[0], expected)
+
+
+def test_a_step_that_fails_holds_nothing(monkeypatch: pytest.MonkeyPatch):
+    trainer, [row] = make_trainer(), make_rows([20])
+    expected = trainer(row).logits
+    with monkeypatch.context() as patched:
+        patched.setattr(th.Runner, "extend", Mock(side_effect=th.CapacityError("no room")))
+        with pytest.raises(th.CapacityError):
+            trainer(row)
+    assert torch.equal(trainer(row).logits, expected)
 
 
 def test_calls_with_a_cache_and_a_model_that_is_adapted_are_as_before():

@@ -63,13 +63,18 @@ class ServedLogits:
         runner = self._with_weights_of_now(max(end - start for start, end in pairwise(ends)))
         live: dict[int, Any] = {}  # by the end of a sequence
         parts: list[Tensor] = []
-        for step in _steps(ends, runner.max_tokens, runner.max_seqs):
-            new = [end for end, _, _ in step if end not in live]
-            live |= zip(new, runner.new_sequences(len(new)), strict=True)
-            seqs = [live[end] for end, _, _ in step]
-            parts.append(runner.extend(seqs, [given[a:b] for _, a, b in step], logits="all"))
-            parts[-1] = parts[-1].clone()
-            runner.free([live.pop(end) for end, _, b in step if b == end])
+        try:
+            for step in _steps(ends, runner.max_tokens, runner.max_seqs):
+                new = [end for end, _, _ in step if end not in live]
+                live |= zip(new, runner.new_sequences(len(new)), strict=True)
+                seqs, tokens_of = (
+                    [live[end] for end, _, _ in step],
+                    [given[a:b] for _, a, b in step],
+                )
+                parts.append(runner.extend(seqs, tokens_of, logits="all").clone())
+                runner.free([live.pop(end) for end, _, b in step if b == end])
+        finally:
+            runner.free([*live.values()])  # of a step that failed
         return torch.cat(parts)
 
     def _with_weights_of_now(self, longest: int) -> Runner:
