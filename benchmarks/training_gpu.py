@@ -156,6 +156,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--compile", choices=["layers", "model", "no"], default="layers")
     parser.add_argument("--only", choices=["full", "lora"], nargs="+", default=["full", "lora"])
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="logits with a server's bits"
+    )
     parser.add_argument("--top", type=int, default=0, help="kernels to list")
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)
@@ -164,7 +167,9 @@ def main() -> None:
     config_of, num_layers = MODELS[options.model]
     for name in options.only:
         torch.manual_seed(0)
-        model = th.make_trainable(model_of(config_of(options.layers or num_layers))).train()
+        model = model_of(config_of(options.layers or num_layers)).train()
+        server = {"max_tokens": 8192} if options.batch_invariant else False
+        th.make_trainable(model, batch_invariant=server)
         decoder = model.model
         model = adapted(model) if name == "lora" else model
         flops = flops_of(model, options.rows * options.length)
