@@ -28,7 +28,8 @@ from torch.nn.functional import logsigmoid, silu, softplus
 
 import torch_hybrid as th
 from benchmarks.gpu.steps import kernels_of
-from tests.functional.rules import GATED, KIMI, Rule, offsets, packing
+from tests.functional.recurrence import offsets, packing
+from tests.functional.rules import GATED, KIMI, Rule
 from torch_hybrid.functional import (
     causal_conv1d,
     fused_experts,
@@ -44,22 +45,22 @@ from torch_hybrid.functional import (
 LENGTHS = ((512,) * 2, (128,) * 8)
 RULES = {
     "gated delta rule, 8/16 x 128": Rule(
-        function=GATED.function, by_channel=False,
+        function=GATED.function, op=GATED.op, by_channel=False,
         num_k_heads=8, num_v_heads=16, k_dim=128, v_dim=128,
     ),
     "Kimi delta attention, 8 x 128": Rule(
-        function=KIMI.function, by_channel=True,
+        function=KIMI.function, op=KIMI.op, by_channel=True,
         num_k_heads=8, num_v_heads=8, k_dim=128, v_dim=128,
     ),
 }  # fmt: skip
 LENGTHS_ON_A_GPU = ((8192,), (32768,), (1024,) * 8)
 RULES_ON_A_GPU = {
     "gated delta rule, 16/32 x 128": Rule(
-        function=GATED.function, by_channel=False,
+        function=GATED.function, op=GATED.op, by_channel=False,
         num_k_heads=16, num_v_heads=32, k_dim=128, v_dim=128,
     ),
     "Kimi delta attention, 32 x 128": Rule(
-        function=KIMI.function, by_channel=True,
+        function=KIMI.function, op=KIMI.op, by_channel=True,
         num_k_heads=32, num_v_heads=32, k_dim=128, v_dim=128,
     ),
 }  # fmt: skip

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 import torch_hybrid as th
-from tests.functional.functions import FUNCTIONS
-from tests.functional.rules import RULES, Rule, offsets
+from tests.functional.recurrence import Recurrence, offsets
+from tests.functional.recurrences import RECURRENCES
+from tests.functional.rules import RULES, Rule
 from tests.ops.contract import assert_same_bits
 from torch_hybrid.functional import causal_conv1d
 
 NUM_TOKENS = 192
+# The convolution is in the delta rules' graph.
+OTHERS = {n: of for n, of in RECURRENCES.items() if n not in (*RULES, "causal_conv1d")}
 
 
 def packings(count: int) -> list[th.Packing]:
@@ -54,20 +57,19 @@ def test_no_packing_recompiles(rule: Rule, backend: str) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_no_packing_recompiles_other_recurrences(name: str) -> None:
+@pytest.mark.parametrize("of", [pytest.param(of, id=name) for name, of in OTHERS.items()])
+def test_no_packing_recompiles_other_recurrences(of: Recurrence) -> None:
     """Steps and decays are in the graph too; a second T makes one more."""
     torch.manual_seed(0)
-    function, inputs = FUNCTIONS[name]
 
     def loss(*xs: Tensor) -> Tensor:
-        return function(*xs, output_final_state=False)[0].square().mean()
+        return of.function(*xs, output_final_state=False)[0].square().mean()
 
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     others = [th.Packing(offsets((n, 9))) for n in (55, 24, 119)]
     for n, packed in enumerate([*packings(8), *others]):
-        xs = [x.requires_grad_() for x in inputs((packed.num_tokens,))[:-1]]
+        xs = [x.requires_grad_() for x in of.inputs((packed.num_tokens,))[:-1]]
         with torch.compiler.set_stance("default" if n in (0, 8) else "fail_on_recompile"):
             made = torch.autograd.grad(compiled(*xs, packed), xs)
         for a, b in zip(made, torch.autograd.grad(loss(*xs, packed), xs), strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.functional.rules import Tensors
+from tests.functional.recurrence import Tensors
 from tests.ops.contract import assert_same_bits, assert_within_budget, skip_reason
 from tests.ops.fused_experts.cases import CASES, Case, make_fp8_inputs, make_inputs
 from torch_hybrid.functional import fused_experts

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import torch_hybrid as th
-from tests.functional.rules import offsets
+from tests.functional.recurrence import offsets
 
 LENGTHS = (3, 1, 4)
 POSITIONS = [0, 1, 2, 0, 0, 1, 2, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import torch_hybrid as th
-from tests.functional.functions import FUNCTIONS
-from tests.functional.rules import RULES, Rule, packing
-from tests.functional.test_selective_scan import inputs as scan_inputs
+from tests.functional.recurrence import Recurrence, packing
+from tests.functional.recurrences import RECURRENCES
+from tests.functional.scans import SCAN
 from torch_hybrid.functional import (
     causal_conv1d,
     gated_delta_rule,
@@ -22,139 +23,90 @@ from torch_hybrid.functional import (
     selective_scan,
 )
 
-each_function = pytest.mark.parametrize("name", FUNCTIONS)
-each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+each_function = pytest.mark.parametrize("of", RECURRENCES.values(), ids=RECURRENCES)
 
 
-def leaves(rule: Rule) -> list[Tensor]:
-    return [x.requires_grad_() for x in rule.inputs((5,))]
-
-
-@each_rule
-def test_second_derivatives(rule: Rule) -> None:
-    xs = leaves(rule)
-    o, _ = rule.function(*xs[:5])
-    (dq,) = torch.autograd.grad(o.square().sum(), xs[:1], create_graph=True)
-    name = f"torch_hybrid::{rule.function.__name__}"
-    text = f"{name}_backward has no derivative: {name} can be differentiated once. "
-    with pytest.raises(NotImplementedError, match=f"^{re.escape(text)}"):
-        dq.sum().backward()
-
-
-@each_rule
-def test_forward_mode(rule: Rule) -> None:
-    q, *rest = (x.detach() for x in leaves(rule)[:5])
-    text = f"{rule.function.__name__} has no forward-mode derivative; use a backward"
-    with (
-        forward_ad.dual_level(),
-        pytest.raises(NotImplementedError, match=f"^{re.escape(text)}$"),
-    ):
-        rule.function(forward_ad.make_dual(q, torch.ones_like(q)), *rest)
-
-
-@each_rule
-def test_transforms(rule: Rule) -> None:
-    q, *rest = (x.detach() for x in leaves(rule)[:5])
-    text = (
-        f"torch_hybrid::{rule.function.__name__}_forward differentiates by backward() alone: no "
-        "transform of torch.func (grad, vjp, jvp, vmap) can pass through it"
-    )
-    with pytest.raises(NotImplementedError, match=re.escape(text)):
-        torch.func.grad(lambda q: rule.function(q, *rest)[0].sum())(q)
-
-
-def leaves_of(name: str) -> list[Tensor]:
-    return [x.requires_grad_() for x in FUNCTIONS[name][1]((5,))]
+def leaves(of: Recurrence) -> list[Tensor]:
+    return [x.requires_grad_() for x in of.inputs((5,))]
 
 
 @each_function
-def test_second_derivatives_of_others(name: str) -> None:
-    function, _ = FUNCTIONS[name]
+def test_second_derivatives(of: Recurrence) -> None:
+    name = rf"torch_hybrid::\w*{of.op}"
     for at in (0, 1):  # of steps by their softplus too
-        xs = leaves_of(name)[:-1]
-        (dx,) = torch.autograd.grad(function(*xs)[0].square().sum(), xs[at], create_graph=True)
-        with pytest.raises(NotImplementedError, match=r"\w+ can be differentiated once"):
+        xs = leaves(of)[:-1]
+        (dx,) = torch.autograd.grad(of.function(*xs)[0].square().sum(), xs[at], create_graph=True)
+        text = f"^{name}_backward has no derivative: {name} can be differentiated once. "
+        with pytest.raises(NotImplementedError, match=text):
             dx.sum().backward()
 
 
 @each_function
-def test_forward_mode_and_transforms_of_others(name: str) -> None:
-    function, _ = FUNCTIONS[name]
-    x, *rest = (each.detach() for each in leaves_of(name)[:-1])
-    with (
-        forward_ad.dual_level(),
-        pytest.raises(NotImplementedError, match=f"{function.__name__} has no forward-mode"),
-    ):
-        function(forward_ad.make_dual(x, torch.ones_like(x)), *rest)
-    with pytest.raises(NotImplementedError, match=r"\w+_forward differentiates by backward"):
-        torch.func.grad(lambda x: function(x, *rest)[0].sum())(x)
+def test_forward_mode_and_transforms(of: Recurrence) -> None:
+    x, *rest = (each.detach() for each in leaves(of)[:-1])
+    text = f"{of.function.__name__} has no forward-mode derivative; use a backward"
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"^{text}$"):
+        of.function(forward_ad.make_dual(x, torch.ones_like(x)), *rest)
+    text = (
+        f"torch_hybrid::{of.op}_forward differentiates by backward() alone: no transform of "
+        "torch.func (grad, vjp, jvp, vmap) can pass through it"
+    )
+    with pytest.raises(NotImplementedError, match=re.escape(text)):
+        torch.func.grad(lambda x: of.function(x, *rest)[0].sum())(x)
 
 
-def test_nothing_is_mutated() -> None:
-    others = [(function, leaves_of(name)) for name, (function, _) in FUNCTIONS.items()]
-    for run, xs in ((gated_delta_rule, leaves(RULES["gated"])), *others):
-        before = [x.detach().clone() for x in xs]
-        o, final = run(*xs[:-1], None, xs[-1])
-        (o.sum() + final.sum()).backward()
-        assert all(torch.equal(a, b) for a, b in zip(xs, before, strict=True))
+@each_function
+def test_nothing_is_mutated(of: Recurrence) -> None:
+    xs = leaves(of)
+    before = [x.detach().clone() for x in xs]
+    o, final = of.function(*xs[:-1], None, xs[-1])
+    (o.sum() + final.sum()).backward()
+    assert all(torch.equal(a, b) for a, b in zip(xs, before, strict=True))
 
 
-def replaced(at: int, by: Callable[[Tensor], Tensor], rule: str = "gated") -> list[Tensor]:
-    xs = RULES[rule].inputs((5,))
+def bad(name: str, at: int, by: Callable[[Tensor], Tensor], **options: Any) -> Callable[[], object]:
+    of = RECURRENCES[name]
+    xs = of.inputs((5,))
     xs[at] = by(xs[at])
-    return xs
-
-
-def delta(
-    at: int, by: Callable[[Tensor], Tensor], rule: str = "gated", **options: Any
-) -> Callable[[], object]:
-    xs = replaced(at, by, rule)
-    return lambda: RULES[rule].function(*xs[:5], initial_state=xs[5], **options)
-
-
-def other(name: str, at: int, by: Callable[[Tensor], Tensor]) -> Callable[[], object]:
-    function, inputs = FUNCTIONS[name]
-    xs = inputs((5,))
-    xs[at] = by(xs[at])
-    return lambda: function(*xs[:-1], None, xs[-1])
+    return lambda: of.function(*xs[:-1], None, xs[-1], **options)
 
 
 BAD: Mapping[str, tuple[Callable[[], object], str]] = {
-    "k": (delta(1, lambda k: k[:4]), "k must have shape [5, 2, 16], got [4, 2, 16]"),
-    "g": (delta(3, lambda g: g[..., None]), "g must have shape [5, 4], got [5, 4, 1]"),
+    "k": (bad("gated", 1, lambda k: k[:4]), "k must have shape [5, 2, 16], got [4, 2, 16]"),
+    "g": (bad("gated", 3, lambda g: g[..., None]), "g must have shape [5, 4], got [5, 4, 1]"),
     "g of kimi": (
-        delta(3, lambda g: g[..., 0], "kimi"),
+        bad("kimi", 3, lambda g: g[..., 0]),
         "g must have shape [5, 3, 16], got [5, 3]",
     ),
     "beta": (
-        delta(4, Tensor.bfloat16),
+        bad("gated", 4, Tensor.bfloat16),
         "beta must have dtype torch.float32, got torch.bfloat16",
     ),
-    "v": (delta(2, Tensor.double), "v must have dtype torch.float32, got torch.float64"),
+    "v": (bad("gated", 2, Tensor.double), "v must have dtype torch.float32, got torch.float64"),
     "heads": (
         lambda: gated_delta_rule(
-            *(x[:, :3] if n > 1 else x for n, x in enumerate(RULES["gated"].inputs((5,))[:5]))
+            *(x[:, :3] if n > 1 else x for n, x in enumerate(RECURRENCES["gated"].inputs((5,))[:5]))
         ),
         "v must have a multiple of the 2 heads of k, got 3",
     ),
     "states": (
-        delta(5, lambda s: s[:0]),
+        bad("gated", 5, lambda s: s[:0]),
         "initial_state must have shape [1, 4, 24, 16], got [0, 4, 24, 16]",
     ),
     "layout": (
-        delta(0, lambda q: q.mT.contiguous().mT),
+        bad("gated", 0, lambda q: q.mT.contiguous().mT),
         "q must have contiguous rows, got strides [32, 1, 2]",
     ),
     "float64 by cpp": (
-        lambda: gated_delta_rule(*RULES["gated"].inputs((5,), torch.float64)[:5], impl="cpp"),
+        lambda: gated_delta_rule(*RECURRENCES["gated"].inputs((5,), torch.float64)[:5], impl="cpp"),
         "impl 'cpp' takes ['torch.bfloat16', 'torch.float32'], got tensors of torch.float64",
     ),
     "impl": (
-        delta(0, Tensor.clone, impl="cuda"),
+        bad("gated", 0, Tensor.clone, impl="cuda"),
         "impl must be one of ['cpp', 'triton_rounded', 'triton', 'torch'], got 'cuda'",
     ),
     "packing": (
-        lambda: kimi_delta_attention(*RULES["kimi"].inputs((5,))[:5], packing((3, 4))),
+        lambda: kimi_delta_attention(*RECURRENCES["kimi"].inputs((5,))[:5], packing((3, 4))),
         "packing must be of the 5 tokens given, got 7",
     ),
     "offsets for a packing": (
@@ -162,88 +114,88 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
         "packing must be a th.Packing, got Tensor",
     ),
     "device": (
-        lambda: gated_delta_rule(*RULES["gated"].inputs((5,))[:5], packing((5,)).to("meta")),
+        lambda: gated_delta_rule(*RECURRENCES["gated"].inputs((5,))[:5], packing((5,)).to("meta")),
         "packing must be on cpu, got meta; `to` moves it",
     ),
     "x of ssd": (
-        other("ssd", 0, lambda x: x[0]),
+        bad("ssd", 0, lambda x: x[0]),
         "x must be [T, H, P] and B [T, G, N], got [6, 24] and [5, 2, 16]",
     ),
-    "dt of ssd": (other("ssd", 1, lambda dt: dt[:, :5]), "dt must have shape [5, 6], got [5, 5]"),
-    "A of ssd": (other("ssd", 2, lambda A: A[None]), "A must have shape [6], got [1, 6]"),
+    "dt of ssd": (bad("ssd", 1, lambda dt: dt[:, :5]), "dt must have shape [5, 6], got [5, 5]"),
+    "A of ssd": (bad("ssd", 2, lambda A: A[None]), "A must have shape [6], got [1, 6]"),
     "C of ssd": (
-        other("ssd", 4, lambda C: C[:, :1]),
+        bad("ssd", 4, lambda C: C[:, :1]),
         "C must have shape [5, 2, 16], got [5, 1, 16]",
     ),
     "C's dtype": (
-        other("ssd", 4, Tensor.double),
+        bad("ssd", 4, Tensor.double),
         "C must have dtype torch.float32, got torch.float64",
     ),
     "states of ssd": (
-        other("ssd", 7, lambda s: s[:0]),
+        bad("ssd", 7, lambda s: s[:0]),
         "initial_state must have shape [1, 6, 24, 16], got [0, 6, 24, 16]",
     ),
     "gates": (
-        other("rg_lru", 1, lambda g: g[:4]),
+        bad("rg_lru", 1, lambda g: g[:4]),
         "gates must have shape [5, 3, 46], got [4, 3, 46]",
     ),
     "heads of gates": (
-        other("rg_lru", 1, lambda g: g[:, :2]),
+        bad("rg_lru", 1, lambda g: g[:, :2]),
         "gates must have heads that divide 69 channels, got 2",
     ),
     "log_a": (
-        other("rg_lru", 2, Tensor.double),
+        bad("rg_lru", 2, Tensor.double),
         "log_a must have dtype torch.float32, got torch.float64",
     ),
     "states of rg_lru": (
-        other("rg_lru", 3, lambda s: s[:0]),
+        bad("rg_lru", 3, lambda s: s[:0]),
         "initial_state must have shape [1, 69], got [0, 69]",
     ),
     "v of wkv": (
-        other("wkv", 1, Tensor.double),
+        bad("wkv", 1, Tensor.double),
         "v must have dtype torch.float32, got torch.float64",
     ),
-    "bonus": (other("wkv", 3, lambda b: b[:5]), "bonus must have shape [69], got [5]"),
+    "bonus": (bad("wkv", 3, lambda b: b[:5]), "bonus must have shape [69], got [5]"),
     "states of wkv": (
-        other("wkv", 4, lambda s: s[:, :2]),
+        bad("wkv", 4, lambda s: s[:, :2]),
         "initial_state must have shape [1, 3, 69], got [1, 2, 69]",
     ),
     "k of lightning": (
-        other("lightning", 1, lambda k: k[:4]),
+        bad("lightning", 1, lambda k: k[:4]),
         "k must have shape [5, 3, 16], got [4, 3, 16]",
     ),
     "slopes": (
-        other("lightning", 3, lambda s: s[:, None]),
+        bad("lightning", 3, lambda s: s[:, None]),
         "slopes must have shape [3], got [3, 1]",
     ),
-    "i of mlstm": (other("mlstm", 3, lambda i: i[:, :2]), "i must have shape [5, 3], got [5, 2]"),
-    "f of mlstm": (other("mlstm", 4, lambda f: f[:4]), "f must have shape [5, 3], got [4, 3]"),
+    "i of mlstm": (bad("mlstm", 3, lambda i: i[:, :2]), "i must have shape [5, 3], got [5, 2]"),
+    "f of mlstm": (bad("mlstm", 4, lambda f: f[:4]), "f must have shape [5, 3], got [4, 3]"),
     "states of mlstm": (
-        other("mlstm", 5, lambda s: s[:, :, :25]),
+        bad("mlstm", 5, lambda s: s[:, :, :25]),
         "initial_state must have shape [1, 3, 32, 16], got [1, 3, 25, 16]",
     ),
     "x of a scan": (
-        other("selective_scan", 0, lambda x: x[0]),
+        bad("selective_scan", 0, lambda x: x[0]),
         "x must have 2 dimensions, got [140]",
     ),
     "A of a scan": (
-        other("selective_scan", 2, lambda A: A[0]),
+        bad("selective_scan", 2, lambda A: A[0]),
         "A must have 2 dimensions, got [12]",
     ),
     "C of a scan": (
-        other("selective_scan", 4, lambda C: C[:, :1]),
+        bad("selective_scan", 4, lambda C: C[:, :1]),
         "C must have shape [5, 2, 12], got [5, 1, 12]",
     ),
     "groups of a scan": (
-        lambda: selective_scan(*scan_inputs((5,), groups=3)[:5]),
+        lambda: selective_scan(*replace(SCAN, groups=3).inputs((5,))[:5]),
         "x must have a multiple of the 3 groups of B, got 140",
     ),
     "dt's dtype": (
-        other("selective_scan", 1, Tensor.double),
+        bad("selective_scan", 1, Tensor.double),
         "dt must have dtype torch.float32, got torch.float64",
     ),
     "states of a scan": (
-        other("selective_scan", 8, lambda s: s[:0]),
+        bad("selective_scan", 8, lambda s: s[:0]),
         "initial_state must have shape [1, 140, 12], got [0, 140, 12]",
     ),
     "activation": (
@@ -270,7 +222,7 @@ def test_bad_arguments_are_refused(what: str) -> None:
 
 def test_offsets_out_of_range_are_refused() -> None:
     """Of a packing that was changed after it was made, by the forward."""
-    xs = RULES["gated"].inputs((5,))
+    xs = RECURRENCES["gated"].inputs((5,))
     wrong = th.Packing(torch.tensor([0, 5]), capacity=1)
     wrong.cu_seqlens[1] = 9
     for impl in ("cpp", "torch"):

@@ -18,7 +18,7 @@ from torch_hybrid.ops.native.build import SANITIZE, _find_compiler
 
 CHECKS = "address,undefined"
 FAMILIES = sorted({path.parent.name for path in Path("ops").glob("*/_cpu*.cpp")})
-TRAINED = "test_delta_rules or test_causal_conv1d"  # files of tests/functional
+TRAINED = "functional and (test_contract and (gated or kimi) or conv1d)"
 SUITES = (
     *(f"tests/ops/{family}" for family in FAMILIES),
     "tests/functional",

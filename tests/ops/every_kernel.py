@@ -36,7 +36,6 @@ from tests.ops.delta_rule import step_gated_cases as gdn_step
 from tests.ops.delta_rule import step_kimi_cases as kda_step
 from tests.ops.delta_rule.backward import make_backward
 from tests.ops.delta_rule.cases import Case as DeltaCase
-from tests.ops.delta_rule.kernels import on_device
 from tests.ops.fused_experts import cases as experts
 from tests.ops.fused_experts import training as experts_training
 from tests.ops.gated_pooling import cases as pooling
@@ -48,6 +47,7 @@ from tests.ops.packed_backward import moved as arguments_moved
 from tests.ops.paged_attention import cases as paged
 from tests.ops.pooled_selection_step import cases as indexing
 from tests.ops.ragged_attention import cases as ragged
+from tests.ops.recurrent_triton import on_device
 from tests.ops.registered import channel_recurrences, public_ops
 from tests.ops.rg_lru import backward as rg_lru_backward
 from tests.ops.select_blocks import cases as selection

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.ops.contract import rows_apart
+from tests.ops.recurrent_triton import captured, on_device
 from tests.ops.step_contract import expect
 from tests.ops.step_family import Family
 
@@ -21,24 +21,11 @@ def check(family: Family, case: Any, dtype: torch.dtype) -> None:
 
 def check_captured(family: Family) -> None:
     """Three sequences of a bucket of five, replayed with other lengths and slots."""
-    captured = on_device(family.mixed(lengths=(1, 1, 1), num_padding_tokens=2))
-    family.run(captured, "triton")  # compiles the kernel, which cannot be done while capturing
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = family.run(captured, "triton")
+    first = family.mixed(lengths=(1, 1, 1), num_padding_tokens=2)
+    replay = captured(lambda inputs: family.run(inputs, "triton"), first)
     for lengths in [(1, 0, 1), (0, 1, 0)]:
         padding = 5 - sum(lengths)
         case = replace(family.cases["mixed"], lengths=lengths, num_padding_tokens=padding)
         expected = expect(family, case, torch.float32)
-        for name, x in captured.tensors().items():
-            if x is not None:
-                x.copy_(getattr(expected.inputs, name))
-        graph.replay()
-        expected.check(out.cpu(), on_device(captured, "cpu"))
-
-
-def on_device(inputs: Any, device: str = "cuda") -> Any:
-    """Copies on a device; rows of tokens still lie apart."""
-    tensors = inputs.tensors().items()
-    moved = {n: x.to(device, copy=True) for n, x in tensors if x is not None}
-    return replace(inputs, **moved | {n: rows_apart(moved[n]) for n in inputs.tokens(slice(None))})
+        out, moved = replay(expected.inputs)
+        expected.check(out.cpu(), on_device(moved, "cpu"))

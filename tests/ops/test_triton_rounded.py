@@ -16,7 +16,7 @@ from tests.ops.contract import assert_within_budget, written_slots
 from tests.ops.delta_rule import gated as gdn_cases
 from tests.ops.delta_rule import kimi as kda_cases
 from tests.ops.delta_rule.cases import Case, Inputs
-from tests.ops.delta_rule.kernels import on_device
+from tests.ops.recurrent_triton import on_device
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.delta_rule import op

@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, impls_on, skip_reason
 from tests.ops.pages import offsets
+from tests.ops.recurrent_triton import on_device
 from tests.ops.step_family import Family
-from tests.ops.step_triton import on_device
 from torch_hybrid.ops.composed import COMPOSED
 from torch_hybrid.ops.step_implementations import VERIFY
 

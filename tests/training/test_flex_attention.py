@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from tests.functional.rules import offsets
+from tests.functional.recurrence import offsets
 from torch_hybrid.ops.packed_attention.reference import masked_attention
 from torch_hybrid.training.flex_attention import attend_in_blocks, blocks_of
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from tests.ops.contract import assert_within_budget
 from tests.ops.delta_rule.cases import GatedInputs, Inputs, KimiInputs
-from torch_hybrid.ops.core.declare import Declaration
+from tests.ops.recurrent_triton import on_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,37 +29,11 @@ class Shape:
     channels: bool = False
 
 
-def check(
-    op: Callable[..., Tensor], reference: Callable[..., Tensor], device: str, inputs: Inputs
-) -> None:
-    """The kernel on ``device`` is as exact as the reference and touches no other slot."""
-    moved = on_device(inputs, device)
-    out = op(*moved.args(), **moved.options(), impl="recurrent_triton")
-    assert_as_exact(reference, inputs, out.cpu(), moved.state.cpu())
-
-
-def check_captured(
-    op: Callable[..., Tensor], reference: Callable[..., Tensor], captured: Inputs, other: Inputs
-) -> None:
-    """A graph captured with some inputs computes others of the same shapes when they are copied."""
-    captured = on_device(captured, "cuda")
-    op(
-        *captured.args(), **captured.options(), impl="recurrent_triton"
-    )  # compiles: not while capturing
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = op(*captured.args(), **captured.options(), impl="recurrent_triton")
-    for field in tensor_fields(captured):
-        getattr(captured, field).copy_(getattr(other, field))
-    graph.replay()
-    assert_as_exact(reference, other, out.cpu(), captured.state.cpu())
-
-
 def check_walks(op: Callable[..., Tensor], inputs: Inputs) -> None:
     """How a step is walked, which other sequences decide, shows in no bit of a sequence."""
 
     def walk(num_segments: int, is_even: int) -> tuple[Tensor, Tensor]:
-        moved = on_device(inputs, "cuda")
+        moved = on_device(inputs)
         planned = [torch.tensor([num_segments, is_even])]
         out = op(*moved.args(), **moved.options(), planned=planned, impl="chunk_triton")
         return out, moved.state[moved.state_indices.long()]  # other slots are NaN
@@ -72,27 +45,9 @@ def check_walks(op: Callable[..., Tensor], inputs: Inputs) -> None:
         assert torch.equal(state, other_state), walks
 
 
-def assert_as_exact(
-    reference: Callable[..., Tensor], inputs: Inputs, out: Tensor, state: Tensor
-) -> None:
-    """Outputs and written slots are as exact as the reference's; all else is as it was."""
-    exact, own = inputs.exact(), inputs.copy()
-    out_exact = reference(exact)
-    out_reference = reference(own)
-    assert_within_budget(out, out_exact, out_reference)
-    num_tokens = int(inputs.cu_seqlens[-1])
-    assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
-    written = torch.zeros(len(state), dtype=torch.bool)
-    written[inputs.state_indices[inputs.cu_seqlens.diff() > 0].long()] = True
-    assert_within_budget(state[written], exact.state[written], own.state[written])
-    torch.testing.assert_close(
-        state[~written], inputs.state[~written], rtol=0, atol=0, equal_nan=True
-    )
-
-
 def check_many_chunks(op: Callable[..., Tensor], inputs: Inputs) -> None:
     """As the recurrent kernel, on enough programs for a race between threads to show."""
-    inputs = on_device(inputs, "cuda")
+    inputs = on_device(inputs)
     stepped = inputs.copy()
     expected = op(*stepped.args(), **stepped.options(), impl="recurrent_triton")
     out = op(*inputs.args(), **inputs.options(), impl="chunk_triton")
@@ -111,20 +66,6 @@ def scanned_in_one_form(module: ModuleType, index: int) -> Iterator[None]:
     forms = module.scan_configs
     with mock.patch.object(module, "scan_configs", lambda *a, **k: forms(*a, **k)[index:][:1]):
         yield
-
-
-def tensor_fields(inputs: Inputs) -> list[str]:
-    return list(Declaration(type(inputs)).kinds)
-
-
-def on_device(inputs: Inputs, device: str) -> Inputs:
-    """Copies on ``device``; q, k and v stay slices of one tensor, whose rows lie apart."""
-    moved = {name: getattr(inputs, name).to(device) for name in tensor_fields(inputs)}
-    parts = [moved[name].flatten(1) for name in ("q", "k", "v")]
-    slices = torch.cat(parts, 1).split([part.shape[1] for part in parts], 1)
-    for name, part in zip(("q", "k", "v"), slices, strict=True):
-        moved[name] = part.view(moved[name].shape)
-    return replace(inputs, **moved | {"state": moved["state"].clone()})
 
 
 def on_meta(shape: Shape) -> Inputs:

@@ -16,8 +16,8 @@ from tests.devices import needs_cuda
 from tests.ops.contract import written_slots
 from tests.ops.delta_rule.cases import Case, Inputs
 from tests.ops.delta_rule.gated import make_inputs
-from tests.ops.delta_rule.kernels import on_device, tensor_fields
 from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
+from tests.ops.recurrent_triton import on_device, tensors
 from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
@@ -335,7 +335,7 @@ def test_a_captured_graph_serves_other_lengths(num_v_heads: int, place: int):
         case = Case(lengths=lengths, num_padding_tokens=600 - sum(lengths), **shape)
         other = started(make_inputs(case, torch.bfloat16, seed), place)
         assert torch.tensor(plan_for(other).values).equal(planned[0])  # else captured for itself
-        for field in tensor_fields(captured):
+        for field in tensors(captured):
             getattr(captured, field).copy_(getattr(other, field))
         graph.replay()
         assert_good_to_bfloat16(other, out.cpu(), captured.state.cpu())

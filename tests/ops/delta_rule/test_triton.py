@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.delta_rule import gated, kimi
 from tests.ops.delta_rule.cases import Case, Inputs
-from tests.ops.delta_rule.kernels import Shape, check, check_captured, on_meta
+from tests.ops.delta_rule.kernels import Shape, on_meta
+from tests.ops.recurrent_triton import check, check_captured
 from tests.ops.triton_compile import Launch, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import interprets, needs_interpreter
 from tests.ops.triton_resources import assert_all_fit, resources_at
@@ -37,7 +40,11 @@ WIDE = {"k_dim": 128, "v_dim": 128}
 
 def check_rule(rule: Rule, case: Case, dtype: torch.dtype, device: str) -> None:
     op, make_inputs = rule
-    check(op, delta_rule_reference, device, make_inputs(case, dtype))
+    check(partial(run, op), delta_rule_reference, make_inputs(case, dtype), device)
+
+
+def run(op: Callable[..., Tensor], inputs: Inputs) -> Tensor:
+    return op(*inputs.args(), **inputs.options(), impl="recurrent_triton")
 
 
 @needs_interpreter
@@ -62,7 +69,7 @@ def test_blocks_of_a_head_interpreted(rule: Rule, case: Case):
 def test_any_decay_interpreted(decay: float):
     inputs = kimi.make_inputs(kimi.case(5, 2, num_heads=1))
     inputs = replace(inputs, g=torch.full_like(inputs.g, decay))
-    check(kimi_delta_attention, delta_rule_reference, "cpu", inputs)
+    check(partial(run, kimi_delta_attention), delta_rule_reference, inputs, "cpu")
 
 
 @needs_cuda
@@ -86,7 +93,7 @@ def test_a_captured_graph_serves_other_lengths(rule: Rule, num_k_heads: int):
     op, make_inputs = rule
     case = Case(lengths=(1, 1, 1), num_k_heads=num_k_heads, num_padding_tokens=5)
     other = make_inputs(replace(case, lengths=(4, 0, 3), num_padding_tokens=1), seed=1)
-    check_captured(op, delta_rule_reference, make_inputs(case), other)
+    check_captured(partial(run, op), delta_rule_reference, make_inputs(case), [other])
 
 
 def shapes(layers: dict[str, dict[str, Any]], model: str) -> dict[str, tuple[Shape]]:

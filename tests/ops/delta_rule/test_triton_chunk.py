@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,12 @@ from tests.ops.delta_rule import gated, kimi
 from tests.ops.delta_rule.cases import Case, Inputs
 from tests.ops.delta_rule.kernels import (
     Shape,
-    assert_as_exact,
     check_many_chunks,
     check_walks,
-    on_device,
     on_meta,
     scanned_in_one_form,
-    tensor_fields,
 )
+from tests.ops.recurrent_triton import check, check_captured
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
@@ -123,8 +122,7 @@ def test_kimis_gentle_decays_beside_strong_ones_in_interpreter(dtype: torch.dtyp
     inputs = kimi.make_inputs(kimi.case(34, num_heads=1, k_dim=32), dtype)
     gentle = inputs.g[:, :, :16].clamp(min=-0.5)
     inputs = replace(inputs, g=torch.cat([gentle, inputs.g[:, :, 16:] * 20], -1))
-    moved = on_device(inputs, "cpu")
-    assert_as_exact(delta_rule_reference, inputs, RULES[1].call(moved), moved.state)
+    check(RULES[1].call, delta_rule_reference, inputs, "cpu")
 
 
 @needs_interpreter
@@ -147,9 +145,7 @@ def test_segments_in_interpreter(
     shape = {"num_k_heads": 1, "num_v_heads": 1, "k_dim": 16, "v_dim": 32}
     case = Case(lengths=lengths, num_padding_tokens=2, **shape)
     inputs = rule.make_inputs(case, torch.bfloat16)
-    moved = on_device(inputs, "cpu")
-    out = rule.call(moved, num_segments=3)
-    assert_as_exact(delta_rule_reference, inputs, out, moved.state)
+    check(partial(rule.call, num_segments=3), delta_rule_reference, inputs, "cpu")
 
 
 @needs_cuda
@@ -159,7 +155,7 @@ def test_segments_in_interpreter(
     [pytest.param(r, case, id=f"{r.name}-{name}") for r in RULES for name, case in r.cases.items()],
 )
 def test_on_a_gpu(rule: Rule, case: Case, dtype: torch.dtype):
-    check_on_a_gpu(rule, rule.make_inputs(case, dtype))
+    check(rule.call, delta_rule_reference, rule.make_inputs(case, dtype))
 
 
 @needs_cuda
@@ -168,13 +164,7 @@ def test_on_a_gpu(rule: Rule, case: Case, dtype: torch.dtype):
 def test_decays_on_a_gpu(rule: Rule, decay: float):
     inputs = rule.make_inputs(rule.case(4, lengths=(130, 17)), torch.bfloat16)
     inputs.g.fill_(decay)
-    check_on_a_gpu(rule, inputs)
-
-
-def check_on_a_gpu(rule: Rule, inputs: Inputs) -> None:
-    moved = on_device(inputs, "cuda")
-    out = rule.call(moved)
-    assert_as_exact(delta_rule_reference, inputs, out.cpu(), moved.state.cpu())
+    check(rule.call, delta_rule_reference, inputs)
 
 
 @needs_cuda
@@ -183,18 +173,14 @@ def test_a_captured_graph_serves_other_lengths(rule: Rule):
     """Three sequences of a bucket of 200 tokens, replayed with other lengths and slots."""
     shape = {"k_dim": 32, "v_dim": 32}
     first = rule.case(4, lengths=(1, 100, 1), num_padding_tokens=98, **shape)
-    captured = on_device(rule.make_inputs(first, torch.bfloat16), "cuda")
-    rule.call(captured)  # compiles the kernels, which cannot be done while capturing
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = rule.call(captured)
-    for seed, lengths in enumerate([(150, 0, 49), (64, 65, 63)], 1):
-        case = replace(first, lengths=lengths, num_padding_tokens=200 - sum(lengths))
-        other = rule.make_inputs(case, torch.bfloat16, seed)
-        for field in tensor_fields(captured):
-            getattr(captured, field).copy_(getattr(other, field))
-        graph.replay()
-        assert_as_exact(delta_rule_reference, other, out.cpu(), captured.state.cpu())
+    others = [
+        replace(first, lengths=lengths, num_padding_tokens=200 - sum(lengths))
+        for lengths in [(150, 0, 49), (64, 65, 63)]
+    ]
+    first, *others = (
+        rule.make_inputs(case, torch.bfloat16, seed) for seed, case in enumerate([first, *others])
+    )
+    check_captured(rule.call, delta_rule_reference, first, others)
 
 
 @needs_cuda

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.contract import assert_same_bits, written_slots
-from tests.ops.recurrent_contract import Expected
+from tests.ops.recurrent_triton import check, check_captured
 from tests.ops.selective_scan.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
@@ -44,25 +44,20 @@ test_in_the_interpreter = interprets(CONTRACT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_on_a_gpu(case: Case, dtype: torch.dtype, impl: str):
-    check("cuda", impl, make_inputs(case, dtype))
+    check(partial(run, impl), selective_scan_reference, make_inputs(case, dtype))
 
 
 @needs_cuda
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_captured_graph_serves_other_lengths(impl: str):
     """Three sequences of a bucket of 1100 tokens, replayed with other lengths and slots."""
-    captured = on_device(make_inputs(Case(lengths=(1, 900, 1), num_padding_tokens=198)), "cuda")
-    call(impl, captured)  # compiles the kernels, which cannot be done while capturing
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call(impl, captured)
-    for seed, lengths in enumerate([(600, 0, 450), (64, 65, 63)], 1):
-        case = Case(lengths=lengths, num_padding_tokens=1100 - sum(lengths))
-        other = make_inputs(case, seed=seed)
-        for name in tensor_fields(captured):
-            getattr(captured, name).copy_(getattr(other, name))
-        graph.replay()
-        assert_as_exact(other, out.cpu(), captured.state.cpu())
+    first = Case(lengths=(1, 900, 1), num_padding_tokens=198)
+    others = [
+        replace(first, lengths=lengths, num_padding_tokens=1100 - sum(lengths))
+        for lengths in [(600, 0, 450), (64, 65, 63)]
+    ]
+    first, *others = (make_inputs(case, seed=seed) for seed, case in enumerate([first, *others]))
+    check_captured(partial(run, impl), selective_scan_reference, first, others)
 
 
 @needs_interpreter
@@ -83,41 +78,16 @@ def check_segments(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dt
 
     monkeypatch.setattr(_triton, "_SEGMENT", 16)  # 8 of so few channels
     inputs = make_inputs(SEGMENTS, dtype)
-    check(device, "chunk_triton", inputs)
+    chunked = partial(run, "chunk_triton")
+    check(chunked, selective_scan_reference, inputs, device)
     starts = inputs.initial_indices.clone()
     starts[:] = len(inputs.state) - 1  # which nobody writes
-    check(device, "chunk_triton", replace(inputs, initial_indices=starts))
+    inputs = replace(inputs, initial_indices=starts)
+    check(chunked, selective_scan_reference, inputs, device)
 
 
-def check(device: str, impl: str, inputs: Inputs) -> None:
-    """The kernel on ``device`` is as exact as the reference and touches no other slot."""
-    moved = on_device(inputs, device)
-    out = call(impl, moved)
-    assert_as_exact(inputs, out.cpu(), moved.state.cpu())
-
-
-def call(impl: str, inputs: Inputs) -> Tensor:
+def run(impl: str, inputs: Inputs) -> Tensor:
     return selective_scan(*inputs.args(), **inputs.options(), impl=impl)
-
-
-def assert_as_exact(inputs: Inputs, out: Tensor, state: Tensor) -> None:
-    Expected.of(selective_scan_reference, inputs).check(out, state)
-    is_other = torch.ones(len(state), dtype=torch.bool)
-    is_other[written_slots(inputs).long()] = False
-    assert_same_bits(state[is_other], inputs.state[is_other])
-
-
-def tensor_fields(inputs: Inputs) -> list[str]:
-    return [f.name for f in fields(inputs) if isinstance(getattr(inputs, f.name), Tensor)]
-
-
-def on_device(inputs: Inputs, device: str) -> Inputs:
-    """Copies on ``device``; x and z stay slices of one tensor, whose rows lie apart."""
-    moved = {name: getattr(inputs, name).to(device) for name in tensor_fields(inputs)}
-    moved["state"] = moved["state"].clone()
-    if "z" in moved:
-        moved["x"], moved["z"] = torch.cat([moved["x"], moved["z"]], 1).chunk(2, 1)
-    return replace(inputs, **moved)
 
 
 # (sequences, tokens, dtype), of 8192 channels with 16 states

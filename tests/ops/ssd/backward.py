@@ -19,9 +19,10 @@ def make_backward(
     device: str = "cpu",
     num_padding_tokens: int = 7,
     is_mamba2: bool = True,
+    has_skip: bool = True,
 ) -> SsdBackward:
     """Make the arguments of a backward of Mamba2, with states at both ends, or of lightning
-    attention, which has no weights and no states here."""
+    attention, which has no weights and no states here; mLSTM has no skip, D."""
     (G, H), (K, V), N = heads, dims, len(lengths)
     T = sum(lengths) + num_padding_tokens
     dt = torch.rand(T, H)
@@ -31,7 +32,7 @@ def make_backward(
         torch.randn(T, H, V).to(dtype),
         dt * -torch.logspace(-4, 0.7, H),
         dt if is_mamba2 else None,
-        torch.randn(H) if is_mamba2 else None,
+        torch.randn(H) if is_mamba2 and has_skip else None,
         torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         next(states),
         dout=torch.randn(T, H, V).to(dtype),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.contract import assert_within_budget
+from tests.ops.recurrent_triton import check, check_captured
 from tests.ops.ssd.cases import CASES, Case, Inputs, make_inputs, skip_beyond
 from tests.ops.triton_compile import (
     Launch,
@@ -28,7 +28,7 @@ from torch_hybrid.ops.ssd.reference import ssd_reference
 CONTRACT = """
     recurrent-triton and (
         exact and (one_token or decode or three_heads or odd_dims or odd_lightning)
-    ) or in_interpreter
+    ) or test_triton.py and in_interpreter
 """
 test_in_the_interpreter = interprets(CONTRACT)
 
@@ -44,7 +44,7 @@ test_in_the_interpreter = interprets(CONTRACT)
     ids=["bamba", "falcon_h1", "minimax"],
 )
 def test_blocks_of_a_head_in_interpreter(case: Case):
-    check("cpu", case, torch.bfloat16)
+    check(run, ssd_reference, make_inputs(case, torch.bfloat16), "cpu")
 
 
 @needs_cuda
@@ -52,63 +52,19 @@ def test_blocks_of_a_head_in_interpreter(case: Case):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_on_a_gpu(case: Case, dtype: torch.dtype):
     skip_beyond(case, dtype)
-    check("cuda", case, dtype)
+    check(run, ssd_reference, make_inputs(case, dtype))
 
 
 @needs_cuda
 def test_a_captured_graph_serves_other_lengths():
     """Three sequences of a bucket of eight tokens, replayed with other lengths and slots."""
-    captured = on_device(make_inputs(Case(lengths=(1, 1, 1), num_padding_tokens=5)), "cuda")
-    call(captured)  # compiles the kernel, which cannot be done while capturing
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call(captured)
+    first = make_inputs(Case(lengths=(1, 1, 1), num_padding_tokens=5))
     other = make_inputs(Case(lengths=(4, 0, 3), num_padding_tokens=1), seed=1)
-    for name in tensor_fields(captured):
-        getattr(captured, name).copy_(getattr(other, name))
-    graph.replay()
-    assert_as_exact(other, out.cpu(), captured.state.cpu())
+    check_captured(run, ssd_reference, first, [other])
 
 
-def check(device: str, case: Case, dtype: torch.dtype) -> None:
-    """The kernel on ``device`` is as exact as the reference and touches no other slot."""
-    inputs = make_inputs(case, dtype)
-    moved = on_device(inputs, device)
-    out = call(moved)
-    assert_as_exact(inputs, out.cpu(), moved.state.cpu())
-
-
-def call(inputs: Inputs) -> Tensor:
+def run(inputs: Inputs) -> Tensor:
     return ssd(*inputs.args(), **inputs.options(), impl="recurrent_triton")
-
-
-def assert_as_exact(inputs: Inputs, out: Tensor, state: Tensor) -> None:
-    exact, reference = inputs.exact(), inputs.copy()
-    out_exact = ssd_reference(exact)
-    out_reference = ssd_reference(reference)
-    assert_within_budget(out, out_exact, out_reference)
-    num_tokens = int(inputs.cu_seqlens[-1])
-    assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
-    written = torch.zeros(len(state), dtype=torch.bool)
-    written[inputs.state_indices[inputs.cu_seqlens.diff() > 0].long()] = True
-    assert_within_budget(state[written], exact.state[written], reference.state[written])
-    torch.testing.assert_close(
-        state[~written], inputs.state[~written], rtol=0, atol=0, equal_nan=True
-    )
-
-
-def tensor_fields(inputs: Inputs) -> list[str]:
-    return [f.name for f in fields(inputs) if isinstance(getattr(inputs, f.name), Tensor)]
-
-
-def on_device(inputs: Inputs, device: str) -> Inputs:
-    """Copies on ``device``; q, k and v stay slices of one tensor, whose rows lie apart."""
-    moved = {name: getattr(inputs, name).to(device) for name in tensor_fields(inputs)}
-    parts = [moved[name].flatten(1) for name in ("q", "k", "v")]
-    slices = torch.cat(parts, 1).split([part.shape[1] for part in parts], 1)
-    for name, part in zip(("q", "k", "v"), slices, strict=True):
-        moved[name] = part.view(moved[name].shape)
-    return replace(inputs, **moved | {"state": moved["state"].clone()})
 
 
 # (sequences, tokens, groups, heads, K, V, args, dtype)
@@ -130,8 +86,16 @@ def test_compiles_without_spills() -> None:
     assert_all_fit(rows, Path(__file__).with_name("resources_recurrent.txt"))
 
 
-def record_launches(
-    target: str,
+def record_launches(target: str, *shape: Any) -> dict[str, Launch]:
+    """Note what the launcher launches."""
+    from torch_hybrid.ops.ssd import _triton
+
+    with launches_on(target) as launches:
+        _triton.recurrent_ssd(on_meta(*shape))
+    return launches
+
+
+def on_meta(
     num_seqs: int,
     num_tokens: int,
     num_groups: int,
@@ -140,31 +104,25 @@ def record_launches(
     v_dim: int,
     args: str,
     dtype: torch.dtype,
-) -> dict[str, Launch]:
-    """What the launcher launches for v, k and q that are slices of one projection; ``args`` names
+) -> Ssd:
+    """Make inputs without memory, whose v, k and q are slices of one projection; ``args`` names
     those of dt and D that are given."""
-    from torch_hybrid.ops.ssd import _triton
-
     k_size, v_size = num_groups * k_dim, num_heads * v_dim
     vkq = torch.empty(num_tokens, 2 * k_size + v_size, dtype=dtype, device="meta")
     v, k, q = vkq.split([v_size, k_size, k_size], 1)
     per_head = torch.empty(num_tokens, num_heads, device="meta")
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
-    with launches_on(target) as launches:
-        _triton.recurrent_ssd(
-            Ssd(
-                q=q.unflatten(1, (num_groups, k_dim)),
-                k=k.unflatten(1, (num_groups, k_dim)),
-                v=v.unflatten(1, (num_heads, v_dim)),
-                g=per_head if "dt" in args else per_head[:1].expand_as(per_head),
-                dt=per_head if "dt" in args else None,
-                D=per_head[0] if "D" in args else None,
-                state=torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
-                cu_seqlens=indices,
-                initial_indices=indices[1:],
-                state_indices=indices[1:],
-                scale=1.0,
-                impl="recurrent_triton",
-            )
-        )
-    return launches
+    return Ssd(
+        q=q.unflatten(1, (num_groups, k_dim)),
+        k=k.unflatten(1, (num_groups, k_dim)),
+        v=v.unflatten(1, (num_heads, v_dim)),
+        g=per_head if "dt" in args else per_head[:1].expand_as(per_head),
+        dt=per_head if "dt" in args else None,
+        D=per_head[0] if "D" in args else None,
+        state=torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
+        cu_seqlens=indices,
+        initial_indices=indices[1:],
+        state_indices=indices[1:],
+        scale=1.0,
+        impl="triton",
+    )

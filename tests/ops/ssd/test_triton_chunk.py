@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
+from tests.ops.recurrent_triton import check, check_captured
 from tests.ops.ssd.cases import CASES, Case, Inputs, make_inputs, skip_beyond
-from tests.ops.ssd.test_triton import assert_as_exact, on_device, tensor_fields
+from tests.ops.ssd.test_triton import on_meta
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
@@ -20,13 +24,13 @@ from tests.ops.triton_compile import (
 from tests.ops.triton_interpreter import interprets, needs_interpreter
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.ssd import ssd
-from torch_hybrid.ops.ssd.op import Ssd
+from torch_hybrid.ops.ssd.reference import ssd_reference
 
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/ssd -k triton
 CONTRACT = """
     chunk32-triton and exact and (one_token or odd_dims or three_heads and fp32)
-    or in_interpreter
+    or test_triton_chunk.py and in_interpreter
 """
 # Of several segments, of one, of none; the second begins within what was one of the first's.
 SEGMENTS = Case(lengths=(170, 64, 0, 65, 1), num_heads=2, k_dim=32, v_dim=32, num_padding_tokens=3)
@@ -48,10 +52,7 @@ test_in_the_interpreter = interprets(CONTRACT)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_on_a_gpu(case: Case, dtype: torch.dtype, chunk_size: int):
     skip_beyond(case, dtype)
-    inputs = make_inputs(case, dtype)
-    moved = on_device(inputs, "cuda")
-    out = call(moved, chunk_size)
-    assert_as_exact(inputs, out.cpu(), moved.state.cpu())
+    check(partial(run, chunk_size=chunk_size), ssd_reference, make_inputs(case, dtype))
 
 
 @needs_cuda
@@ -59,28 +60,21 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype, chunk_size: int):
 def test_decays_on_a_gpu(decay: float):
     inputs = make_inputs(Case(lengths=(130, 17)), torch.bfloat16)
     inputs.g.fill_(decay)
-    moved = on_device(inputs, "cuda")
-    out = call(moved, 64)
-    assert_as_exact(inputs, out.cpu(), moved.state.cpu())
+    check(run, ssd_reference, inputs)
 
 
 @needs_cuda
 def test_a_captured_graph_serves_other_lengths():
     """Three sequences of a bucket of 200 tokens, replayed with other lengths and slots."""
-    shape = {"k_dim": 32, "v_dim": 32}
-    first = Case(lengths=(1, 100, 1), num_padding_tokens=98, **shape)
-    captured = on_device(make_inputs(first, torch.bfloat16), "cuda")
-    call(captured, 64)  # compiles the kernels, which cannot be done while capturing
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call(captured, 64)
-    for seed, lengths in enumerate([(150, 0, 49), (64, 65, 63)], 1):
-        case = Case(lengths=lengths, num_padding_tokens=200 - sum(lengths), **shape)
-        other = make_inputs(case, torch.bfloat16, seed)
-        for field in tensor_fields(captured):
-            getattr(captured, field).copy_(getattr(other, field))
-        graph.replay()
-        assert_as_exact(other, out.cpu(), captured.state.cpu())
+    first = Case(lengths=(1, 100, 1), k_dim=32, v_dim=32, num_padding_tokens=98)
+    others = [
+        replace(first, lengths=lengths, num_padding_tokens=200 - sum(lengths))
+        for lengths in [(150, 0, 49), (64, 65, 63)]
+    ]
+    first, *others = (
+        make_inputs(case, torch.bfloat16, seed) for seed, case in enumerate([first, *others])
+    )
+    check_captured(run, ssd_reference, first, others)
 
 
 @needs_interpreter
@@ -100,13 +94,10 @@ def check_segments(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dt
     from torch_hybrid.ops.ssd import _triton_chunk
 
     monkeypatch.setattr(_triton_chunk, "_segment", lambda *_: 64)
-    inputs = make_inputs(SEGMENTS, dtype)
-    moved = on_device(inputs, device)
-    out = call(moved, 64)
-    assert_as_exact(inputs, out.cpu(), moved.state.cpu())
+    check(run, ssd_reference, make_inputs(SEGMENTS, dtype), device)
 
 
-def call(inputs: Inputs, chunk_size: int) -> Tensor:
+def run(inputs: Inputs, chunk_size: int = 64) -> Tensor:
     return ssd(*inputs.args(), **inputs.options(), chunk_size=chunk_size, impl="chunk_triton")
 
 
@@ -137,42 +128,10 @@ def test_compiles_without_spills() -> None:
         assert (row.products != "-") == is_product, row
 
 
-def record_launches(
-    target: str,
-    chunk_size: int,
-    num_groups: int,
-    num_heads: int,
-    k_dim: int,
-    v_dim: int,
-    args: str,
-    dtype: torch.dtype,
-) -> dict[str, Launch]:
-    """What the launcher launches for v, k and q that are slices of one projection; ``args`` names
-    those of dt and D that are given."""
+def record_launches(target: str, chunk_size: int, *shape: Any) -> dict[str, Launch]:
+    """Note what the launcher launches."""
     from torch_hybrid.ops.ssd import _triton_chunk
 
-    num_tokens, num_seqs = 8192, 16
-    k_size, v_size = num_groups * k_dim, num_heads * v_dim
-    vkq = torch.empty(num_tokens, 2 * k_size + v_size, dtype=dtype, device="meta")
-    v, k, q = vkq.split([v_size, k_size, k_size], 1)
-    per_head = torch.empty(num_tokens, num_heads, device="meta")
-    indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
     with launches_on(target) as launches:
-        _triton_chunk.chunk_ssd(
-            Ssd(
-                q=q.unflatten(1, (num_groups, k_dim)),
-                k=k.unflatten(1, (num_groups, k_dim)),
-                v=v.unflatten(1, (num_heads, v_dim)),
-                g=per_head if "dt" in args else per_head[:1].expand_as(per_head),
-                dt=per_head if "dt" in args else None,
-                D=per_head[0] if "D" in args else None,
-                state=torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
-                cu_seqlens=indices,
-                initial_indices=indices[1:],
-                state_indices=indices[1:],
-                scale=1.0,
-                chunk_size=chunk_size,
-                impl="chunk_triton",
-            )
-        )
+        _triton_chunk.chunk_ssd(replace(on_meta(16, 8192, *shape), chunk_size=chunk_size))
     return launches
