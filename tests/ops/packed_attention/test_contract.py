@@ -25,7 +25,7 @@ def packed_attention(
     **options: Any,
 ) -> Tensor:
     options |= {"scale": 0.3, "impl": "torch"}
-    return packed_attention_forward(q, k, v, cu_seqlens, blocks, **options)[0]
+    return packed_attention_forward(q, k, v, cu_seqlens, blocks, None, **options)[0]
 
 
 def make_blocks() -> Tensor:
@@ -48,8 +48,8 @@ SEEN: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut queries that pick blocks into several calls of the kernel."""
-    monkeypatch.setattr(_torch, "_QUERIES", 10)
+    """Cut queries that have masks into several calls of the kernel."""
+    monkeypatch.setattr(_torch, "_QUERIES", 5)
 
 
 def make_inputs(shape: str = "grouped", dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -76,6 +76,23 @@ def test_outputs_and_gradients_are_those_of_a_mask(shape: str, seen: str):
         strict=True,
     ):
         torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("reach", [None, 4])
+@pytest.mark.parametrize("seen", SEEN)
+def test_gradients_of_outputs_and_log_sum_exps(seen: str, reach: int | None):
+    inputs = make_inputs()
+    options, blocks = {**SEEN[seen], "scale": 0.3, "impl": "torch"}, SEEN[seen].get("blocks")
+    options.pop("blocks", None)
+    if reach is not None:
+        generator = torch.Generator().manual_seed(1)
+        inputs.append(torch.randn(47, 4, reach, generator=generator, dtype=torch.float64))
+        inputs[-1].requires_grad_()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Any:
+        return packed_attention_forward(q, k, v, OFFSETS, blocks, bias, **options)
+
+    torch.autograd.gradcheck(attend, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("seen", ["all", "a window of 7", "blocks"])
