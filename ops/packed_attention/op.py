@@ -124,11 +124,12 @@ packed_attention_backward = define(
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    dout = torch.zeros_like(saved[6]) if dout is None else dout.contiguous()
+    q, k, v, cu_seqlens, blocks, bias, out, lse = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv, dbias = packed_attention_backward(*saved, dout, dlse, **ctx.options)
-    return dq, dk, dv, None, None, None if saved[5] is None else dbias
+    given = (q, k, v, cu_seqlens, blocks, bias, out, lse, dout, dlse)
+    *grads, dbias = packed_attention_backward(*given, **ctx.options)
+    return *grads, None, None, None if bias is None else dbias
 
 
 packed_attention_forward = define(
