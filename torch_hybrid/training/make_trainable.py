@@ -32,6 +32,9 @@ def make_trainable(model: M, *, mtp: str | Path | None = None, mtp_loss_weight: 
     ``from_pretrained(path, mtp=True)`` finds it. Adapters made after this call train and save what
     they target in it; ``modules_to_save=["mtp"]`` has PEFT train all of it.
 
+    Ring-2.5, which transformers has no class for, is a
+    ``torch_hybrid.training.ring_2_5.BailingMoeV2_5ForCausalLM``.
+
     Args:
         model: a model of transformers, or of PEFT around one; changed in place.
         mtp: folder or hub id of the checkpoint whose head trains, as a rule that of ``model``. Of

@@ -85,12 +85,8 @@ class BailingMoeV2_5LinearAttention(Mixer):
         spec, dim, eps = sizes.lightning, sizes.hidden_size, sizes.rms_norm_eps
         self.spec, self.factor = spec, layer_factor(sizes, layer_id)
         self.query_key_value = linear(dim, 3 * spec.channels)
-        self.query_layernorm = (
-            BailingHybridRMSNorm(spec.head_dim, eps) if spec.qk_norm else nn.Identity()
-        )
-        self.key_layernorm = (
-            BailingHybridRMSNorm(spec.head_dim, eps) if spec.qk_norm else nn.Identity()
-        )
+        norm, of = (BailingHybridRMSNorm if spec.qk_norm else nn.Identity), (spec.head_dim, eps)
+        self.query_layernorm, self.key_layernorm = norm(*of), norm(*of)
         self.g_proj = linear(dim, spec.channels)
         self.g_norm = GroupRMSNorm(spec.channels, spec.norm_groups, eps)
         self.dense = linear(spec.channels, dim)
@@ -190,11 +186,9 @@ class BailingMoeV2_5DecoderLayer(GradientCheckpointingLayer):  # type: ignore[mi
         is_latent = sizes.is_latent(layer_id)
         mixer = BailingMoeV2_5Attention if is_latent else BailingMoeV2_5LinearAttention
         self.attention = mixer(sizes, layer_id)
-        self.mlp: nn.Module = (
-            BailingHybridMLP(config)
-            if sizes.is_dense(layer_id)
-            else BailingMoeV2_5SparseMoeBlock(config, sizes)
-        )
+        is_dense = sizes.is_dense(layer_id)
+        block = BailingMoeV2_5SparseMoeBlock
+        self.mlp = BailingHybridMLP(config) if is_dense else block(config, sizes)
         self.input_layernorm = BailingHybridRMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.post_attention_layernorm = BailingHybridRMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
 
@@ -235,9 +229,8 @@ class BailingMoeV2_5Model(BailingMoeV2_5PreTrainedModel):
     def __init__(self, config: BailingMoeV2_5Config) -> None:
         super().__init__(config)
         sizes, count = config.sizes, config.num_hidden_layers
-        self.word_embeddings = nn.Embedding(
-            sizes.vocab_size, sizes.hidden_size, dtype=None, device=None
-        )
+        shape = sizes.vocab_size, sizes.hidden_size
+        self.word_embeddings = nn.Embedding(*shape, dtype=None, device=None)
         self.layers = nn.ModuleList(
             BailingMoeV2_5DecoderLayer(config, sizes, layer_id) for layer_id in range(count)
         )
