@@ -24,6 +24,7 @@ from torch_hybrid.ops.packed_attention.reference import added_by_distance, by_di
 
 # Queries per call where a mask is made, which they bound; half as many as where blocks are picked.
 _QUERIES = 128
+_FEWEST = 8  # of 1 or 3, and many keys, the kernel's sums go by the number of threads
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -92,8 +93,11 @@ def _parts(
         if whole > start:
             yield slice(start, whole), slice(start, whole), None
         most = _QUERIES if x.blocks is None else 2 * _QUERIES
-        for first in range(whole, end, most):
-            rows = slice(first, min(first + most, end))
+        firsts = [*range(whole, end, most)]
+        if len(firsts) > 1 and end - firsts[-1] < _FEWEST:
+            firsts.pop()
+        for first, stop in pairwise([*firsts, end]):
+            rows = slice(first, stop)
             begin = start if x.window is None else max(start, first - x.window + 1)
             row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=x.q.device)
             key = torch.arange(begin, rows.stop, dtype=torch.int64, device=x.q.device)

@@ -112,6 +112,26 @@ def test_a_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype, seen: str
     assert all(torch.equal(x[1:40], y) for x, y in zip(packed, single, strict=True))
 
 
+def test_threads_change_no_bits(monkeypatch: pytest.MonkeyPatch):
+    """Those would of products of one head of keys, and of parts of one query."""
+    monkeypatch.setattr(_torch, "_QUERIES", 128)
+    generator, before, made = torch.Generator().manual_seed(0), torch.get_num_threads(), []
+    sizes = (4, 64), (1, 64), (1, 64), (4, 50)
+    inputs = [torch.randn(300, *size, generator=generator).requires_grad_() for size in sizes]
+    q, k, v, bias = inputs
+    offsets = torch.tensor([0, 257, 290, 300], dtype=torch.int32)
+    options: dict[str, Any] = {"scale": 0.1, "impl": "torch"}
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            made += [packed_attention_forward(q, k, v, offsets, None, bias, **options)]
+            out, lse = made[-1]
+            made[-1] += torch.autograd.grad(out.square().sum() + lse.sin().sum(), inputs)
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *made))
+
+
 def test_second_derivatives_are_refused():
     q, k, v = make_inputs()
     out = packed_attention(q, k, v)
