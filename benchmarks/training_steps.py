@@ -72,10 +72,18 @@ class Case:
 
     def products(self, model: nn.Module) -> int:
         """FLOPs of the products with weights: forward, and backward for inputs and weights."""
-        weights = [each.weight for each in model.modules() if isinstance(each, nn.Linear)]
-        # All tokens take MiniMax's one expert.
-        weights += [each for name, each in model.named_parameters() if ".experts." in name]
-        return 6 * self.num_seqs * self.length * sum(weight.numel() for weight in weights)
+        kinds = nn.Linear, nn.Conv1d
+        weights = [each.weight for each in model.modules() if isinstance(each, kinds)]
+        # Convolutions of single channels are no products.
+        taken = sum(weight.numel() for weight in weights if weight.shape[1] > 1)
+        config: Any = model.config
+        top_k = config.get_text_config().to_dict().get("num_experts_per_tok", 1)
+        for name, weight in model.named_parameters():
+            if ".experts." in name:
+                taken += weight[0].numel() * min(top_k, len(weight))
+            elif ".shared_experts." in name and weight.ndim == 3:  # all tokens take Inkling's
+                taken += weight.numel()
+        return 6 * self.num_seqs * self.length * taken
 
 
 def check(case: Case, who: str, step: Callable[[], Tensor], model: Any, exact: Any) -> None:

@@ -62,7 +62,7 @@ def register_with_backward(
     name: str,
     backward: Callable[..., Any],
     *,
-    saves_results: bool = False,
+    saves_results: int = 0,
 ) -> None:
     """Register the backward of a functional op, which saves all tensors that the op is given.
 
@@ -71,13 +71,13 @@ def register_with_backward(
         name: of the op.
         backward: takes the context, with ``saved_tensors`` and ``options``, and the gradient of
             each result, None where nothing asks for it. Returns that of each tensor, or None.
-        saves_results: whether the results are saved too, after what is given. Then only the first
-            can be differentiated.
+        saves_results: how many results can be differentiated, the first ones, where all are saved
+            after what is given; 0 saves none, and all can be.
     """
 
     def save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
         if saves_results:
-            ctx.mark_non_differentiable(*output[1:])
+            ctx.mark_non_differentiable(*output[saves_results:])
         ctx.save_for_backward(*inputs, *(output if saves_results else ()))
         ctx.options = keyword_only_inputs
         ctx.set_materialize_grads(False)  # a state's gradient is large, and seldom there

@@ -346,7 +346,7 @@ def define(
     names_ndim: bool = False,
     flops: str = "0",
     backward: Callable[..., Any] | None = None,
-    saves_results: bool = False,
+    saves_results: int = 0,
     cpp: Cpp | None = None,
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.

@@ -38,7 +38,7 @@ def define_op(
     check: Callable[[Any], None],
     flops: Callable[[Any], int],
     backward: Callable[..., Any] | None = None,
-    saves_results: bool = False,
+    saves_results: int = 0,
 ) -> torch._ops.OpOverload:
     """Register ``signature``, whose last argument is ``str impl``, and return its overload.
 

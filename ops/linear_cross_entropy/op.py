@@ -107,6 +107,6 @@ linear_cross_entropy_forward = define(
     _by_torch("linear_cross_entropy_forward"),
     returns=several_made(3, empty_results),
     backward=_gradients,
-    saves_results=True,
+    saves_results=1,
     flops="2 * T * D * V * (1 + x.of_hidden + x.of_weight)",
 )

@@ -37,6 +37,8 @@ class PackedAttentionForward(Op):
         blocks: [T, B] int32, or None. A sequence is cut into blocks of ``block_size``. A query
             attends to these complete ones, by number, -1 for none; and to tokens after all complete
             ones. It names all where they are at most B. As ``select_blocks`` returns them.
+        bias: [T, H, R] in that dtype, or None: what a query adds to the logit of the key at each
+            distance. Those at R or more have 0.
         scale: factor on products.
         window: tokens that one attends to, itself among them; None for all.
         block_size: tokens in a block.
@@ -52,6 +54,7 @@ class PackedAttentionForward(Op):
     v: Annotated[Tensor, Rows("HKV", "V", last_dim=True)]
     cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
     blocks: Annotated[Tensor | None, Index("T", "B", counts=True)]
+    bias: Annotated[Tensor | None, Rows("H", "R", last_dim=True)]
     scale: float = field(kw_only=True)
     window: int | None = field(default=None, kw_only=True)
     block_size: int = field(default=1, kw_only=True)
@@ -84,18 +87,20 @@ class PackedAttentionBackward(PackedAttentionForward):
     """Gradients of :func:`packed_attention_forward`.
 
     Args:
-        q, k, v, cu_seqlens, blocks, scale, window, block_size: those of the forward.
+        q, k, v, cu_seqlens, blocks, bias, scale, window, block_size: those of the forward.
         out, lse: what it returned.
         dout: [T, H, V] gradient of the outputs.
+        dlse: [T, H] gradient of the log-sum-exps, or None for zeros.
         impl: "torch".
 
     Returns:
-        Gradients of q, k and v.
+        Gradients of q, k, v and bias; empty where that is None.
     """
 
     out: Annotated[Tensor, Rows("H", "V")]
     lse: Annotated[Tensor, Rows("H", dtype="work")]
     dout: Annotated[Tensor, Rows("H", "V")]
+    dlse: Annotated[Tensor | None, Rows("H", dtype="work")]
 
 
 def empty_results(x: PackedAttentionForward) -> tuple[Tensor, Tensor]:
@@ -106,21 +111,25 @@ def empty_results(x: PackedAttentionForward) -> tuple[Tensor, Tensor]:
 
 def empty_gradients(x: PackedAttentionForward) -> tuple[Tensor, ...]:
     """Make the tensors that a backward returns."""
-    return tuple(each.new_empty(each.shape) for each in (x.q, x.k, x.v))
+    bias = x.q.new_empty(0) if x.bias is None else x.bias
+    return tuple(each.new_empty(each.shape) for each in (x.q, x.k, x.v, bias))
 
 
 packed_attention_backward = define(
     PackedAttentionBackward,
     _by_torch("packed_attention_backward"),
-    returns=several_made(3, empty_gradients),
+    returns=several_made(4, empty_gradients),
     flops="T * T * H * (6 * K + 4 * V) // max(num_offsets - 1, 1)",
 )
 
 
-def _gradients(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    q, k, v, cu_seqlens, blocks, out, lse = ctx.saved_tensors
-    given = (q, k, v, cu_seqlens, blocks, out, lse, dout.contiguous())
-    return *packed_attention_backward(*given, **ctx.options), None, None
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, cu_seqlens, blocks, bias, out, lse = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    given = (q, k, v, cu_seqlens, blocks, bias, out, lse, dout, dlse)
+    *grads, dbias = packed_attention_backward(*given, **ctx.options)
+    return *grads, None, None, None if bias is None else dbias
 
 
 packed_attention_forward = define(
@@ -128,6 +137,6 @@ packed_attention_forward = define(
     _by_torch("packed_attention_forward"),
     returns=pair_made(empty_results),
     backward=_gradients,
-    saves_results=True,
+    saves_results=2,
     flops="2 * T * T * H * (K + V) // max(num_offsets - 1, 1)",
 )

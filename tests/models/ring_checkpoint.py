@@ -136,9 +136,12 @@ def make_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
 
 
 def save(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """As it is published: in several files."""
+    """As it is published: in several files, with an index."""
     (folder / "config.json").write_text(json.dumps(config))
-    names = sorted(weights)
+    names, placed = sorted(weights), {}
     for index, part in enumerate((names[::2], names[1::2])):
         file = folder / f"model-{index + 1:05}-of-00002.safetensors"
-        save_file({name: weights[name].contiguous() for name in part}, file)
+        save_file({name: weights[name].contiguous() for name in part}, file, {"format": "pt"})
+        placed |= dict.fromkeys(part, file.name)
+    index_file = folder / "model.safetensors.index.json"
+    index_file.write_text(json.dumps({"metadata": {}, "weight_map": placed}))

@@ -156,12 +156,12 @@ def moe(config: Config, w: Weights, x: Tensor) -> Tensor:
 def _moe_token(config: Config, w: Weights, x: Tensor) -> Tensor:
     scores = (w["mlp.gate.weight"] @ x).sigmoid()
     biased = scores + w["mlp.gate.expert_bias"]
-    assert near_tie(config, biased) > 3e-5, "routers have a near tie: take another seed"
+    assert near_tie(config, biased.detach()) > 3e-5, "routers have a near tie: take another seed"
     chosen = choose(config, biased.tolist())
-    total = sum(float(scores[e]) for e in chosen)
+    total = scores[chosen].sum()
     out = mlp(w, "mlp.shared_experts", x)
     for e in chosen:
-        weight = float(scores[e]) / total * config["routed_scaling_factor"]
+        weight = scores[e] / total * config["routed_scaling_factor"]
         out = out + weight * mlp(w, f"mlp.experts.{e}", x)
     return out
 

@@ -361,12 +361,13 @@ def _packed_attention(by: str) -> _Made:
     offsets = torch.tensor([0, 5, 5, 8], dtype=torch.int32)
     q, k, v = torch.randn(9, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 24)
     picked = torch.tensor([-1, -1, 0, 0, 1, -1, -1, 0, -1], dtype=torch.int32)[:, None]
-    args, options = (q, k, v, offsets, picked), {"scale": 0.25, "block_size": 2}
+    args = (q, k, v, offsets, picked, torch.randn(9, 4, 3))
+    options = {"scale": 0.25, "block_size": 2}
     ranges = {"blocks": (-1, 2)}
     if by == "forward":
         return args, options, ranges
     made = torch.ops.torch_hybrid.packed_attention_forward(*args, **options, impl="torch")
-    return (*args, *made, torch.randn_like(made[0])), options, ranges
+    return (*args, *made, *map(torch.randn_like, made)), options, ranges
 
 
 def _cross_entropy(by: str) -> _Made:

@@ -15,7 +15,7 @@ import transformers as tf
 import torch_hybrid as th
 from tests.tiny_models import cast, make_model
 from tests.training.twins import (
-    FAMILIES,
+    OURS,
     flattened,
     furthest,
     grads,
@@ -184,7 +184,7 @@ def test_make_trainable_takes_a_model_of_peft():
     torch.testing.assert_close(loss_of(adapted), loss_of(twin))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OURS)
 def test_adapters_of_all_projections_train_as_those_of_transformers(family: str):
     config: dict[str, Any] = {"target_modules": "all-linear", **LORA}
     if any(name in family for name in ("falcon", "mamba", "jamba", "nemotron_h")):
@@ -197,7 +197,7 @@ def test_adapters_of_all_projections_train_as_those_of_transformers(family: str)
     assert furthest(mine, other) < 2e-4
 
 
-ONCE = [(family, False) for family in FAMILIES]
+ONCE = [(family, False) for family in OURS]
 
 
 @pytest.mark.parametrize(("family", "use_reentrant"), [*ONCE, ("qwen3_next_dense", True)])
@@ -213,7 +213,7 @@ def test_activation_checkpointing_keeps_gradients(family: str, use_reentrant: bo
 UNTRAINED = ("indexer", "visual")  # a choice has no gradient; texts have no images
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OURS)
 def test_autocast_is_near_float32(family: str):
     twin = make_twin(family)
     with torch.autocast("cpu", torch.bfloat16):
@@ -224,7 +224,7 @@ def test_autocast_is_near_float32(family: str):
     assert grads(twin, loss).keys() == trained
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OURS)
 def test_bfloat16_models_train(family: str):
     twin = make_twin(family)
     exact = loss_of(twin)

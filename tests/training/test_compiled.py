@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.training.twins import FAMILIES, flattened, furthest, grads, make_rows, make_twin
+from tests.training.twins import OURS, flattened, furthest, grads, make_rows, make_twin
 
 TOKENS = 128
 COUNTS = (64, 16, 3, 1, TOKENS, 2, 100, 31)  # of sequences
@@ -57,7 +57,7 @@ def new_counts() -> None:
     counters.clear()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OURS)
 def test_one_graph_has_the_gradients_of_eager(family: str):
     twin = make_twin(family)
     step = torch.compile(twin, fullgraph=True, backend="aot_eager")

@@ -22,22 +22,24 @@ from torch_hybrid.ops.ssd.op_step_lightning import LightningStep, lightning_step
 from torch_hybrid.ranks import Ranks, own_means
 from torch_hybrid.specs import LightningSpec
 
+_CPU = torch.device("cpu")
 
-def geometric_slopes(num_heads: int) -> Tensor:
+
+def geometric_slopes(num_heads: int, device: torch.device = _CPU) -> Tensor:
     """Compute decay rates [H] float32 ``2^(-8 (h + 1) / H)``, for any H (MiniMax-01)."""
-    heads = torch.arange(1, num_heads + 1, dtype=torch.float64, device="cpu")
+    heads = torch.arange(1, num_heads + 1, dtype=torch.float64, device=device)
     return torch.exp2(-8 * heads / num_heads).float()
 
 
-def alibi_slopes(num_heads: int) -> Tensor:
+def alibi_slopes(num_heads: int, device: torch.device = _CPU) -> Tensor:
     """Compute decay rates [H] float32 as in ALiBi (Ring-2.5).
 
     If H is no power of two, the rates for the largest power P below it come first. Every other rate
     for 2 P follows, from the first on.
     """
     power = 1 << math.floor(math.log2(num_heads))
-    between = geometric_slopes(2 * power)[::2][: num_heads - power]
-    return torch.cat([geometric_slopes(power), between])
+    between = geometric_slopes(2 * power, device)[::2][: num_heads - power]
+    return torch.cat([geometric_slopes(power, device), between])
 
 
 class LightningAttention(Mixer):

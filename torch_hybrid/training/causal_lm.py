@@ -125,7 +125,7 @@ class CausalLM(nn.Module):
             num_items_in_batch = (targets != IGNORED).sum()
         loss = total / num_items_in_batch
         made: dict[str, Any] = {
-            "logits": None if skip_logits else head(_kept(hidden, logits_to_keep)),
+            "logits": None if skip_logits else head(kept_rows(hidden, logits_to_keep)),
             "hidden_states": outputs.hidden_states,
             "attentions": outputs.get("attentions"),
         }
@@ -189,7 +189,7 @@ def _next_of(labels: Tensor) -> Tensor:
     return pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
-def _kept(hidden: Tensor, keep: int | Tensor) -> Tensor:
+def kept_rows(hidden: Tensor, keep: int | Tensor) -> Tensor:
     """Take the last rows of hidden states [B, S, D], all for 0, or those that a tensor names.
 
     transformers 5.20 has no function for it.

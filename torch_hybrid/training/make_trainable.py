@@ -43,6 +43,9 @@ def make_trainable(
     call, beside the model, whose gradients are computed for them. Its weights are the model's, and
     those that a server joins a second time. Calls with a cache are as without.
 
+    Ring-2.5, which transformers has no class for, is a
+    ``torch_hybrid.training.ring_2_5.BailingMoeV2_5ForCausalLM``.
+
     Args:
         model: a model of transformers, or of PEFT around one; changed in place.
         mtp: folder or hub id of the checkpoint whose head trains, as a rule that of ``model``. Of

@@ -42,7 +42,7 @@ def packed_attention(
     check_no_tangents("packed_attention", q, k, v)
     if q.device.type == "cpu" and not dropout:
         return packed_attention_forward(
-            *(q, k, v, cu_seqlens, blocks),
+            *(q, k, v, cu_seqlens, blocks, None),
             scale=scale,
             window=window,
             block_size=block_size,

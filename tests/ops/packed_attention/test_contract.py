@@ -25,7 +25,7 @@ def packed_attention(
     **options: Any,
 ) -> Tensor:
     options |= {"scale": 0.3, "impl": "torch"}
-    return packed_attention_forward(q, k, v, cu_seqlens, blocks, **options)[0]
+    return packed_attention_forward(q, k, v, cu_seqlens, blocks, None, **options)[0]
 
 
 def make_blocks() -> Tensor:
@@ -48,8 +48,8 @@ SEEN: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut queries that pick blocks into several calls of the kernel."""
-    monkeypatch.setattr(_torch, "_QUERIES", 10)
+    """Cut queries that have masks into several calls of the kernel."""
+    monkeypatch.setattr(_torch, "_QUERIES", 5)
 
 
 def make_inputs(shape: str = "grouped", dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -78,6 +78,23 @@ def test_outputs_and_gradients_are_those_of_a_mask(shape: str, seen: str):
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("reach", [None, 4])
+@pytest.mark.parametrize("seen", SEEN)
+def test_gradients_of_outputs_and_log_sum_exps(seen: str, reach: int | None):
+    inputs = make_inputs()
+    options, blocks = {**SEEN[seen], "scale": 0.3, "impl": "torch"}, SEEN[seen].get("blocks")
+    options.pop("blocks", None)
+    if reach is not None:
+        generator = torch.Generator().manual_seed(1)
+        inputs.append(torch.randn(47, 4, reach, generator=generator, dtype=torch.float64))
+        inputs[-1].requires_grad_()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Any:
+        return packed_attention_forward(q, k, v, OFFSETS, blocks, bias, **options)
+
+    torch.autograd.gradcheck(attend, inputs, fast_mode=True)
+
+
 @pytest.mark.parametrize("seen", ["all", "a window of 7", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype, seen: str):
@@ -93,6 +110,26 @@ def test_a_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype, seen: str
     packed = torch.autograd.grad(out[1:40].float().square().sum(), (q, k, v))
     single = torch.autograd.grad(out_alone.float().square().sum(), alone)
     assert all(torch.equal(x[1:40], y) for x, y in zip(packed, single, strict=True))
+
+
+def test_threads_change_no_bits(monkeypatch: pytest.MonkeyPatch):
+    """Those would of products of one head of keys, and of parts of one query."""
+    monkeypatch.setattr(_torch, "_QUERIES", 128)
+    generator, before, made = torch.Generator().manual_seed(0), torch.get_num_threads(), []
+    sizes = (4, 64), (1, 64), (1, 64), (4, 50)
+    inputs = [torch.randn(300, *size, generator=generator).requires_grad_() for size in sizes]
+    q, k, v, bias = inputs
+    offsets = torch.tensor([0, 257, 290, 300], dtype=torch.int32)
+    options: dict[str, Any] = {"scale": 0.1, "impl": "torch"}
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            made += [packed_attention_forward(q, k, v, offsets, None, bias, **options)]
+            out, lse = made[-1]
+            made[-1] += torch.autograd.grad(out.square().sum() + lse.sin().sum(), inputs)
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *made))
 
 
 def test_second_derivatives_are_refused():

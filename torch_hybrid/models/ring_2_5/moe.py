@@ -40,14 +40,16 @@ class GroupLimitedRouter(nn.Module):
 
     expert_bias: Tensor
 
-    def __init__(self, config: Ring25Config, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: Ring25Config, dtype: torch.dtype, device: str | None = "meta"
+    ) -> None:
         super().__init__()
         self.num_groups, self.topk_group = config.n_group, config.topk_group
         self.top_k, self.scale = config.num_experts_per_tok, config.routed_scaling_factor
         self.weight = nn.Parameter(
-            torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device="meta")
+            torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device)
         )
-        bias = torch.empty(config.num_experts, dtype=torch.float32, device="meta")
+        bias = torch.empty(config.num_experts, dtype=torch.float32, device=device)
         self.register_buffer("expert_bias", bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,24 +41,38 @@ class RotaryTable(nn.Module):
 
     def __init__(self, spec: RotarySpec) -> None:
         super().__init__()
-        is_plain = rope_type(spec.scaling) == "default"
-        freqs = _plain(spec) if is_plain else _yarn(spec)
-        self.register_buffer("inv_freq", freqs.float(), persistent=False)
-        self.amplitude = 1.0 if is_plain else _yarn_amplitude(spec.scaling or {})
+        freqs = _frequencies(spec, torch.device("cpu"))
+        self.register_buffer("inv_freq", freqs, persistent=False)
+        self.amplitude = _amplitude(spec)
 
     def forward(self, positions: Tensor) -> Rotary:
         """Make the rotary table of positions [T] int64."""
-        angles = positions[:, None].float() * self.inv_freq
-        return Rotary(angles.cos() * self.amplitude, angles.sin() * self.amplitude)
+        return _rotary(positions, self.inv_freq, self.amplitude)
 
 
-def _plain(spec: RotarySpec) -> Tensor:
+def rotary_of(spec: RotarySpec, positions: Tensor) -> Rotary:
+    """Make the rotary table of positions [T] int64, with frequencies computed on their device."""
+    return _rotary(positions, _frequencies(spec, positions.device), _amplitude(spec))
+
+
+def _rotary(positions: Tensor, inv_freq: Tensor, amplitude: float) -> Rotary:
+    angles = positions[:, None].float() * inv_freq
+    return Rotary(angles.cos() * amplitude, angles.sin() * amplitude)
+
+
+def _frequencies(spec: RotarySpec, device: torch.device) -> Tensor:
+    """Compute frequencies [R / 2] float32."""
+    is_plain = rope_type(spec.scaling) == "default"
+    return (_plain(spec, device) if is_plain else _yarn(spec, device)).float()
+
+
+def _plain(spec: RotarySpec, device: torch.device) -> Tensor:
     """Compute plain frequencies, [R / 2] float64: ``theta^(-2 i / R)``."""
-    dims = torch.arange(0, spec.dim, 2, dtype=torch.float64, device="cpu")
+    dims = torch.arange(0, spec.dim, 2, dtype=torch.float64, device=device)
     return spec.theta ** -(dims / max(spec.dim, 1))
 
 
-def _yarn(spec: RotarySpec) -> Tensor:
+def _yarn(spec: RotarySpec, device: torch.device) -> Tensor:
     """Compute YaRN's frequencies: slow dims are divided by the factor, middle ones blended."""
     scaling = spec.scaling or {}
     length = scaling["original_max_position_embeddings"]
@@ -70,14 +84,17 @@ def _yarn(spec: RotarySpec) -> Tensor:
 
     low = max(math.floor(dim_of(scaling.get("beta_fast", 32))), 0)
     high = min(math.ceil(dim_of(scaling.get("beta_slow", 1))), spec.dim - 1)
-    pairs = torch.arange(spec.dim // 2, dtype=torch.float64, device="cpu")
+    pairs = torch.arange(spec.dim // 2, dtype=torch.float64, device=device)
     ramp = (pairs - low) / max(high - low, 1e-3)
     slowed, factor = ramp.clamp(0, 1), float(scaling["factor"])
-    return _plain(spec) * ((1 - slowed) + slowed / factor)
+    return _plain(spec, device) * ((1 - slowed) + slowed / factor)
 
 
-def _yarn_amplitude(scaling: Mapping[str, Any]) -> float:
-    """Compute YaRN's factor on cosines and sines."""
+def _amplitude(spec: RotarySpec) -> float:
+    """Compute the factor on cosines and sines, which YaRN has."""
+    scaling = spec.scaling or {}
+    if rope_type(scaling) == "default":
+        return 1.0
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):

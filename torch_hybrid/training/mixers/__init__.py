@@ -28,7 +28,7 @@ from torch_hybrid.training.mixers.ngrams import GatedNgrams, LayerWithNgrams, Ng
 from torch_hybrid.training.mixers.rg_lru import RecurrentBlock
 from torch_hybrid.training.mixers.rwkv import ChannelMix, TimeMix
 from torch_hybrid.training.mixers.short_conv import ShortConv
-from torch_hybrid.training.mixers.twin import Twin
+from torch_hybrid.training.mixers.twin import KnowsPackings, Twin
 from torch_hybrid.training.mixers.xlstm import Mlstm, XlstmDecoder
 from torch_hybrid.training.mixers.zaya import ConvolvedProjection
 
@@ -76,4 +76,6 @@ TWINS: dict[str, type[Twin]] = {
     "RwkvSelfAttention": TimeMix,
     "RwkvFeedForward": ChannelMix,
     "ZayaCCAProjection": ConvolvedProjection,
+    "BailingMoeV2_5LinearAttention": KnowsPackings,
+    "BailingMoeV2_5Attention": KnowsPackings,
 }

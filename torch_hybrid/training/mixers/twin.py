@@ -38,6 +38,14 @@ class Twin(nn.Module):
         raise NotImplementedError
 
 
+class KnowsPackings(Twin):
+    """Mixer of our own, whose forward takes a packing."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Run that forward."""
+        return super(Twin, self).forward(*args, **options)
+
+
 class TwinOfPair(Twin):
     """Mixer that returns a pair, whose second is None with a packing."""
 
