@@ -41,6 +41,7 @@ FAMILIES = (
     "minimax",
     "inkling",
     "inkling2",
+    *({"inkling2_loop"} & BUILDERS.keys()),
     "xlstm",
     "rwkv",
     "zaya",

@@ -37,13 +37,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 8,
         "n_layers_per_attn_res_block": 2,
     },
+    # Four passes of one block, so that the third and the fourth are copies of what the second is.
+    "inkling2_loop": {
+        "layer_types": ["hybrid_sliding", "hybrid"] * 4,
+        "num_hidden_layers": 8,
+        "loop_layer_index_end": 4,
+        "loop_num_passes": 4,
+    },
     "zamba2": {"layers_block_type": ["linear_attention", *["hybrid"] * 3]},
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"] * 3, "num_hidden_layers": 6},
     "zamba": {"layers_block_type": ["linear_attention", *["hybrid"] * 3]},
     "jamba": {"attn_layer_period": 2},
 }
 # The others: python -m tests.graphs.compiling.test_copied_graphs
-FAMILIES = ["qwen3_next", "zamba2"]
+FAMILIES = ["qwen3_next", "zamba2", *({"inkling2_loop"} & BUILDERS.keys())]
 
 
 def model_of(family: str) -> th.HybridModel:
