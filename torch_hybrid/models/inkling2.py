@@ -225,7 +225,7 @@ class DecoderLayer(nn.Module):
             inputs: tuple[Tensor, ...] = (present,)
         else:
             present, blocks = streams
-            inputs = self.attention_input(blocks[..., : self.num_blocks, :], present)
+            inputs = self.attention_input(first_of(blocks, self.num_blocks), present)
         return self._run(present, blocks, inputs, step)
 
     def _run(
@@ -247,10 +247,15 @@ class DecoderLayer(nn.Module):
         else:
             total = total + present.float()
             blocks = blocks.view_as(blocks)  # a value of this layer: the next one is alike by that
-        [x] = self.mlp_input(blocks[..., : self.num_blocks, :], total)
+        [x] = self.mlp_input(first_of(blocks, self.num_blocks), total)
         y = self.mlp(self.post_attention_layernorm(message(x)).to(dtype))
         total = total + self.post_mlp_convolution(y, step=step)
         return total.to(dtype), blocks
+
+
+def first_of(blocks: Tensor, num_blocks: int) -> Tensor:
+    """Leave out streams [1, T, more than B, dim] that stand behind those of blocks."""
+    return blocks if blocks.shape[-2] == num_blocks else blocks[..., :num_blocks, :]
 
 
 def residual_of(module: Any, num_blocks: int, num_known: int) -> BlockResidual:

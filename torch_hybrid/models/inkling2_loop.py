@@ -22,6 +22,7 @@ from torch_hybrid.models.inkling2 import (
     Inkling2Family,
     Streams,
     decoder_layers,
+    first_of,
     residual_of,
     sink_attention,
     text_class_of,
@@ -83,7 +84,7 @@ class _LaterPass(DecoderLayer):
         """Run the layer on the streams of the layer before."""
         assert self.attention_input is not None
         present, blocks = streams
-        known = blocks[..., : self.num_blocks, :]
+        known = first_of(blocks, self.num_blocks)
         if self.begins_pass:
             begin, end = self.looped_blocks.start, self.looped_blocks.stop
             made = blocks[..., begin + 1 : end, :], present[..., None, :]
@@ -112,7 +113,7 @@ class _FinalNorm(nn.Module):
     def forward(self, streams: Streams) -> Tensor:
         """Mix and norm the streams to [1, T, dim]."""
         present, blocks = streams
-        [mixed] = self.residual(blocks[..., : self.residual.bias.shape[0], :], present)
+        [mixed] = self.residual(first_of(blocks, self.residual.bias.shape[0]), present)
         normed: Tensor = self.norm(mixed)
         return normed
 
