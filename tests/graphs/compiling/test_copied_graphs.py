@@ -37,11 +37,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 8,
         "n_layers_per_attn_res_block": 2,
     },
-    # Four passes of one block, so that the third and the fourth are copies of what the second is.
+    # Four passes of the second layer: the last one is a copy.
     "inkling2_loop": {
-        "layer_types": ["hybrid_sliding", "hybrid"] * 4,
-        "num_hidden_layers": 8,
-        "loop_layer_index_end": 4,
+        "layer_types": ["hybrid_sliding", "hybrid"],
+        "num_hidden_layers": 2,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
         "loop_num_passes": 4,
     },
     "zamba2": {"layers_block_type": ["linear_attention", *["hybrid"] * 3]},
