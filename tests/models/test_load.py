@@ -22,7 +22,7 @@ import torch_hybrid as th
 from tests.models.changes_of_file import walk_through_loading
 from tests.models.oracle import ask, assert_serves, make_texts
 from tests.models.oracle import whole as whole_texts
-from tests.tiny_models import BUILDERS, LINEAR, MROPE, SIZES, VOCAB_SIZE, make_model, randomize
+from tests.tiny_models import LINEAR, MROPE, SIZES, VOCAB_SIZE, make_model, randomize
 from torch_hybrid.models.families import FAMILIES, NOT_SERVED
 from torch_hybrid.models.transformers_hooks import ATTENTION_NAME, register_attention
 
@@ -276,8 +276,8 @@ def inkling2_loop() -> tuple[Any, str]:
     return inkling2("inkling2_loop", "Inkling2Loop")
 
 
-MULTIMODAL = [qwen3_5_of_two, lfm2_vl, lfm3_vl, nemotron_h_omni, inkling_mm, inkling2]
-MULTIMODAL += [inkling2_loop] if "inkling2_loop" in BUILDERS else []
+MULTIMODAL = [qwen3_5_of_two, lfm2_vl, lfm3_vl, nemotron_h_omni, inkling_mm]
+MULTIMODAL += [inkling2, inkling2_loop]
 
 
 @pytest.mark.parametrize("make", MULTIMODAL)

@@ -14,11 +14,8 @@ import torch_hybrid as th
 from tests.models.oracle import make_texts, serve, whole
 from tests.models.refused import refusals
 from tests.models.test_quirks_inkling import LENGTHS, TINY, check
-from tests.tiny_models import BUILDERS, make_model
+from tests.tiny_models import make_model
 
-pytestmark = pytest.mark.skipif(
-    "inkling2_loop" not in BUILDERS, reason="needs transformers 5.24 or later"
-)
 RUNS = [0, 1, *[2, 3, 4, 5] * 3, 6]  # layers, as a step runs them
 
 
