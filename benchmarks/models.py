@@ -57,6 +57,25 @@ def _qwen3_next_moe(sizes: dict[str, Any]) -> Any:
     )
 
 
+def _lara_mini(sizes: dict[str, Any]) -> Any:
+    """The same experts; attention to a window of 512 keys, and to all in a layer of five."""
+    from transformers import LaraMiniConfig, LaraMiniForCausalLM
+
+    experts = {
+        "num_hidden_layers": 10,
+        "hidden_size": 768,
+        "head_dim": 128,
+        "num_experts": 54,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "eos_token_id": None,
+    }
+    config = _DENSE | _LINEAR | experts | sizes
+    del config["intermediate_size"]
+    return LaraMiniForCausalLM(LaraMiniConfig(**config))
+
+
 def _qwen4_exp(sizes: dict[str, Any]) -> Any:
     """The same experts, in fewer layers; the published indexer, and four residual streams. The
     table of n-grams is small, as no step reads more than a few of its rows."""
@@ -443,28 +462,47 @@ def _inkling(sizes: dict[str, Any]) -> Any:
     return InklingForCausalLM(InklingTextConfig(**_DENSE | options | sizes))
 
 
+_INKLING2 = {
+    "hidden_size": 768,
+    "num_attention_heads": 8,
+    "head_dim": 128,
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 4,
+    "sliding_window_size": 512,
+    "n_routed_experts": 26,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 192,
+    "route_scale": 1.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+
+
 def _inkling2(sizes: dict[str, Any]) -> Any:
     """The same with sinks and gates, and 26 experts, of which none is everyone's."""
     from transformers import Inkling2ForCausalLM, Inkling2TextConfig
 
-    options = {
-        "hidden_size": 768,
-        "num_attention_heads": 8,
-        "head_dim": 128,
-        "swa_num_attention_heads": 8,
-        "swa_num_key_value_heads": 4,
-        "sliding_window_size": 512,
-        "n_routed_experts": 26,
-        "num_experts_per_tok": 6,
-        "moe_intermediate_size": 192,
-        "route_scale": 1.0,
-        "tie_word_embeddings": False,
-        "unpadded_vocab_size": (_DENSE | sizes)["vocab_size"],
-        "eos_token_id": None,
-    }
-    config = _DENSE | options | sizes
+    config = _DENSE | _INKLING2 | sizes
+    config["unpadded_vocab_size"] = config["vocab_size"]
     del config["intermediate_size"]
     return Inkling2ForCausalLM(Inkling2TextConfig(**config))
+
+
+def _inkling2_loop(sizes: dict[str, Any]) -> Any:
+    """The same, of which half of the layers run three times."""
+    from transformers import Inkling2LoopForCausalLM, Inkling2LoopTextConfig
+
+    config = _DENSE | _INKLING2 | sizes
+    config["unpadded_vocab_size"] = config["vocab_size"]
+    num_layers = config["num_hidden_layers"]
+    block = num_layers // 4
+    config |= {
+        "n_layers_per_attn_res_block": block,
+        "loop_layer_index_start": block,
+        "loop_layer_index_end": 3 * block,
+    }
+    del config["intermediate_size"]
+    return Inkling2LoopForCausalLM(Inkling2LoopTextConfig(**config))
 
 
 def _rwkv(sizes: dict[str, Any]) -> Any:
@@ -490,6 +528,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "qwen3_5": _qwen3_5,
     "olmo_hybrid": _olmo_hybrid,
     "qwen3_next_moe": _qwen3_next_moe,
+    "lara_mini": _lara_mini,
     "qwen4_exp": _qwen4_exp,
     "glm5_next": _glm5_next,
     "qwen3": _qwen3,
@@ -514,6 +553,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "zaya": _zaya,
     "inkling": _inkling,
     "inkling2": _inkling2,
+    "inkling2_loop": _inkling2_loop,
     "rwkv": _rwkv,
     "xlstm": _xlstm,
 }

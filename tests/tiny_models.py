@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
@@ -498,6 +499,30 @@ def inkling(**options: Any) -> nn.Module:
     return tf.InklingForCausalLM(tf.InklingTextConfig(**{**sizes, **options}))
 
 
+INKLING2 = {
+    "unpadded_vocab_size": VOCAB_SIZE,
+    "head_dim": 32,
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "sliding_window_size": 37,
+    "d_rel": 8,
+    "rel_extent": 50,
+    "log_scaling_n_floor": 20,
+    "log_scaling_alpha": 0.3,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "route_scale": 1.5,
+    "qk_l2_clip_threshold": 3.0,
+    "rel_l2_clip_threshold": 1.5,
+    "n_layers_per_attn_res_block": 3,
+    "mlp_gate_softcap": 0.5,
+    "mlp_up_softcap": 1.5,
+    "final_logit_softcapping": 5.0,
+}
+
+
 def inkling2(**options: Any) -> nn.Module:
     """The same with blocks of residuals that end within the layers, clips that are met and softcaps
     that bend."""
@@ -506,28 +531,29 @@ def inkling2(**options: Any) -> nn.Module:
         **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
         **NO_SPECIAL_TOKENS,
         "layer_types": (["hybrid_sliding", "hybrid"] * count)[:count],
-        "unpadded_vocab_size": VOCAB_SIZE,
-        "head_dim": 32,
-        "swa_num_attention_heads": 8,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 16,
-        "sliding_window_size": 37,
-        "d_rel": 8,
-        "rel_extent": 50,
-        "log_scaling_n_floor": 20,
-        "log_scaling_alpha": 0.3,
-        "n_routed_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "route_scale": 1.5,
-        "qk_l2_clip_threshold": 3.0,
-        "rel_l2_clip_threshold": 1.5,
-        "n_layers_per_attn_res_block": 3,
-        "mlp_gate_softcap": 0.5,
-        "mlp_up_softcap": 1.5,
-        "final_logit_softcapping": 5.0,
+        **INKLING2,
     }
     return tf.Inkling2ForCausalLM(tf.Inkling2TextConfig(**{**sizes, **options}))
+
+
+def inkling2_loop(**options: Any) -> nn.Module:
+    """The same with two blocks of layers of both kinds that run three times, before others."""
+    count = options.get("num_hidden_layers", 7)
+    sizes = {
+        **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+        **NO_SPECIAL_TOKENS,
+        **INKLING2,
+        "n_routed_experts": 3,
+        "num_hidden_layers": count,
+        "layer_types": (["hybrid_sliding", "hybrid"] * count)[:count],
+        "n_layers_per_attn_res_block": 2,
+        "loop_layer_index_start": 2,
+        "loop_layer_index_end": 6,
+        "loop_num_passes": 3,
+        "loop_gate_rank": 8,
+    }
+    config = tf.Inkling2LoopTextConfig(**{**sizes, **options})
+    return tf.Inkling2LoopForCausalLM(config)
 
 
 def rwkv(**options: Any) -> nn.Module:
@@ -562,7 +588,13 @@ def xlstm(**options: Any) -> nn.Module:
 
 
 # Families that the installed transformers does not have: their cases are left out.
-MISSING = frozenset() if hasattr(tf, "LaraMiniConfig") else frozenset({"lara_mini"})
+_YOUNGER_THAN_5_20 = {
+    "lfm3": "Lfm3Config",
+    "inkling2": "Inkling2Config",
+    "lara_mini": "LaraMiniConfig",
+    "inkling2_loop": "Inkling2LoopConfig",
+}
+MISSING = frozenset(name for name, cls in _YOUNGER_THAN_5_20.items() if not hasattr(tf, cls))
 # All functions above that make a model, by their names.
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     name: build
@@ -574,9 +606,13 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
 
 
 # Every kind of mixer, alone in its layer and beside another, experts, and streams of residuals.
-EACH_KIND = (
-    *("qwen3_next", "qwen4_exp", "glm5_next", "kimi_linear", "minimax", "falcon_h1", "jamba"),
-    *("lfm2", "recurrent_gemma", "zaya", "inkling2", "rwkv", "xlstm"),
+EACH_KIND = tuple(
+    family
+    for family in (
+        *("qwen3_next", "qwen4_exp", "glm5_next", "kimi_linear", "minimax", "falcon_h1", "jamba"),
+        *("lfm2", "recurrent_gemma", "zaya", "inkling2", "rwkv", "xlstm"),
+    )
+    if family in BUILDERS
 )
 _TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _CONVOLUTION = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
@@ -613,12 +649,23 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
     "zaya": {"num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"]},
     "inkling": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
     "inkling2": {"num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"]},
+    "inkling2_loop": {  # one block before two that run twice
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid"],
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "loop_num_passes": 2,
+    },
     "recurrent_gemma": {"num_hidden_layers": 2, "block_types": ["recurrent", "attention"]},
 }
 
 
 def make_model(family: str, *, seed: int = 0, **options: Any) -> Any:
-    """A random transformers model of one family; ``options`` go to its config."""
+    """A random transformers model of one family; ``options`` go to its config. Tests of a family
+    that the installed transformers lacks are skipped."""
+    if family in MISSING:
+        pytest.skip(f"transformers {tf.__version__} has no {family}")
     model = BUILDERS[family](**options).eval().requires_grad_(False)
     randomize(model, seed)
     return model
@@ -734,11 +781,15 @@ def in_double(model: Any) -> Any:
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:
-    """The model in a dtype, but for routers of Inkling-2, which take weights of float32 alone."""
+    """The model in a dtype, but for routers and gates of Inkling-2, which take weights of float32
+    alone."""
     model.to(dtype)
     for module in model.modules():
-        if type(module).__name__ == "Inkling2TopKRouter":
+        if type(module).__name__ in ("Inkling2TopKRouter", "Inkling2LoopTopKRouter"):
             module.float()
+        elif type(module).__name__ == "Inkling2LoopMessageGate":
+            module.forget_gate_proj.float()
+            module.message_gate_proj.float()
     return model
 
 

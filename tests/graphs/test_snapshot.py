@@ -21,7 +21,7 @@ FAMILIES = [
     "jamba",
     "deepseek_v3",
     "qwen3",
-    *({"lara_mini"} & BUILDERS.keys()),
+    *sorted({"lara_mini", "inkling2_loop"} & BUILDERS.keys()),
 ]
 SIZES = {"max_seqs": 5, "max_tokens": 96, "kv_tokens": 320, "page_size": 8}
 

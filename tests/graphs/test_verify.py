@@ -41,7 +41,8 @@ from torch_hybrid.sampling import Draw, Sampling
 SIZES = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 512}
 DRAFTS = 3
 # Every kind of mixer that replays, a family without any, and one that transformers lacks.
-FAMILIES = (*EACH_KIND, "qwen3", "inkling", "ring_2_5", *({"lara_mini"} & BUILDERS.keys()))
+NEW = sorted({"lara_mini", "inkling2_loop"} & BUILDERS.keys())
+FAMILIES = (*EACH_KIND, "qwen3", "inkling", "ring_2_5", *NEW)
 
 
 def small(family: str, device: str = "cpu") -> Any:

@@ -34,6 +34,7 @@ ALL_EXPERTS = {
     "lfm2_moe": {**_THREE, "num_experts": 3},
     "zaya": {"num_experts": 1},
     "inkling2": {**_THREE, "n_routed_experts": 3},
+    "inkling2_loop": _THREE,
     "deepseek_v3": {**_TWO_GROUPS, "n_routed_experts": 4},
     "nemotron_h": {**_TWO_GROUPS, "n_routed_experts": 4},
     "kimi_linear": {**_TWO_GROUPS, "num_local_experts": 4},

@@ -33,6 +33,7 @@ SEEDS = {
     "qwen3_5": 1,
     "qwen3_5_moe": 2,
     "lara_mini": 1,
+    "inkling2_loop": 3,
     "qwen4_exp": 7,
     "glm5_next": 0,
     "deepseek_v3": 0,

@@ -13,10 +13,11 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import torch_hybrid as th
 from tests.models.oracle import Oracle, ask, assert_serves, make_texts, mixed
-from tests.tiny_models import make_model, randomize
-from torch_hybrid.errors import UnsupportedError
+from tests.tiny_models import LINEAR, make_model, randomize
 from torch_hybrid.models import families
 from torch_hybrid.models.deepseek_v3 import DeepseekV3Family
+from torch_hybrid.models.shard import cut
+from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerSpec
 
 LENGTHS = (70, 33, 41)
@@ -51,8 +52,12 @@ def test_modules_that_several_layers_call():
     for kind, pools in runner.cache.pools.items():
         first, second = (torch.cat([t.flatten() for t in pool.values()]) for pool in pools)
         assert not torch.equal(first, second), kind
-    with pytest.raises(UnsupportedError, match="several layers share a module"):
-        th.shard(runner.model)
+    width = layers[1].self_attn.q_proj.out_features
+    cut(runner.model, Ranks(rank=0, size=2, group_name="none"), "tensor")
+    assert layers[1].self_attn is layers[3].self_attn
+    assert layers[0].linear_attn is layers[2].linear_attn
+    assert layers[1].self_attn.q_proj.out_features == width // 2
+    assert layers[0].linear_attn.mixer.spec.num_v_heads == LINEAR["linear_num_value_heads"] // 2
 
 
 def test_latents_that_several_layers_call():

@@ -260,19 +260,24 @@ def inkling_mm() -> tuple[Any, str]:
     return hf_model, "inkling_mm_model: {} the audio and vision part"
 
 
-def inkling2() -> tuple[Any, str]:
+def inkling2(family: str = "inkling2", whole: str = "Inkling2") -> tuple[Any, str]:
     """The same."""
-    text = make_model("inkling2").config.to_dict()
+    text = make_model(family).config.to_dict()
     vision = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "patch_size": 4}
     vision |= {"text_hidden_size": text["hidden_size"], "projection_hidden_dim": 16}
-    hf_model = tf.Inkling2ForConditionalGeneration(
-        tf.Inkling2Config(text_config=text, vision_config=vision)
-    )
-    randomize(hf_model.requires_grad_(False), 0)
-    return hf_model, "inkling2: {} the vision part"
+    config = getattr(tf, f"{whole}Config")(text_config=text, vision_config=vision)
+    hf_model = getattr(tf, f"{whole}ForConditionalGeneration")(config)
+    randomize(hf_model.requires_grad_(False), 3)
+    return hf_model, f"{family}: {{}} the vision part"
 
 
-MULTIMODAL = [qwen3_5_of_two, lfm2_vl, lfm3_vl, nemotron_h_omni, inkling_mm, inkling2]
+def inkling2_loop() -> tuple[Any, str]:
+    """The same, with queries of messages that a checkpoint has in two tensors."""
+    return inkling2("inkling2_loop", "Inkling2Loop")
+
+
+MULTIMODAL = [qwen3_5_of_two, lfm2_vl, lfm3_vl, nemotron_h_omni, inkling_mm]
+MULTIMODAL += [inkling2, inkling2_loop]
 
 
 @pytest.mark.parametrize("make", MULTIMODAL)

@@ -12,7 +12,6 @@ import transformers as tf
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers.models.inkling import modeling_inkling as inkling
-from transformers.models.inkling2 import modeling_inkling2 as inkling2
 
 import torch_hybrid as th
 from tests.tiny_models import FEWEST_LAYERS, make_model, randomize
@@ -20,6 +19,7 @@ from tests.training.twins import flattened, furthest, grads, make_pair, make_row
 from torch_hybrid.training.flex_attention import attend_with_biases
 from torch_hybrid.training.mixers.inkling_attention import biased_attention
 
+inkling2 = pytest.importorskip("transformers.models.inkling2.modeling_inkling2")
 LENGTHS = [1, 0, 150, 7, 0]
 OFFSETS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 REACHES = [(50, None), (1, None), (200, None), (37, 37), (130, 130), (5, 3)]

@@ -18,7 +18,7 @@ FAMILIES = (
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
-    *({"lara_mini"} & BUILDERS.keys()),
+    "lara_mini",
     "qwen4_exp",
     "glm5_next",
     "olmo_hybrid",
@@ -42,10 +42,12 @@ FAMILIES = (
     "minimax",
     "inkling",
     "inkling2",
+    "inkling2_loop",
     "xlstm",
     "rwkv",
     "zaya",
 )
+FAMILIES = tuple(family for family in FAMILIES if family in BUILDERS)
 OURS = (*FAMILIES, "ring_2_5")  # with those that transformers has no class for
 # So many heads of indexers that no score is 0: of equal ones transformers picks any.
 INDEX_HEADS = {"qwen4_exp": {"indexer_n_heads": 32}, "glm5_next": {"index_n_heads": 32}}

@@ -43,7 +43,7 @@ class BlockResidual(nn.Module):
         """
         query = self.query.float()
         rows, row = blocks.float(), present.float()[..., None, :]
-        norms, norm = self._norms(rows), self._norms(row)
+        norms, norm = inverse_norms(rows, self.eps), inverse_norms(row, self.eps)
         scale = query.shape[1] ** -0.5
         mixed = []
         for own in query.unbind():
@@ -56,6 +56,7 @@ class BlockResidual(nn.Module):
             mixed.append((summed + row.squeeze(-2) * (of_present * norm)) / total)
         return tuple(mixed)
 
-    def _norms(self, rows: Tensor) -> Tensor:
-        """Compute the factors [...] that norm rows [..., dim] float32 by root mean square."""
-        return torch.rsqrt(rows.square().mean(-1) + self.eps)
+
+def inverse_norms(rows: Tensor, eps: float) -> Tensor:
+    """Compute the factors [...] that norm rows [..., dim] float32 by root mean square."""
+    return torch.rsqrt(rows.square().mean(-1) + eps)

@@ -115,15 +115,14 @@ class SinkAttention(Divisible):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class DynamicSinkAttention(SinkAttention):
-    """Sink attention with separate inputs for queries, keys and values, and dynamic filters.
+class SeparateSinkAttention(SinkAttention):
+    """Sink attention with separate inputs for queries, keys and values.
 
-    Each token adds taps of its own to the convolution's filters, for each head of keys and values.
     ``in_proj`` gives ``[q | mix | gate | sink]``.
     """
 
-    k_proj: nn.Linear  # projection to ``[k | taps]`` by head, the taps oldest first
-    v_proj: nn.Linear  # projection to ``[v | taps]`` by head
+    k_proj: nn.Linear  # projection to keys by head
+    v_proj: nn.Linear  # projection to values by head
 
     @in_own_dtype(3)
     def forward(  # type: ignore[override]
@@ -142,31 +141,57 @@ class DynamicSinkAttention(SinkAttention):
         """
         widths = [heads * width for heads, width in self._query_blocks]
         q, mix, gate, sink = columns(self.in_proj, x, widths)
-        widths = [heads * width for heads, width in self._key_blocks]
-        k, k_taps = columns(self.k_proj, of_keys, widths)
-        v, v_taps = columns(self.v_proj, of_values, widths)
-        width = self.conv_weight.shape[1]
-        kv = convolved(
-            torch.cat([k, v], 1),
-            self.conv_weight,
-            conv_plan,
-            conv_cache,
-            "kv",
-            scale=(2 * width + 1) ** -0.5,  # of a sum of 2 * width + 1 terms
-            token_taps=torch.cat([k_taps, v_taps], 1).unflatten(1, (-1, width)),
-        )
+        kv = self._convolved(of_keys, of_values, conv_plan, conv_cache)
         return self._attend(q, mix, gate, sink, kv, plan, cache)
+
+    def _convolved(
+        self, of_keys: Tensor, of_values: Tensor, plan: RecurrentPlan, cache: LayerCache
+    ) -> Tensor:
+        """Project the inputs of keys and of values, and convolve both: [T, 2 * heads * width]."""
+        kv = torch.cat([self.k_proj(of_keys), self.v_proj(of_values)], 1)
+        scale = (self.conv_weight.shape[1] + 1) ** -0.5  # of a sum of width + 1 terms
+        return convolved(kv, self.conv_weight, plan, cache, "kv", scale=scale)
 
     @property
     def _key_blocks(self) -> list[Block]:
-        """Heads and their width in keys, or values, and their taps."""
-        spec = self.spec
-        return [(spec.num_kv_heads, width) for width in (spec.head_dim, self.conv_weight.shape[1])]
+        """Heads and their width in what keys, or values, are projected to."""
+        return [(self.spec.num_kv_heads, self.spec.head_dim)]
 
     def blocks(self) -> dict[str, Blocks]:
         keys: Blocks = self._key_blocks
         own: dict[str, Blocks] = {"in_proj": self._query_blocks, "k_proj": keys, "v_proj": keys}
         return super().blocks() | own
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class DynamicSinkAttention(SeparateSinkAttention):
+    """Sink attention with separate inputs for queries, keys and values, and dynamic filters.
+
+    Each token adds taps of its own to the convolution's filters, for each head of keys and values.
+    ``k_proj`` and ``v_proj`` give ``[k | taps]`` and ``[v | taps]``, the taps oldest first.
+    """
+
+    def _convolved(
+        self, of_keys: Tensor, of_values: Tensor, plan: RecurrentPlan, cache: LayerCache
+    ) -> Tensor:
+        widths = [heads * width for heads, width in self._key_blocks]
+        k, k_taps = columns(self.k_proj, of_keys, widths)
+        v, v_taps = columns(self.v_proj, of_values, widths)
+        width = self.conv_weight.shape[1]
+        return convolved(
+            torch.cat([k, v], 1),
+            self.conv_weight,
+            plan,
+            cache,
+            "kv",
+            scale=(2 * width + 1) ** -0.5,  # of a sum of 2 * width + 1 terms
+            token_taps=torch.cat([k_taps, v_taps], 1).unflatten(1, (-1, width)),
+        )
+
+    @property
+    def _key_blocks(self) -> list[Block]:
+        spec = self.spec
+        return [(spec.num_kv_heads, width) for width in (spec.head_dim, self.conv_weight.shape[1])]
 
 
 def _clipped(x: Tensor, longest: float) -> Tensor:

@@ -15,6 +15,7 @@ from torch_hybrid.models import (  # noqa: F401 (each defines its families)
     granitemoehybrid,
     inkling,
     inkling2,
+    inkling2_loop,
     jamba,
     kimi_linear,
     lara_mini,
@@ -54,9 +55,6 @@ FAMILIES: dict[str, Family] = {
 # Hybrids that transformers has and this package has no op for.
 NOT_SERVED = {
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
-    **dict.fromkeys(
-        ("inkling2_loop", "inkling2_loop_text"), "layers that run again, with states of each pass"
-    ),
     **dict.fromkeys(
         ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "another tower before Qwen3.5's text part"
     ),

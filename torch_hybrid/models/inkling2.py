@@ -4,6 +4,8 @@ picked from those of earlier blocks of layers; experts are of softcapped SwiGLU.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,7 +17,12 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.biased_attention import BranchConvolution
 from torch_hybrid.layers.block_residual import BlockResidual
 from torch_hybrid.layers.fused_experts import FusedExperts
-from torch_hybrid.layers.sink_attention import DynamicSinkAttention, SinkAttention
+from torch_hybrid.layers.sink_attention import (
+    DynamicSinkAttention,
+    SeparateSinkAttention,
+    SinkAttention,
+)
+from torch_hybrid.models.backbone import Backbone
 from torch_hybrid.models.family import (
     Family,
     Logits,
@@ -29,6 +36,8 @@ from torch_hybrid.models.family import (
 from torch_hybrid.models.inkling import layer_specs
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
+
+_SCALES = re.compile(r"\.experts\.w\d+_weight_scale$")
 
 Streams = tuple[Tensor, Tensor]  # the present block's sum [1, T, dim], all others' [1, T, B, dim]
 
@@ -76,7 +85,10 @@ def by_older_names(module: Any) -> Any:
     )
 
 
-def _attention(module: Any, spec: AttentionSpec) -> SinkAttention:
+def sink_attention(
+    module: Any, spec: AttentionSpec, *, has_separate_inputs: bool = False
+) -> SinkAttention:
+    """Make our attention of theirs; without a window, its inputs are separate in any case."""
     module = by_older_names(module)
     config, convolutions = module.config, (module.k_sconv, module.v_sconv)
     of_queries = weights_of(module.q_proj, module.r_proj, module.gate_proj, module.sink_proj)
@@ -92,6 +104,16 @@ def _attention(module: Any, spec: AttentionSpec) -> SinkAttention:
     }
     if spec.window:
         taps = [each.conv1d.weight.detach().squeeze(1) for each in convolutions]
+        if has_separate_inputs:
+            k_proj, v_proj = map(joined_projection, zip(keys_and_values))
+            return SeparateSinkAttention(
+                spec,
+                in_proj=joined_projection(of_queries),
+                k_proj=k_proj,
+                v_proj=v_proj,
+                conv_weight=parameter(torch.cat(taps)),
+                **options,
+            )
         return SinkAttention(
             spec,
             in_proj=joined_projection([*of_queries, *keys_and_values]),
@@ -126,7 +148,7 @@ def _taps_of_heads(convolution: Any, spec: AttentionSpec) -> Tensor:
     return _oldest_first(rows.unflatten(0, (spec.num_kv_heads, -1)), 1).flatten(0, 1)
 
 
-class _AttentionAdapter(LinearAttentionAdapter):
+class AttentionAdapter(LinearAttentionAdapter):
     """Our attention in the place of the model's, which has an input for each of its projections."""
 
     def forward(  # type: ignore[override]
@@ -144,7 +166,7 @@ def _branch_convolution(module: Any, branch: str) -> BranchConvolution:
     return BranchConvolution(parameter(weight), branch, scale=(weight.shape[1] + 1) ** -0.5)
 
 
-class _DecoderLayer(nn.Module):
+class DecoderLayer(nn.Module):
     """A decoder layer that takes the residual streams of earlier blocks, and hands them on.
 
     Args:
@@ -152,14 +174,21 @@ class _DecoderLayer(nn.Module):
         number: index of the layer in the model.
         blocks_of: number of layers in a block.
         num_blocks: number of blocks in the model.
+        looped: indices of the layers that run again; as many streams as they have blocks stand
+            behind the others, and are handed on as they are.
     """
 
     is_block_boundary = False  # the model that calls it need not keep the sums of blocks
 
-    def __init__(self, layer: Any, number: int, blocks_of: int, num_blocks: int) -> None:
+    def __init__(
+        self, layer: Any, number: int, blocks_of: int, num_blocks: int, looped: range = range(0)
+    ) -> None:
         super().__init__()
         self.attention_type: str = layer.attention_type
+        self.num_blocks = num_blocks
         norms = [name for name in layer._modules if name.endswith("input_layernorm")]
+        if number in looped:  # attention has three inputs
+            norms *= 3 // len(norms)
         self.input_norms = nn.ModuleList(layer.get_submodule(name) for name in norms)
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
@@ -173,24 +202,43 @@ class _DecoderLayer(nn.Module):
         self.attention_input = None
         if number > 0:
             known = block + (place > 0)
-            self.attention_input = _residual(layer.attention_input, num_blocks, known)
-        self.mlp_input = _residual(layer.mlp_input, num_blocks, block + 1)
+            self.attention_input = residual_of(layer.attention_input, num_blocks, known)
+        self.mlp_input = residual_of(layer.mlp_input, num_blocks, block + 1)
         device = self.mlp_input.query.device
-        numbers = torch.arange(num_blocks, dtype=torch.int64, device=device)
+        numbers = torch.arange(
+            num_blocks + len(looped) // blocks_of, dtype=torch.int64, device=device
+        )
         self.own_block = nn.Buffer((numbers == block)[:, None], persistent=False)
 
     def forward(
-        self, streams: Tensor | Streams, _: Tensor, *, step: LayerStep, **_options: object
+        self,
+        streams: Tensor | Streams,
+        _: Tensor | None = None,
+        *,
+        step: LayerStep,
+        **_more: object,
     ) -> Streams:
         """Run the layer on embeddings [1, T, dim], or on the streams of the layer before."""
         if self.attention_input is None:
             assert isinstance(streams, Tensor)
             present, blocks = streams, streams.new_zeros(())
-            inputs = (present,) * len(self.input_norms)
+            inputs: tuple[Tensor, ...] = (present,)
         else:
             present, blocks = streams
-            inputs = self.attention_input(blocks, present)
+            inputs = self.attention_input(first_of(blocks, self.num_blocks), present)
+        return self._run(present, blocks, inputs, step)
+
+    def _run(
+        self,
+        present: Tensor,
+        blocks: Tensor,
+        inputs: tuple[Tensor, ...],
+        step: LayerStep,
+        message: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> Streams:
+        """Run the branches: attention on mixes of the streams, the MLP on one with a message."""
         dtype = present.dtype
+        inputs *= len(self.input_norms) // len(inputs)
         normed = [norm(x).to(dtype) for norm, x in zip(self.input_norms, inputs, strict=True)]
         attended = self.self_attn(*normed, step=step)
         total = self.post_attention_convolution(attended, step=step).float()
@@ -199,13 +247,19 @@ class _DecoderLayer(nn.Module):
         else:
             total = total + present.float()
             blocks = blocks.view_as(blocks)  # a value of this layer: the next one is alike by that
-        [x] = self.mlp_input(blocks, total)
-        y = self.mlp(self.post_attention_layernorm(x).to(dtype))
+        [x] = self.mlp_input(first_of(blocks, self.num_blocks), total)
+        y = self.mlp(self.post_attention_layernorm(message(x)).to(dtype))
         total = total + self.post_mlp_convolution(y, step=step)
         return total.to(dtype), blocks
 
 
-def _residual(module: Any, num_blocks: int, num_known: int) -> BlockResidual:
+def first_of(blocks: Tensor, num_blocks: int) -> Tensor:
+    """Leave out streams [1, T, more than B, dim] that stand behind those of blocks."""
+    return blocks if blocks.shape[-2] == num_blocks else blocks[..., :num_blocks, :]
+
+
+def residual_of(module: Any, num_blocks: int, num_known: int) -> BlockResidual:
+    """Make the mix of the sums of blocks, the first ``num_known`` of which are complete."""
     query = module.query.detach()
     query = query if query.ndim == 2 else query[None]
     return BlockResidual(parameter(query), num_blocks, num_known, eps=module.norm.eps)
@@ -226,37 +280,58 @@ class _FinalInput(nn.Module):
 
 
 @cache
-def _text_class() -> type[nn.Module]:
+def text_class_of(theirs: Any) -> type[nn.Module]:
+    """Derive the text model's class that takes weights by names of multimodal checkpoints too."""
     from transformers.core_model_loading import WeightRenaming
-    from transformers.models.inkling2 import modeling_inkling2 as theirs
 
-    class Inkling2ForCausalLM(theirs.Inkling2ForCausalLM):  # type: ignore[misc]
-        """The text model, which takes weights by the names of multimodal checkpoints too."""
-
-        __module__ = theirs.__name__  # where transformers looks up what its experts can do
+    class Text(theirs):  # type: ignore[misc]
+        __module__ = theirs.__module__  # where transformers looks up what its experts can do
 
         @staticmethod
         def _load_pretrained_model(
             model: Any, tensors: Any, files: Any, load_config: Any, *options: Any
         ) -> Any:
+            if scales := [name for name in tensors if _SCALES.search(name)]:
+                raise UnsupportedError(
+                    f"experts in NVFP4 or MXFP8 are not read, got {scales[0]}: transformers loads "
+                    "them as floats, and its save_pretrained writes those"
+                )
             head = WeightRenaming(r"^model\.unembed\.", "lm_head.")
             load_config.weight_mapping.insert(0, head)
-            whole = theirs.Inkling2ForCausalLM
-            return whole._load_pretrained_model(model, tensors, files, load_config, *options)
+            return theirs._load_pretrained_model(model, tensors, files, load_config, *options)
 
-    return Inkling2ForCausalLM
+    Text.__name__ = theirs.__name__
+    return Text
+
+
+def decoder_layers(model: Any, looped: range = range(0)) -> list[DecoderLayer]:
+    """Make layers of ours around the modules of a model's, each once."""
+    blocks_of = model.config.n_layers_per_attn_res_block
+    num_blocks = -(-len(model.layers) // blocks_of)
+    made = []
+    for number, layer in enumerate(model.layers):
+        dtype = layer.self_attn.sink_proj.weight.dtype
+        for part in layer.modules():
+            if isinstance(part, nn.Conv1d):  # which transformers keeps in float32
+                part.weight = parameter(part.weight.detach().to(dtype))
+        gate = layer.mlp.gate  # which transformers multiplies in float32
+        gate.weight = parameter(gate.weight.detach().float())
+        made.append(DecoderLayer(layer, number, blocks_of, num_blocks, looped))
+    return made
 
 
 class Inkling2Family(Family):
     model_types = ("inkling2", "inkling2_text")
     swaps: ClassVar = {
-        "paged_attention": Swap(attribute="self_attn", make=_attention, adapter=_AttentionAdapter),
+        "paged_attention": Swap(
+            attribute="self_attn", make=sink_attention, adapter=AttentionAdapter
+        ),
         "branch_convolution": Swap(
             attribute="post_mlp_convolution",
             make=lambda module, spec: _branch_convolution(module, "feed_forward"),
         ),
     }
-    hf_taken_modules = (
+    hf_taken_modules: tuple[str, ...] = (
         ".post_attention_convolution",
         ".attention_input",
         ".mlp_input",
@@ -278,20 +353,13 @@ class Inkling2Family(Family):
                 )
         return layer_specs(config, scale=lambda head_dim: head_dim**-0.5, sinks=True)
 
-    def backbone(self, model: Any) -> None:
+    def backbone(self, model: Any) -> Backbone | None:
         """Put layers of ours around the modules of the model's."""
-        config = model.config
-        blocks_of = config.n_layers_per_attn_res_block
-        num_blocks = -(-config.num_hidden_layers // blocks_of)
-        for number, layer in enumerate(model.layers):
-            dtype = layer.self_attn.sink_proj.weight.dtype
-            for part in layer.modules():
-                if isinstance(part, nn.Conv1d):  # which transformers keeps in float32
-                    part.weight = parameter(part.weight.detach().to(dtype))
-            gate = layer.mlp.gate  # which transformers multiplies in float32
-            gate.weight = parameter(gate.weight.detach().float())
-            model.layers[number] = _DecoderLayer(layer, number, blocks_of, num_blocks)
-        model.final_input = _FinalInput(_residual(model.final_input, num_blocks, num_blocks))
+        layers = decoder_layers(model)
+        model.layers = nn.ModuleList(layers)
+        num_blocks = layers[0].num_blocks
+        model.final_input = _FinalInput(residual_of(model.final_input, num_blocks, num_blocks))
+        return None
 
     def experts(self, module: Any) -> FusedExperts:
         activation = module.act_fn
@@ -302,4 +370,6 @@ class Inkling2Family(Family):
         return Logits(vocab_size=config.unpadded_vocab_size, softcap=config.final_logit_softcapping)
 
     def text_class(self) -> type[nn.Module]:
-        return _text_class()
+        from transformers import Inkling2ForCausalLM
+
+        return text_class_of(Inkling2ForCausalLM)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from torch_hybrid.backends.step import LayerStep
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.short_convolution import ShortConvolution
@@ -23,6 +24,7 @@ from torch_hybrid.models.family import (
     require,
 )
 from torch_hybrid.models.tower import IMAGES_AND_VIDEOS, TILES, Modality
+from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH, MIN_WIDTH
 from torch_hybrid.specs import LayerSpec, ShortConvolutionSpec
 
@@ -47,10 +49,36 @@ def _mixer(module: Any, spec: ShortConvolutionSpec) -> ShortConvolution:
     return mixer
 
 
+class _ConvolutionAdapter(LinearAttentionAdapter):
+    """Our convolution, for layers that before transformers 5.22 hand it no ``step``."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, *, seq_idx: LayerStep, **_options: object
+    ) -> Tensor:
+        """Map [1, T, dim] to [1, T, dim]."""
+        return super().forward(hidden_states, step=seq_idx)
+
+
+def _repeat_step(
+    _layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hand a layer the step by the one name that it has for its convolution too."""
+    return args, {**options, "seq_idx": options.get("step")}
+
+
 class Lfm2Family(Family):
     model_types: tuple[str, ...] = ("lfm2", "lfm2_moe", "lfm2_vl")
-    swaps: ClassVar = {"short_convolution": Swap(attribute="conv", make=_mixer)}
+    swaps: ClassVar = {
+        "short_convolution": Swap(attribute="conv", make=_mixer, adapter=_ConvolutionAdapter)
+    }
     vision: tuple[Modality, ...] = TILES
+    hf_layer_step_arguments = ("step", "seq_idx")
+
+    def backbone(self, model: Any) -> None:
+        """Let layers with a convolution take the step by both names."""
+        for layer in model.layers:
+            if "conv" in layer._modules:
+                layer.register_forward_pre_hook(_repeat_step, with_kwargs=True)
 
     def specs(self, config: Any) -> list[LayerSpec]:
         rope_type = config.rope_parameters["rope_type"]

@@ -9,11 +9,11 @@ Cuts, by the names that transformers gives to projections:
     experts           the same in every expert, or whole experts (``experts="all_to_all"``)
     low-rank adapters their second factor, as the rows of the layer that they adapt
     embedding, head   consecutive rows of the vocabulary; whole where the ranks do not divide it
-    norms, routers, embeddings of n-grams, and modules that mix residual streams, convolve
-                      branches, or carry a block's output into another: whole on every rank
+    norms, routers, embeddings of n-grams, and modules that mix residual streams or messages,
+                      convolve branches, or carry a block's output into another: whole on every rank
 
-A feed-forward layer has one all-reduce, at its end: of the sum of shared and routed experts. Linear
-layers that blocks of several decoder layers share are cut once, and stay shared.
+A feed-forward layer has one all-reduce, at its end: of the sum of shared and routed experts. What
+several decoder layers share is cut once, and stays shared.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Experts = Literal["tensor", "all_to_all"]
 Cut = Callable[[Any], nn.Module]  # a module to this rank's part of it
 Done = dict[nn.Module, nn.Module]  # the part of each module: several layers may share one
 Part = tuple[nn.Module, str]  # a module, and the name of a child
-# Children of a decoder layer that every rank has whole. They mix the residual streams, convolve the
-# output of attention, or carry the output of a shared block to the next mixer.
+# Children of a decoder layer that every rank has whole. They mix the residual streams or messages,
+# convolve the output of attention, or carry the output of a shared block to the next mixer.
 _WHOLE_CHILDREN = frozenset(
     {"attn_hyper_connection", "mlp_hyper_connection", "attn_hc", "ffn_hc", "attn_sconv", "linear"}
-    | {"attention_input", "mlp_input", "post_attention_convolution"}
+    | {"attention_input", "mlp_input", "post_attention_convolution", "message_gates", "messages"}
 )
 # Children of a decoder layer that hold its mixers and MLPs.
 _HOLDERS = frozenset({"mamba_decoder", "shared_transformer", "shared_transf"})
@@ -91,9 +91,6 @@ def check_can_be_cut(model: HybridModel | Ring25, experts: str) -> None:
             "cannot shard weights with scales in memory: from_pretrained(path, ranks=group) cuts "
             "them as it reads them"
         )
-    parts = [part for layer in model.all_layers for part in layer.children()]
-    if len(set(parts)) != len(parts):
-        raise UnsupportedError("cannot shard a model of which several layers share a module")
 
 
 def _has_scales(module: nn.Module) -> bool:
@@ -121,10 +118,13 @@ def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
             parts.remove(part)
             holder, name = part
             mixer: Any = holder.get_submodule(name)
-            if entry.kind in model.mixer_names:
-                setattr(holder, name, mixer.shard(ranks))
-            else:
-                _shard_attention(mixer, entry, ranks, done)
+            if mixer not in done:
+                if entry.kind in model.mixer_names:
+                    done[mixer] = mixer.shard(ranks)
+                else:
+                    _shard_attention(mixer, entry, ranks, done)
+                    done[mixer] = mixer
+            setattr(holder, name, done[mixer])
         for holder, name in parts:
             if name not in _WHOLE_CHILDREN:
                 _shard_feed_forward(holder, name, feed_forward, ranks, done)
@@ -193,9 +193,12 @@ def _shard_feed_forward(
 ) -> None:
     """Cut one child of a decoder layer that is no mixer; norms stay whole."""
     child = layer.get_submodule(name)
-    if any(part in cuts for part, _ in child.named_children()):
+    if child in done:
+        setattr(layer, name, done[child])
+    elif any(part in cuts for part, _ in child.named_children()):
         _cut_children(child, cuts, done)
-        setattr(layer, name, SumOverRanks(child, ranks))
+        done[child] = SumOverRanks(child, ranks)
+        setattr(layer, name, done[child])
     elif any(weight.ndim > 1 for weight in child.parameters()):
         raise UnsupportedError(
             f"cannot shard {type(layer).__name__}: nothing is known of its {name!r}"

@@ -82,7 +82,7 @@ def has_attention(decoder: Any) -> bool:
 def hands_masks_of_kinds(decoder: Any) -> bool:
     """Tell whether layers may be handed masks by their kinds; Inkling-2 exchanges no function."""
     kind: str = decoder.config.model_type
-    return has_attention(decoder) or kind == "inkling2_text"
+    return has_attention(decoder) or kind in ("inkling2_text", "inkling2_loop_text")
 
 
 def hands_masks_alone(decoder: Any) -> bool:

@@ -91,6 +91,7 @@ EXPERTS: dict[str, type[Experts]] = {
     "ZayaExperts": Experts,
     "Glm5NextTextExperts": LimitedExperts,
     "Inkling2Experts": SoftcappedExperts,
+    "Inkling2LoopExperts": SoftcappedExperts,
     "NemotronHExperts": SquaredExperts,
 }
 

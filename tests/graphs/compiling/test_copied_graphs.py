@@ -37,13 +37,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 8,
         "n_layers_per_attn_res_block": 2,
     },
+    # Four passes of the second layer: the last one is a copy.
+    "inkling2_loop": {
+        "layer_types": ["hybrid_sliding", "hybrid"],
+        "num_hidden_layers": 2,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+        "loop_num_passes": 4,
+    },
     "zamba2": {"layers_block_type": ["linear_attention", *["hybrid"] * 3]},
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"] * 3, "num_hidden_layers": 6},
     "zamba": {"layers_block_type": ["linear_attention", *["hybrid"] * 3]},
     "jamba": {"attn_layer_period": 2},
 }
 # The others: python -m tests.graphs.compiling.test_copied_graphs
-FAMILIES = ["qwen3_next", "zamba2"]
+FAMILIES = ["qwen3_next", "zamba2", *({"inkling2_loop"} & BUILDERS.keys())]
 
 
 def model_of(family: str) -> th.HybridModel:

@@ -19,6 +19,7 @@ from torch_hybrid.training.mixers.inkling import (
     DynamicSinkAttention,
     ScaledConvolution,
     SeeingModel,
+    SeparateSinkAttention,
     SinkAttention,
 )
 from torch_hybrid.training.mixers.lightning import LightningAttention
@@ -71,6 +72,9 @@ TWINS: dict[str, type[Twin]] = {
     "Inkling2SlidingAttention": SinkAttention,
     "Inkling2FullAttention": DynamicSinkAttention,
     "Inkling2ShortConvolution": ScaledConvolution,
+    "Inkling2LoopSlidingAttention": SeparateSinkAttention,
+    "Inkling2LoopFullAttention": DynamicSinkAttention,
+    "Inkling2LoopShortConvolution": ScaledConvolution,
     "xLSTMModel": XlstmDecoder,
     "xLSTMLayer": Mlstm,
     "RwkvSelfAttention": TimeMix,

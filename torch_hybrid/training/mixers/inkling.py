@@ -107,10 +107,14 @@ class SinkAttention(BiasedAttention):
     """Attention with biases, sinks and gates, of clipped heads, as in layers with a window."""
 
     def packed(self, x: Tensor, packing: Packing) -> Tensor:
+        return self.mixed(x, x, x, packing)
+
+    def mixed(self, x: Tensor, of_keys: Tensor, of_values: Tensor, packing: Packing) -> Tensor:
+        """Map the inputs [T, D] of queries, keys and values to [T, D]."""
         q, mix = self.clipped(x)
         own = by_older_names(self)
-        k = own.k_sconv.packed(own.k_proj(x), packing)
-        v = own.v_sconv.packed(own.v_proj(x), packing)
+        k = own.k_sconv.packed(own.k_proj(of_keys), packing)
+        v = own.v_sconv.packed(own.v_proj(of_values), packing)
         return self.gated(x, q, mix, k, v, packing)
 
     def clipped(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,28 +140,39 @@ class SinkAttention(BiasedAttention):
         return out
 
 
-class DynamicSinkAttention(SinkAttention):
-    """Attention with sinks, whose keys and values have inputs and filters of their own."""
+class SeparateSinkAttention(SinkAttention):
+    """Attention with sinks, whose keys and values may have inputs of their own."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: Tensor,
-        key_hidden_states: Tensor,
-        value_hidden_states: Tensor,
         *args: Any,
+        key_hidden_states: Tensor | None = None,
+        value_hidden_states: Tensor | None = None,
         packing: Packing | None = None,
         **options: Any,
     ) -> Any:
-        """Map three inputs [B, T, D] to [B, T, D] and None."""
-        inputs = hidden_states, key_hidden_states, value_hidden_states
+        """Map [B, T, D] to [B, T, D] and None; by default all inputs are ``hidden_states``."""
+        others: dict[str, Any] = {
+            "key_hidden_states": key_hidden_states,
+            "value_hidden_states": value_hidden_states,
+        }
         if packing is None:
-            return super().forward(*inputs, *args, **options)
-        x, of_keys, of_values = (each.flatten(0, 1) for each in inputs)
+            return super().forward(hidden_states, *args, **others, **options)
+        x = hidden_states.flatten(0, 1)
+        keys, values = (x if each is None else each.flatten(0, 1) for each in others.values())
+        return self.mixed(x, keys, values, packing).view(hidden_states.shape), None
+
+
+class DynamicSinkAttention(SeparateSinkAttention):
+    """Attention with sinks and growth, whose keys and values have filters of their own."""
+
+    def mixed(self, x: Tensor, of_keys: Tensor, of_values: Tensor, packing: Packing) -> Tensor:
         own = by_older_names(self)
         k = dynamically_convolved(own.k_sconv, own.k_proj(of_keys), of_keys, packing)
         v = dynamically_convolved(own.v_sconv, own.v_proj(of_values), of_values, packing)
         q, mix = grown(*self.clipped(x), packing, self.config)
-        return self.gated(x, q, mix, k, v, packing).view(hidden_states.shape), None
+        return self.gated(x, q, mix, k, v, packing)
 
 
 class SeeingModel(Twin):
