@@ -1,10 +1,12 @@
-// Weights that are integers of 8 or 4 bits with scales: met by a few rows of x as they lie, or widened
+// Weights that are integers of 8 or 4 bits, or FP4, with scales: met by a few rows of x as they lie, or widened
 // a few rows at a time, into memory that stays in a cache while they meet many.
 //
 //   Int8   [N, K] signed bytes, and a scale for each row
 //   Int4   [N, K / 2] bytes: element 2i is the low half of byte i, 2i + 1 the high half, each 8 more
 //          than it is worth; and a scale for each group of 32, 64 or 128 elements of a row. Where
 //          groups have zero points, these stand behind the scales, and in the place of 8
+//   Fp4<G>   the same bytes of numbers of E2M1; and a byte for each G elements of a row: of 32 a power
+//          of two (E8M0, MXFP4), of 16 an E4M3 (NVFP4), behind which a row has a factor, a float
 //
 //   Integers<Q> W{data, scales, K, group, has_zeros};
 //   IntegerRows<Q> x;                      keep one per thread: its memory is reused
@@ -16,7 +18,8 @@
 //                                          in C, K apart, for M rows of x
 //
 // x is not rounded: integers are widened to floats in registers. A number of 4 bits picks what it is
-// worth, scaled, from sixteen floats; the scale of a row of 8 bits meets its sum.
+// worth, scaled, from sixteen floats; the scale of a row of 8 bits meets its sum. Bytes of scales become
+// floats a row at a time.
 //
 // An element of y is a sum in the order of k, in sixteen lanes: it depends on its row of x and its row
 // of W, never on M, N or the form.
@@ -28,6 +31,7 @@
 #include <vector>
 
 #include "aligned_floats.h"
+#include "block_fp8.h"
 #include "simd.h"
 
 namespace th {
@@ -39,6 +43,7 @@ struct Widened {
 };
 
 struct Int8 {
+  using Scale = float;  // as it is stored
   static constexpr int STEP_BYTES = INTEGER_STEP;
   static constexpr int BLOCK_STEPS = 4;  // of a loop without tails
   static constexpr bool SCALES_SUMS = true;
@@ -58,7 +63,7 @@ struct Int8 {
 
   struct Scaled {
     Scaled() = default;
-    TH_INLINE Scaled(float, float) {}
+    TH_INLINE Scaled(const float*, float) {}
     TH_INLINE Widened widen(const uint8_t* p) const { return {half(p), half(p + LANES)}; }
     static TH_INLINE f32x16 half(const uint8_t* p) {
 #ifdef __AVX512F__
@@ -73,6 +78,7 @@ struct Int8 {
 };
 
 struct Int4 {
+  using Scale = float;
   static constexpr int STEP_BYTES = LANES;
   static constexpr bool SCALES_SUMS = false;
 
@@ -94,8 +100,9 @@ struct Int4 {
 #ifdef __AVX512F__
     f32x16 worth;
     Scaled() = default;
-    TH_INLINE Scaled(float scale, float zero)
-        : worth((f32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - zero) * scale) {}
+    explicit TH_INLINE Scaled(f32x16 worth) : worth(worth) {}
+    TH_INLINE Scaled(const float* scale, float zero)
+        : worth((f32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - zero) * *scale) {}
     TH_INLINE Widened widen(const uint8_t* p) const {
       const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
       // The lookup reads four bits of each lane.
@@ -105,7 +112,7 @@ struct Int4 {
 #else
     float scale, zero;
     Scaled() = default;
-    TH_INLINE Scaled(float scale, float zero) : scale(scale), zero(zero) {}
+    TH_INLINE Scaled(const float* scale, float zero) : scale(*scale), zero(zero) {}
     TH_INLINE Widened widen(const uint8_t* p) const {
       u8x16 bytes;
       std::memcpy(&bytes, p, sizeof(bytes));
@@ -117,20 +124,134 @@ struct Int4 {
   };
 };
 
+// GROUP elements share a scale: 32, or 16, where the lanes of a vector have two.
+template <int GROUP>
+struct Fp4 : Int4 {
+  using Scale = uint8_t;
+  static constexpr int SCALES = INTEGER_STEP / GROUP;  // of a step
+  static constexpr bool HAS_FACTOR = GROUP == 16;
+
+  static int64_t row_scales(int64_t K) { return K / GROUP + (HAS_FACTOR ? sizeof(float) : 0); }
+
+  // The scales of a row as floats; `to` has room for whole vectors.
+  static TH_INLINE void widen_scales(const uint8_t* from, int64_t K, float* to) {
+    const int64_t count = K / GROUP;
+    float factor = 1;
+    if (HAS_FACTOR) std::memcpy(&factor, from + count, sizeof(factor));
+    const auto widen = [&](const uint8_t* p) TH_LAMBDA {
+      u8x16 bytes;
+      std::memcpy(&bytes, p, sizeof(bytes));
+      return HAS_FACTOR ? th::widen(bytes) * factor : power(bytes);
+    };
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, widen(from + i));
+    if (i == count) return;
+    uint8_t last[LANES] = {};
+    std::memcpy(last, from + i, count - i);
+    store(to + i, widen(last));
+  }
+  static TH_INLINE f32x16 power(u8x16 bytes) {
+    const u32x16 exponents = as_integers(bytes), bits = exponents << 23;
+    // The first is a denormal float; the last one stands for NaN.
+    return bit_cast<f32x16>(select(exponents - 1u < 254u, bits, bits | 0x400000u));
+  }
+  static TH_INLINE f32x16 by_lane(const float* scales) {
+    if (SCALES == 1) return splat(*scales);
+#ifdef __AVX512F__
+    const __m512 first = _mm512_set1_ps(scales[0]), second = _mm512_set1_ps(scales[1]);
+    return (f32x16)_mm512_mask_blend_ps(0xff00, first, second);
+#else
+    typedef decltype(f32x16::low) Half;
+    return {scales[0] - Half{}, scales[1] - Half{}};
+#endif
+  }
+
+#ifdef __AVX512F__
+  struct Scaled : Int4::Scaled {
+    f32x16 scale;
+    Scaled() = default;
+    TH_INLINE Scaled(const float* scales, float)
+        : Int4::Scaled(f32x16{0, .5, 1, 1.5, 2, 3, 4, 6, 0, -.5, -1, -1.5, -2, -3, -4, -6} *
+                       (SCALES == 1 ? *scales : 1)),
+          scale(by_lane(scales)) {}
+    TH_INLINE Widened widen(const uint8_t* p) const {
+      const Widened numbers = Int4::Scaled::widen(p);
+      if (SCALES == 1) return numbers;
+      return {numbers.first * scale, numbers.second * scale};
+    }
+  };
+#else
+  struct Scaled {
+    f32x16 half;  // of scales: numbers are looked up twice as large
+    Scaled() = default;
+    TH_INLINE Scaled(const float* scales, float) : half(by_lane(scales) * 0.5f) {}
+    TH_INLINE Widened widen(const uint8_t* p) const {
+      u8x16 bytes;
+      std::memcpy(&bytes, p, sizeof(bytes));
+      return {convert<f32x16>(convert<i32x16>(twice(bytes & 15))) * half,
+              convert<f32x16>(convert<i32x16>(twice(bytes >> 4))) * half};
+    }
+    static TH_INLINE i8x16 twice(u8x16 codes) {
+      constexpr i8x16 VALUES = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+#if defined(__SSSE3__)
+      return (i8x16)_mm_shuffle_epi8((__m128i)VALUES, (__m128i)codes);
+#elif defined(__aarch64__)
+      return (i8x16)vqtbl1q_s8((int8x16_t)VALUES, (uint8x16_t)codes);
+#else
+      i8x16 found = {};
+      for (int i = 0; i < LANES; ++i) found[i] = VALUES[codes[i]];
+      return found;
+#endif
+    }
+  };
+#endif
+};
+
+template <typename Q>
+constexpr bool IS_FP4 = std::is_same_v<typename Q::Scale, uint8_t>;
+
 template <typename Q>
 struct Integers {
   const void* data;
-  const float* scales;
+  const void* scales;
   int64_t K, group;  // elements of a row that share a scale
   bool has_zeros;    // each scale is followed by what the number is that is worth nothing
 
   int64_t row_bytes() const { return K * Q::STEP_BYTES / INTEGER_STEP; }
-  int64_t scale_floats() const { return 1 + has_zeros; }
-  int64_t row_scales() const { return Q::SCALES_SUMS ? 1 : K / group * scale_floats(); }
+  // Of a group, or of the groups of a step.
+  int64_t scale_floats() const {
+    if constexpr (IS_FP4<Q>) return Q::SCALES;
+    return 1 + has_zeros;
+  }
+  int64_t row_scales() const {
+    if constexpr (IS_FP4<Q>) return Q::row_scales(K);
+    return Q::SCALES_SUMS ? 1 : K / group * scale_floats();
+  }
   const uint8_t* row(int64_t n) const {
     return static_cast<const uint8_t*>(data) + n * row_bytes();
   }
-  const float* scales_of(int64_t n) const { return scales + n * row_scales(); }
+  const auto* scales_of(int64_t n) const {
+    return static_cast<const typename Q::Scale*>(scales) + n * row_scales();
+  }
+};
+
+// The scales of rows n, n + stride, ..., R of them: where they lie, or as floats in this thread's memory.
+struct RowScales {
+  const float* first;
+  int64_t step;  // to those of the next row
+
+  template <typename Q>
+  static TH_INLINE RowScales of(const Integers<Q>& W, int64_t n, int64_t stride, int R) {
+    if constexpr (IS_FP4<Q>) {
+      static thread_local std::vector<float> memory;
+      const int64_t step = (W.K / W.group + LANES - 1) / LANES * LANES;
+      if (int64_t(memory.size()) < R * step) memory.resize(R * step);
+      for (int r = 0; r < R; ++r) Q::widen_scales(W.scales_of(n + r * stride), W.K, &memory[r * step]);
+      return {memory.data(), step};
+    } else {
+      return {W.scales_of(n), stride * W.row_scales()};
+    }
+  }
 };
 
 // The zero points of groups beside their scales, or as many eights.
@@ -161,16 +282,17 @@ template <typename Q, int STEPS, int R, int G>
 TH_NOINLINE void multiply_integers(const Integers<Q>& W, int64_t n, int64_t stride, const Widened* x,
                                    float* y, int64_t ldy) {
   constexpr int LINE_STEPS = 64 / Q::STEP_BYTES, SUMS = (R * G + LANES - 1) / LANES * LANES;
-  const int64_t w_step = stride * W.row_bytes(), s_step = stride * W.row_scales();
-  const int64_t s_width = W.scale_floats();
+  const int64_t w_step = stride * W.row_bytes(), s_width = W.scale_floats();
   const uint8_t* w = W.row(n);
-  const float* s = W.scales_of(n);
+  const RowScales scales = RowScales::of(W, n, stride, R);
+  const float* s = scales.first;
+  const int64_t s_step = scales.step;
   f32x16 acc[SUMS] = {};
   const Zeros zeros(W, s);
   int64_t group = 0;
   const auto scaled = [&](int r) TH_LAMBDA {
     const int64_t i = r * s_step + group;
-    return Q::SCALES_SUMS ? typename Q::Scaled() : typename Q::Scaled(s[i], zeros[i]);
+    return Q::SCALES_SUMS ? typename Q::Scaled() : typename Q::Scaled(s + i, zeros[i]);
   };
   const auto meet = [&](const Widened& numbers, const Widened* xs, int r) TH_LAMBDA {
 #pragma GCC unroll 8
@@ -267,8 +389,10 @@ class IntegerRows {
   }
 
   void multiply(const Integers<Q>& W, int64_t first, int64_t N, float* y, int64_t ldy) const {
-    if (Q::SCALES_SUMS || W.group == 4 * INTEGER_STEP) return run<4>(W, first, N, y, ldy);
-    if (W.group == 2 * INTEGER_STEP) return run<2>(W, first, N, y, ldy);
+    if constexpr (!IS_FP4<Q>) {
+      if (Q::SCALES_SUMS || W.group == 4 * INTEGER_STEP) return run<4>(W, first, N, y, ldy);
+      if (W.group == 2 * INTEGER_STEP) return run<2>(W, first, N, y, ldy);
+    }
     run<1>(W, first, N, y, ldy);
   }
 
@@ -319,11 +443,11 @@ class IntegerPieces {
 
   TH_NOINLINE static void widen(const Integers<Q>& W, int64_t n, C* to) {
     const uint8_t* w = W.row(n);
-    const float* s = W.scales_of(n);
+    const float* s = RowScales::of(W, n, 1, 1).first;
     const Zeros zeros(W, s);
-    const int64_t width = Q::SCALES_SUMS ? W.K : W.group;
+    const int64_t width = Q::SCALES_SUMS ? W.K : std::max<int64_t>(W.group, INTEGER_STEP);
     for (int64_t first = 0, i = 0; first < W.K; first += width, i += W.scale_floats()) {
-      const typename Q::Scaled scaled(s[i], zeros[i]);
+      const typename Q::Scaled scaled(s + i, zeros[i]);
       int64_t k = 0;
       for (; k + INTEGER_STEP <= width; k += INTEGER_STEP, w += Q::STEP_BYTES, to += INTEGER_STEP)
         Q::store_in_order(to, Q::worth(scaled.widen(w), s[i]));
