@@ -73,12 +73,13 @@ def scale_and_zero(
             # The first is a denormal float; the last one stands for NaN.
             least = ((bits == 0) | (bits == 255)).to(tl.int32) << 22
             scale = ((bits << 23) | least).to(tl.float32, bitcast=True)
-        return scale, scale  # there are no zero points
-    scale = tl.load(pointer, mask=mask, other=0.0)
-    if ZEROS:
-        zero = tl.load(pointer + 1, mask=mask, other=0.0)
+        zero = scale  # which nobody reads
     else:
-        zero = tl.full(scale.shape, 8.0, dtype=tl.float32)
+        scale = tl.load(pointer, mask=mask, other=0.0)
+        if ZEROS:
+            zero = tl.load(pointer + 1, mask=mask, other=0.0)
+        else:
+            zero = tl.full(scale.shape, 8.0, dtype=tl.float32)
     return scale, zero
 
 
@@ -135,13 +136,14 @@ def _halves(stored: tl.tensor, zero: tl.tensor, ZEROS: tl.constexpr) -> tuple[tl
     """
     word = stored.to(tl.int32)
     if ZEROS == _FP4:
-        return fp4(word), fp4(word >> 4) * 16
-    low = ((word & 15) | _BITS).to(tl.float32, bitcast=True)
-    high = ((word & 240) | _BITS).to(tl.float32, bitcast=True)
-    if ZEROS:
-        low, high = (low - _BASE) - zero, (high - _BASE) - 16 * zero
+        low, high = fp4(word), fp4(word >> 4) * 16
     else:
-        low, high = low - (_BASE + 8), high - (_BASE + 128)
+        low = ((word & 15) | _BITS).to(tl.float32, bitcast=True)
+        high = ((word & 240) | _BITS).to(tl.float32, bitcast=True)
+        if ZEROS:
+            low, high = (low - _BASE) - zero, (high - _BASE) - 16 * zero
+        else:
+            low, high = low - (_BASE + 8), high - (_BASE + 128)
     return low, high
 
 

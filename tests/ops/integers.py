@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.formats.integers import MXFP4, in_4_bits, in_8_bits, in_fp4
+from torch_hybrid.ops.formats.integers import (
+    FP4,
+    INT4,
+    INT8,
+    MXFP4,
+    in_4_bits,
+    in_8_bits,
+    in_fp4,
+    num_scales,
+    stored_depth,
+)
 
 # Numbers of a row that share a scale; a row of 8 bits has one.
 FORMATS = {
@@ -33,6 +43,20 @@ def in_integers(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if name.endswith("fp4"):
         return in_fp4(weight, group)
     return with_zeros(weight, group) if name.endswith("zeros") else in_4_bits(weight, group)
+
+
+def without_data(shape: tuple[int, ...], name: str) -> tuple[Tensor, Tensor]:
+    """Numbers of a weight [..., N, K] and scales on the meta device."""
+    *rows, depth = shape
+    group = FORMATS[name]
+    dtype = FP4 if name.endswith("fp4") else INT8 if group is None else INT4
+    pair = (2,) if name.endswith("zeros") else ()
+    scales = rows if group is None else [*rows, num_scales(depth, group, dtype), *pair]
+    bytes_or_floats = torch.uint8 if dtype == FP4 else torch.float32
+    return (
+        torch.empty([*rows, stored_depth(depth, dtype)], dtype=dtype, device="meta"),
+        torch.empty(scales, dtype=bytes_or_floats, device="meta"),
+    )
 
 
 def not_finite(scales: Tensor, value: float) -> float:

@@ -340,6 +340,9 @@ def integer_errors() -> list[str]:
     int4 = dict(zip(names, inputs, strict=True)) | scales
     inputs, scales = make_integer_inputs(SMALL, "int8")
     int8 = dict(zip(names, inputs, strict=True)) | scales
+    inputs, scales = make_integer_inputs(SMALL, "mxfp4")
+    mxfp4 = dict(zip(names, inputs, strict=True)) | scales
+    _, nvfp4 = make_integer_inputs(SMALL, "nvfp4")
     return [
         failing(**int8 | {"down_scales": torch.ones(4, 20)}),
         failing(**int8 | {"down": int4["down"]}),
@@ -351,6 +354,9 @@ def integer_errors() -> list[str]:
             | {"gate_up_scales": torch.ones(4, 80, 1)}
             | {"down": torch.zeros(4, 32, 20, dtype=torch.uint8)}
         ),
+        failing(**mxfp4 | {"down_scales": nvfp4["down_scales"]}),
+        failing(**mxfp4 | {"gate_up_scales": mxfp4["gate_up_scales"][..., 1:]}),
+        failing(**mxfp4 | {"down_scales": mxfp4["down_scales"].float()}),
     ]
 
 
@@ -392,5 +398,8 @@ down_scales must have shape [4, 24], got [4, 20]
 down must have shape [4, 24, 16], got [4, 32, 16]
 down_scales must have shape [4, 32, 1], or 2 of each with zero points, got [4, 32, 2]
 gate_up must have shape [4, 64, 16], got [4, 64, 12]
-down_scales: a row of 40 numbers of 4 bits has no whole groups of 32, 64 or 128""",
+down_scales: a row of 40 numbers of 4 bits has no whole groups of 32, 64 or 128
+gate_up_scales and down_scales must be of MXFP4 or of NVFP4, got both
+gate_up_scales must have shape [4, 64, 1] of MXFP4 or [4, 64, 6] of NVFP4, got [4, 64, 0]
+down_scales must have dtype torch.uint8, got torch.float32""",
     )
