@@ -17,6 +17,8 @@
 //   pieces.each(W, first, N, M, body)      body(rows, at, n): rows [first + at, first + at + n) of W
 //                                          in C, K apart, for M rows of x
 //
+// FP4 meets a few rows of x 128 elements at a time, eight in a lane, whose sum its scale then meets.
+//
 // x is not rounded: integers are widened to floats in registers. A number of 4 bits picks what it is
 // worth, scaled, from sixteen floats; the scale of a row of 8 bits meets its sum. Bytes of scales become
 // floats a row at a time.
@@ -37,6 +39,7 @@
 namespace th {
 
 constexpr int INTEGER_STEP = 2 * LANES;  // elements that are widened at a time
+constexpr int FP4_VECTORS = 8, FP4_STEP = FP4_VECTORS * LANES;  // that meet few rows at a time
 
 struct Widened {
   f32x16 first, second;
@@ -136,8 +139,7 @@ struct Fp4 : Int4 {
   // The scales of a row as floats; `to` has room for whole vectors.
   static TH_INLINE void widen_scales(const uint8_t* from, int64_t K, float* to) {
     const int64_t count = K / GROUP;
-    float factor = 1;
-    if (HAS_FACTOR) std::memcpy(&factor, from + count, sizeof(factor));
+    const float factor = factor_of(from, K);
     const auto widen = [&](const uint8_t* p) TH_LAMBDA {
       u8x16 bytes;
       std::memcpy(&bytes, p, sizeof(bytes));
@@ -164,6 +166,62 @@ struct Fp4 : Int4 {
     typedef decltype(f32x16::low) Half;
     return {scales[0] - Half{}, scales[1] - Half{}};
 #endif
+  }
+
+  // FP4_STEP elements of x: vector i has from each eight that follow one another the PLACE[i]-th.
+  static constexpr int PLACE[FP4_VECTORS] = {0, 4, 2, 6, 1, 5, 3, 7};
+  template <typename T>
+  static TH_INLINE void order(const T* x, Widened* to) {
+    f32x16 vectors[FP4_VECTORS], from[FP4_VECTORS];
+    for (int i = 0; i < FP4_VECTORS; ++i) vectors[i] = load(x + i * LANES);
+#pragma GCC unroll 4
+    for (int n = FP4_VECTORS; n > 1; n /= 2) {
+      std::memcpy(from, vectors, sizeof(from));
+#pragma GCC unroll 8
+      for (int i = 0; i < FP4_VECTORS; i += 2) {
+        f32x16* half = vectors + i / n * n + i % n / 2;
+        half[0] = every_second<false>(from[i], from[i + 1]);
+        half[n / 2] = every_second<true>(from[i], from[i + 1]);
+      }
+    }
+    std::memcpy(to, vectors, sizeof(vectors));
+  }
+  // What the lowest four bits of each lane stand for.
+  static TH_INLINE f32x16 numbers(u32x16 codes) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_permutexvar_ps((__m512i)codes, (__m512)f32x16{
+        0, .5, 1, 1.5, 2, 3, 4, 6, 0, -.5, -1, -1.5, -2, -3, -4, -6});
+#elif defined(__AVX2__)
+    const auto half = [](auto codes) TH_LAMBDA {
+      const __m256 sizes = _mm256_setr_ps(0, .5, 1, 1.5, 2, 3, 4, 6);
+      const __m256 size = _mm256_permutevar8x32_ps(sizes, (__m256i)codes);
+      const __m256i sign = _mm256_slli_epi32((__m256i)(codes & 8u), 28);
+      return (decltype(f32x16::low))_mm256_or_ps(size, (__m256)sign);
+    };
+    return {half(codes.low), half(codes.high)};
+#else
+    const u32x16 size = codes & 7u, sign = (codes & 8u) << 28;
+    const f32x16 normal = bit_cast<f32x16>((size << 22) + (126u << 23));
+    const f32x16 small = convert<f32x16>(bit_cast<i32x16>(size)) * 0.5f;
+    return bit_cast<f32x16>(bit_cast<u32x16>(select(size < 2u, small, normal)) | sign);
+#endif
+  }
+  // The bytes of a step, each as what it stands for in the lanes of its elements.
+  static TH_INLINE f32x16 lanes_of(const uint8_t* scales) {
+    u8x16 by_lane = {};
+    std::memcpy(&by_lane, scales, FP4_STEP / GROUP);
+#ifdef __SSE2__
+    __m128i twice = _mm_unpacklo_epi8((__m128i)by_lane, (__m128i)by_lane);
+    by_lane = (u8x16)(GROUP == 16 ? twice : _mm_unpacklo_epi16(twice, twice));
+#else
+    for (int i = LANES - 1; i > 0; --i) by_lane[i] = by_lane[i * FP4_VECTORS / GROUP];
+#endif
+    return HAS_FACTOR ? th::widen(by_lane) : power(by_lane);
+  }
+  static float factor_of(const uint8_t* scales, int64_t K) {
+    float factor = 1;
+    if (HAS_FACTOR) std::memcpy(&factor, scales + K / GROUP, sizeof(factor));
+    return factor;
   }
 
 #ifdef __AVX512F__
@@ -270,10 +328,10 @@ namespace detail {
 
 #ifdef __AVX512F__
 constexpr int INTEGER_GROUP = 8;  // rows of x that meet what is widened at once
-constexpr int integer_streams(int rows) { return rows <= 4 ? 4 : 3; }
+constexpr int integer_streams(int rows, bool is_fp4) { return rows <= 4 ? 4 : is_fp4 ? 2 : 3; }
 #else
 constexpr int INTEGER_GROUP = 2;
-constexpr int integer_streams(int) { return 2; }
+constexpr int integer_streams(int, bool) { return 2; }
 #endif
 constexpr int64_t INTEGER_LEAD = 2048;  // bytes that are fetched ahead of each stream
 
@@ -354,15 +412,70 @@ TH_NOINLINE void multiply_integers(const Integers<Q>& W, int64_t n, int64_t stri
       y[m * ldy + r * stride] = sums[m * R + r] * (Q::SCALES_SUMS ? s[r * s_step] : 1.0f);
 }
 
+// The same of FP4, FP4_STEP elements at a time.
+template <typename Q, int R, int G>
+TH_NOINLINE void multiply_fp4(const Integers<Q>& W, int64_t n, int64_t stride, const Widened* x,
+                              float* y, int64_t ldy) {
+  constexpr int SUMS = (R * G + LANES - 1) / LANES * LANES, BYTES = FP4_STEP / 2;
+  constexpr int SCALES = FP4_STEP / INTEGER_STEP * Q::SCALES;
+  const int64_t w_step = stride * W.row_bytes(), s_step = stride * W.row_scales();
+  const uint8_t *w = W.row(n), *s = W.scales_of(n);
+  f32x16 acc[SUMS] = {};
+  const auto meet = [&](const uint8_t* p, const uint8_t* scales, int r) TH_LAMBDA {
+    u32x16 words;
+    std::memcpy(&words, p, sizeof(words));
+    f32x16 sums[G];
+#pragma GCC unroll 8
+    for (int i = 0; i < FP4_VECTORS; ++i) {
+      const f32x16 numbers = Q::numbers(words >> (4 * Q::PLACE[i]));
+#pragma GCC unroll 8
+      for (int m = 0; m < G; ++m) {
+        const Widened& pair = x[m * FP4_VECTORS / 2 + i / 2];
+        const f32x16 its = i % 2 ? pair.second : pair.first;
+        sums[m] = i == 0 ? numbers * its : fma(numbers, its, sums[m]);
+      }
+    }
+    const f32x16 scale = Q::lanes_of(scales);
+#pragma GCC unroll 8
+    for (int m = 0; m < G; ++m) acc[m * R + r] = fma(sums[m], scale, acc[m * R + r]);
+  };
+  int64_t k = 0;
+  for (; k + FP4_STEP <= W.K; k += FP4_STEP, w += BYTES, s += SCALES, x += G * FP4_VECTORS / 2)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      __builtin_prefetch(w + r * w_step + INTEGER_LEAD, 0, 2);
+      meet(w + r * w_step, s + r * s_step, r);
+    }
+  if (k < W.K)
+    for (int r = 0; r < R; ++r) {
+      uint8_t last[BYTES] = {}, its_scales[SCALES] = {};
+      std::memcpy(last, w + r * w_step, (W.K - k) / 2);
+      std::memcpy(its_scales, s + r * s_step, (W.K - k) / W.group);
+      meet(last, its_scales, r);
+    }
+  float sums[SUMS];
+#pragma GCC unroll 2
+  for (int i = 0; i < SUMS; i += LANES)
+    store(sums + i, sum16(reinterpret_cast<f32x16(&)[LANES]>(acc[i])));
+  for (int r = 0; r < R; ++r) {
+    const float factor = Q::factor_of(W.scales_of(n + r * stride), W.K);
+    for (int m = 0; m < G; ++m) y[m * ldy + r * stride] = sums[m * R + r] * factor;
+  }
+}
+
 // G rows of x, which R streams of W meet, and then what rows are left, one by one.
 template <typename Q, int STEPS, int R, int G>
 void stream_integers(const Integers<Q>& W, int64_t first, int64_t N, const Widened* x, float* y,
                      int64_t ldy) {
   const int64_t stream = N / R;
-  for (int64_t n = 0; n < stream; ++n)
-    multiply_integers<Q, STEPS, R, G>(W, first + n, stream, x, y + n, ldy);
-  for (int64_t n = stream * R; n < N; ++n)
-    multiply_integers<Q, STEPS, 1, G>(W, first + n, 1, x, y + n, ldy);
+  const auto multiply = [&](auto rows, int64_t n, int64_t stride) {
+    if constexpr (IS_FP4<Q>)
+      multiply_fp4<Q, rows, G>(W, first + n, stride, x, y + n, ldy);
+    else
+      multiply_integers<Q, STEPS, rows, G>(W, first + n, stride, x, y + n, ldy);
+  };
+  for (int64_t n = 0; n < stream; ++n) multiply(std::integral_constant<int, R>{}, n, stream);
+  for (int64_t n = stream * R; n < N; ++n) multiply(std::integral_constant<int, 1>{}, n, 1);
 }
 
 }  // namespace detail
@@ -373,18 +486,18 @@ class IntegerRows {
   template <typename Row>
   void pack(int M, int64_t K, const Row& row) {
     using namespace detail;
-    M_ = M, steps_ = (K + INTEGER_STEP - 1) / INTEGER_STEP;
+    M_ = M, steps_ = (K + STEP - 1) / STEP * PARTS;
     reserve(M * steps_);
     for (int i = 0; i < M; ++i) {
       const int first = i / INTEGER_GROUP * INTEGER_GROUP, rows = std::min(INTEGER_GROUP, M - first);
-      Widened* to = data_ + first * steps_ + (i - first);
+      Widened* to = data_ + first * steps_ + (i - first) * PARTS;
       const auto* x = row(i);
-      int64_t s = 0;
-      for (; (s + 1) * INTEGER_STEP <= K; ++s) to[s * rows] = Q::order(x + s * INTEGER_STEP);
-      if (s == steps_) continue;
-      std::decay_t<decltype(*x)> last[INTEGER_STEP] = {};
-      std::memcpy(last, x + s * INTEGER_STEP, sizeof(*x) * (K - s * INTEGER_STEP));
-      to[s * rows] = Q::order(last);
+      int64_t k = 0;
+      for (; k + STEP <= K; k += STEP, to += rows * PARTS) order(x + k, to);
+      if (k == K) continue;
+      std::decay_t<decltype(*x)> last[STEP] = {};
+      std::memcpy(last, x + k, sizeof(*x) * (K - k));
+      order(last, to);
     }
   }
 
@@ -397,6 +510,17 @@ class IntegerRows {
   }
 
  private:
+  static constexpr int STEP = IS_FP4<Q> ? FP4_STEP : INTEGER_STEP;
+  static constexpr int PARTS = STEP / INTEGER_STEP;
+
+  template <typename X>
+  static TH_INLINE void order(const X* x, Widened* to) {
+    if constexpr (IS_FP4<Q>)
+      Q::order(x, to);
+    else
+      *to = Q::order(x);
+  }
+
   template <int STEPS>
   void run(const Integers<Q>& W, int64_t first, int64_t N, float* y, int64_t ldy) const {
     for (int m = 0; m < M_; m += detail::INTEGER_GROUP)
@@ -409,7 +533,8 @@ class IntegerRows {
                    float* y, int64_t ldy) {
     if constexpr (G > 1)
       if (rows < G) return meet<STEPS, G - 1>(rows, W, first, N, x, y, ldy);
-    detail::stream_integers<Q, STEPS, detail::integer_streams(G), G>(W, first, N, x, y, ldy);
+    constexpr int STREAMS = detail::integer_streams(G, IS_FP4<Q>);
+    detail::stream_integers<Q, STEPS, STREAMS, G>(W, first, N, x, y, ldy);
   }
 
   void reserve(int64_t count) {
@@ -420,7 +545,7 @@ class IntegerRows {
   }
 
   int M_ = 0;
-  int64_t steps_ = 0, capacity_ = 0;
+  int64_t steps_ = 0, capacity_ = 0;  // Widened of a row; of all
   std::unique_ptr<AlignedFloats> memory_;
   Widened* data_ = nullptr;  // groups of rows, each [steps][rows]
 };
