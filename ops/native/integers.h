@@ -208,13 +208,15 @@ struct Fp4 : Int4 {
   }
   // The bytes of a step, each as what it stands for in the lanes of its elements.
   static TH_INLINE f32x16 lanes_of(const uint8_t* scales) {
-    u8x16 by_lane = {};
-    std::memcpy(&by_lane, scales, FP4_STEP / GROUP);
+    std::conditional_t<GROUP == 16, int64_t, int32_t> bytes;  // a vector would pass through memory
+    std::memcpy(&bytes, scales, sizeof(bytes));
 #ifdef __SSE2__
-    __m128i twice = _mm_unpacklo_epi8((__m128i)by_lane, (__m128i)by_lane);
-    by_lane = (u8x16)(GROUP == 16 ? twice : _mm_unpacklo_epi16(twice, twice));
+    const __m128i read = GROUP == 16 ? _mm_cvtsi64_si128(bytes) : _mm_cvtsi32_si128(int(bytes));
+    const __m128i twice = _mm_unpacklo_epi8(read, read);
+    const u8x16 by_lane = (u8x16)(GROUP == 16 ? twice : _mm_unpacklo_epi16(twice, twice));
 #else
-    for (int i = LANES - 1; i > 0; --i) by_lane[i] = by_lane[i * FP4_VECTORS / GROUP];
+    u8x16 by_lane;
+    for (int i = 0; i < LANES; ++i) by_lane[i] = uint8_t(bytes >> i * FP4_VECTORS / GROUP * 8);
 #endif
     return HAS_FACTOR ? th::widen(by_lane) : power(by_lane);
   }
@@ -422,8 +424,9 @@ TH_NOINLINE void multiply_fp4(const Integers<Q>& W, int64_t n, int64_t stride, c
   const uint8_t *w = W.row(n), *s = W.scales_of(n);
   f32x16 acc[SUMS] = {};
   const auto meet = [&](const uint8_t* p, const uint8_t* scales, int r) TH_LAMBDA {
-    u32x16 words;
-    std::memcpy(&words, p, sizeof(words));
+    f32x16 read;
+    std::memcpy(&read, p, sizeof(read));
+    const u32x16 words = bit_cast<u32x16>(held(read));  // else each shift would read memory again
     f32x16 sums[G];
 #pragma GCC unroll 8
     for (int i = 0; i < FP4_VECTORS; ++i) {
