@@ -67,8 +67,8 @@ class FusedExperts(Op):
             [E, 2 I, D / group], or twice as many with zero points; of int32 uint8, [E, 2 I, D / 32]
             or [E, 2 I, D / 16 + 4]; or None.
         down_scales: [E, ceil(D / 128), ceil(I / 128)], [E, D], [E, D, I / group] or
-            [E, D, I / group, 2] float32, or as those of gate_up, contiguous, where gate_up has
-            scales; else None.
+            [E, D, I / group, 2] float32, contiguous, where gate_up has scales; else None. Of int32
+            uint8, as those of gate_up.
         activation: "silu", of a gate; or "relu2", the square of the positive part, without one.
         limit: positive, or None. Before the activation, clamps gates to at most ``limit``, and up
             to ``-limit`` through ``limit``. Needs a gate.
