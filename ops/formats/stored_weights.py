@@ -1,9 +1,11 @@
-"""Formats of the weights of matrix products: the dtype of x, or FP8, INT8 or INT4 with scales.
+"""Formats of the weights of matrix products: the dtype of x, or FP8, INT8, INT4 or FP4 with scales.
 
 A weight's dtype says which, and what its scales are.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,13 +14,13 @@ from torch_hybrid.ops.core.capability import NO_FEATURES
 from torch_hybrid.ops.formats import block_scales, integers
 
 # In the order in which C++ counts them (native/rows.h), after those without scales.
-WITH_SCALES = (block_scales.DTYPE, integers.INT8, integers.INT4)
+WITH_SCALES = (block_scales.DTYPE, integers.INT8, integers.INT4, integers.FP4)
 _FEATURES = {block_scales.DTYPE: block_scales.FEATURE, **integers.FEATURES}
 FEATURES = frozenset(_FEATURES.values())
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Name the format of weights of a dtype with scales: "fp8", "int8" or "int4"."""
+    """Name the format of weights of a dtype with scales: "fp8", "int8", "int4" or "fp4"."""
     return _FEATURES[dtype].removesuffix("_weights")
 
 
@@ -33,8 +35,8 @@ def format_of(dtype: torch.dtype) -> int:
 
 
 def are_integers(dtype: torch.dtype) -> bool:
-    """Tell whether weights of a dtype are INT8 or INT4."""
-    return dtype in (integers.INT8, integers.INT4)
+    """Tell whether the kernels of integers read weights of a dtype: INT8, INT4 or FP4."""
+    return dtype in integers.FEATURES
 
 
 def depth_of(weight: Tensor) -> int:
@@ -63,7 +65,7 @@ def check_has_scales(name: str, weight: Tensor) -> None:
 def stored_shape(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
     """Find the shape of the tensor that holds a weight of this shape."""
     *leading, depth = shape
-    return (*leading, depth // 2) if dtype == integers.INT4 else shape
+    return (*leading, integers.stored_depth(depth, dtype))
 
 
 def check_scales(weight: Tensor, scales: Tensor, name: str, *, num_parts: int = 1) -> None:
@@ -72,6 +74,13 @@ def check_scales(weight: Tensor, scales: Tensor, name: str, *, num_parts: int = 
         block_scales.check_scales(weight, scales, name, num_parts=num_parts)
     else:
         integers.check_scales(weight, scales, name)
+
+
+def check_alike(name: str, scaled: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Raise ValueError, about ``name``, where MXFP4 stands beside NVFP4: C++ takes one of them."""
+    groups = {group_of(*pair) for pair in scaled if pair[0].dtype == integers.FP4}
+    if len(groups) > 1:
+        raise ValueError(f"{name} must be of MXFP4 or of NVFP4, got both")
 
 
 def dequantized(

@@ -1,12 +1,16 @@
-// The experts of a mixture, with weights that are integers: see README.md.
+// The experts of a mixture, with weights that are integers or FP4: see README.md.
 #include "experts.h"
 
 namespace {
 
 template <typename T>
 void run(const experts::Call& call) {
-  call.format == th::INT8 ? experts::Experts<T, th::Integers<th::Int8>>(call).run()
-                          : experts::Experts<T, th::Integers<th::Int4>>(call).run();
+  switch (call.format) {
+    case th::INT8: return experts::Experts<T, th::Integers<th::Int8>>(call).run();
+    case th::INT4: return experts::Experts<T, th::Integers<th::Int4>>(call).run();
+    default: call.down_group == 32 ? experts::Experts<T, th::Integers<th::Fp4<32>>>(call).run()
+                                   : experts::Experts<T, th::Integers<th::Fp4<16>>>(call).run();
+  }
 }
 
 }  // namespace

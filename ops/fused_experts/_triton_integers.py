@@ -7,18 +7,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.formats.integers import INT4, group_of, has_zeros
+from torch_hybrid.ops.formats.integers import INT8, depth_of
 from torch_hybrid.ops.fused_experts._triton_few import multiply_few
 from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
 from torch_hybrid.ops.fused_experts._triton_scaled import Tile, scaled_products
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.devices import is_hopper
-from torch_hybrid.ops.triton.integers import few_products, rows_at, wide_tile
+from torch_hybrid.ops.triton.integers import (
+    as_bytes,
+    chunk_bytes,
+    few_products,
+    form_of,
+    row_scale,
+    rows_at,
+    wide_tile,
+)
 from torch_hybrid.ops.triton.products import dot
 
 _FEW_BLOCK_N = 4  # rows of weights that a program reads side by side, for few tokens
 _FEW_BYTES = 512
-_CHUNK_BYTES = 16  # of a row, that ``few_products`` takes side by side
 
 
 def integer_few_tokens(x: FusedExperts) -> Tensor:
@@ -38,15 +45,16 @@ def _stored(x: FusedExperts) -> tuple[Stored, Stored]:
 
     def stored(weight: Tensor, scales: Tensor | None) -> Stored:
         assert scales is not None
-        is_int4 = weight.dtype == INT4
-        num_bytes = min(_FEW_BYTES, max(16, triton.next_power_of_2(weight.shape[-1])))
+        numbers = as_bytes(weight)
+        num_bytes = min(_FEW_BYTES, max(16, triton.next_power_of_2(numbers.shape[-1])))
+        group, zeros = form_of(weight, scales)
+        side_by_side = chunk_bytes(group)  # that ``few_products`` takes of a row
         return Stored(
-            numbers=weight,
+            numbers=numbers,
             scales=scales,
-            # How many numbers share a scale, 0 where a row has one.
-            form=(group_of(weight, scales) if is_int4 else 0, has_zeros(weight, scales)),
-            few_block=num_bytes * (1 + is_int4),
-            few_shape=(num_bytes // _CHUNK_BYTES, _CHUNK_BYTES),
+            form=(group, zeros, depth_of(weight)),
+            few_block=num_bytes * (1 if weight.dtype == INT8 else 2),
+            few_shape=(num_bytes // side_by_side, side_by_side),
         )
 
     return stored(x.gate_up, x.gate_up_scales), stored(x.down, x.down_scales)
@@ -112,18 +120,9 @@ def _add(
 
 @triton.jit
 def _scale(acc: tl.tensor, rows: tl.tuple, FORM: tl.constexpr) -> tl.tensor:
-    """Scale sums of INT8 rows; numbers of INT4 were scaled before."""
-    scale = _row_scale(rows[1], rows[2], FORM[0])
+    """Scale sums of rows by what is not of groups: these were scaled before."""
+    scale = row_scale(rows[1], rows[2], FORM[2], FORM[0], FORM[1])
     return acc * (scale[:, None] if len(acc.shape) == 2 else scale)
-
-
-@triton.jit
-def _row_scale(p_scale: tl.tensor, mask: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
-    """Load the scales of rows, 1 where groups have them."""
-    scale = tl.full(mask.shape, 1.0, dtype=tl.float32)
-    if GROUP == 0:
-        scale = tl.load(p_scale, mask=mask, other=0.0)
-    return scale
 
 
 @triton.jit
@@ -158,7 +157,7 @@ def _multiply_hidden(
     index_n = first_n + tl.arange(0, BLOCK_N)
     mask_n = (index_n < D) & is_there
     p_w, p_scale = rows_at(down, scales, expert * D + index_n, 0, I, FORM[0], FORM[1])
-    scale = _row_scale(p_scale, mask_n, FORM[0]) * weight
+    scale = row_scale(p_scale, mask_n, FORM[2], FORM[0], FORM[1]) * weight
     p_x = hidden + pair.to(tl.int64) * I
     products = few_products(p_w, p_scale, p_x, first, mask_n, I, FORM[0], FORM[1], BLOCK_K)
     # Hidden activations of an expert that is none were not written.

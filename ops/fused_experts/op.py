@@ -19,6 +19,7 @@ from torch_hybrid.ops.triton.devices import fp8_products_missing
 # Whether a gate stands beside the up projection, by activation.
 HAS_GATE = {"silu": True, "relu2": False}
 FEATURES = frozenset({block_scales.FEATURE})
+_SCALES = (torch.float32, torch.uint8)
 
 _PACKAGE = "torch_hybrid.ops.fused_experts"
 _CPP = in_cpp(
@@ -49,7 +50,7 @@ class FusedExperts(Op):
     with ``e = expert_ids[t, j]``, or ``down[e] @ act(up[e] @ x[t])`` where the activation has no
     gate. Sums are float32.
 
-    With scales, weights are FP8, INT8 or INT4, and dequantized as ``linear`` does it. Only the
+    With scales, weights are FP8, INT8, INT4 or FP4, and dequantized as ``linear`` does it. Only the
     implementation "triton_fp8" rounds anything else, where there is more than one token: tokens and
     hidden activations, to FP8 with a scale for each row and 128 columns.
 
@@ -59,13 +60,15 @@ class FusedExperts(Op):
         expert_weights: [T, k] float32 or x's dtype, contiguous.
         gate_up: [E, 2 I, D] contiguous, in x's dtype: the I rows of gate, then those of up;
             [E, I, D], the rows of up alone, where there is no gate. With scales float8_e4m3fn,
-            int8, or uint8 with half as many columns.
+            int8, uint8 with half as many columns, or int32 with an eighth.
         down: [E, D, I] contiguous, in gate_up's dtype.
         gate_up_scales: [E, 2 ceil(I / 128), ceil(D / 128)] float32, contiguous, or half of it
             without a gate: gate and up have blocks each for itself; of int8 [E, 2 I], of uint8
-            [E, 2 I, D / group], or twice as many with zero points; or None.
+            [E, 2 I, D / group], or twice as many with zero points; of int32 uint8, [E, 2 I, D / 32]
+            or [E, 2 I, D / 16 + 4]; or None.
         down_scales: [E, ceil(D / 128), ceil(I / 128)], [E, D], [E, D, I / group] or
-            [E, D, I / group, 2] float32, contiguous, where gate_up has scales; else None.
+            [E, D, I / group, 2] float32, contiguous, where gate_up has scales; else None. Of int32
+            uint8, as those of gate_up.
         activation: "silu", of a gate; or "relu2", the square of the positive part, without one.
         limit: positive, or None. Before the activation, clamps gates to at most ``limit``, and up
             to ``-limit`` through ``limit``. Needs a gate.
@@ -89,10 +92,10 @@ class FusedExperts(Op):
     expert_weights: Annotated[Tensor, Dense("T", "k", or_float32=True)]
     gate_up: Annotated[Tensor, Dense("...", dtype="any")]
     down: Annotated[Tensor, Dense("E", "D", "stored_width", dtype="any")]
-    gate_up_scales: Annotated[Tensor | None, Dense("...", dtype=torch.float32)] = field(
+    gate_up_scales: Annotated[Tensor | None, Dense("...", dtype=_SCALES)] = field(
         default=None, kw_only=True
     )
-    down_scales: Annotated[Tensor | None, Dense("...", dtype=torch.float32)] = field(
+    down_scales: Annotated[Tensor | None, Dense("...", dtype=_SCALES)] = field(
         default=None, kw_only=True
     )
     activation: str = field(kw_only=True)
@@ -142,6 +145,7 @@ class FusedExperts(Op):
         for (name, num_parts), (weight, scales) in zip(parts.items(), given, strict=True):
             assert scales is not None
             stored_weights.check_scales(weight, scales, f"{name}_scales", num_parts=num_parts)
+        stored_weights.check_alike("gate_up_scales and down_scales", given)
 
     def check_indices(self) -> None:
         """Raise ValueError unless each id is an expert's, or their number, which means none."""

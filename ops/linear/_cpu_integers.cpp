@@ -1,12 +1,16 @@
-// Sibling linears of one input, with weights that are integers: see README.md.
+// Sibling linears of one input, with weights that are integers or FP4: see README.md.
 #include "products.h"
 
 namespace {
 
 template <typename T>
 void multiply(const products::Call& call, const products::Group* groups) {
-  call.format == th::INT8 ? products::multiply<T, th::Integers<th::Int8>>(call, groups)
-                          : products::multiply<T, th::Integers<th::Int4>>(call, groups);
+  switch (call.format) {
+    case th::INT8: return products::multiply<T, th::Integers<th::Int8>>(call, groups);
+    case th::INT4: return products::multiply<T, th::Integers<th::Int4>>(call, groups);
+    default: groups[0].group == 32 ? products::multiply<T, th::Integers<th::Fp4<32>>>(call, groups)
+                                   : products::multiply<T, th::Integers<th::Fp4<16>>>(call, groups);
+  }
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""INT8 and INT4 weights in Triton: widened in registers, so that x is not rounded.
+"""INT8, INT4 and FP4 weights in Triton: widened in registers, so that x is not rounded.
 
 For many rows, weights are widened in memory once, and torch multiplies.
 """
@@ -10,14 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.formats.integers import INT4, group_of, has_zeros
+from torch_hybrid.ops.formats.integers import depth_of
 from torch_hybrid.ops.linear._triton_place import place, scales_of, store_tile
 from torch_hybrid.ops.linear._triton_tile import Tile, is_empty, readable_biases
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
 from torch_hybrid.ops.linear.op import Linear
 from torch_hybrid.ops.triton.integers import (
+    as_bytes,
+    chunk_bytes,
     chunk_of,
     few_products,
+    form_of,
+    fp4,
+    row_scale,
     rows_at,
     scale_and_zero,
     wide_tile,
@@ -36,21 +41,20 @@ _PART_ROWS = 32  # that a program multiplies so at most
 
 
 def integer_linear(x: Linear) -> Tensor:
-    """Multiply by INT8 or INT4 weights: few rows in one launch, others by torch."""
+    """Multiply by INT8, INT4 or FP4 weights: few rows in one launch, others by torch."""
     y = empty_columns(x.x, x.sizes)
-    formats = {(group_of(*pair), has_zeros(*pair)) for pair in x.scaled}
+    formats = {form_of(*pair) for pair in x.scaled}
     if not _is_ours(x) or len(formats) > 1:
         return product_by_torch(x.x, _dequantized(x), x.biases, y)
-    is_int4 = x.weights[0].dtype == INT4
     group, zeros = formats.pop()
-    tile = _tile(x, is_int4=is_int4)
+    tile = _tile(x, is_int4=group > 0)
     bind(_integer_linear_kernel, x)[tile.grid(x)](
-        weights=tuple(x.weights),
+        weights=tuple(map(as_bytes, x.weights)),
         scales=tuple(x.scales or ()),
         biases=readable_biases(x),
         y=y,
         M=x.x.shape[0],
-        GROUP=group if is_int4 else 0,
+        GROUP=group,
         ZEROS=zeros,
         **tile.options(x),
     )
@@ -83,20 +87,19 @@ def _dequantized(x: Linear) -> list[Tensor]:
     """Write the weights to memory, dequantized to x's dtype."""
     widened = []
     for weight, scale in x.scaled:
-        num_rows, num_bytes = weight.shape
-        is_int4 = weight.dtype == INT4
-        depth = num_bytes * (1 + is_int4)
+        num_rows, depth = len(weight), depth_of(weight)
+        group, zeros = form_of(weight, scale)
         out = weight.new_empty(num_rows, depth, dtype=x.x.dtype)
         if out.numel() > 0:
             grid = (triton.cdiv(num_rows, _WIDE_ROWS), triton.cdiv(depth, _WIDE_COLUMNS))
             _widen_kernel[grid](
-                weight,
+                as_bytes(weight),
                 scale,
                 out,
                 num_rows,
                 K=depth,
-                GROUP=group_of(weight, scale) if is_int4 else 0,
-                ZEROS=has_zeros(weight, scale),
+                GROUP=group,
+                ZEROS=zeros,
                 BLOCK_N=_WIDE_ROWS,
                 BLOCK_K=_WIDE_COLUMNS,
                 num_warps=4,
@@ -113,7 +116,7 @@ def _widen_kernel(
     N: tl.tensor,
     K: tl.constexpr,
     GROUP: tl.constexpr,  # numbers of a row that share a scale; 0 for INT8
-    ZEROS: tl.constexpr,  # whether scales have zero points beside them
+    ZEROS: tl.constexpr,  # what scales are, as ``ops/triton/integers.py`` says
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
@@ -122,10 +125,14 @@ def _widen_kernel(
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     mask = (row < N) & (k < K)
     if GROUP > 0:
-        byte = tl.load(weight + row * (K // 2) + k // 2, mask=mask, other=0).to(tl.int32)
-        p_scale = scales + (row * (K // GROUP) + k // GROUP) * (1 + ZEROS)
-        scale, zero = scale_and_zero(p_scale, mask, ZEROS)
-        number = ((byte >> (k % 2 * 4)) & 15).to(tl.float32) - zero
+        p_w, p_scale = rows_at(weight, scales, row, k, K, GROUP, ZEROS)
+        scale, zero = scale_and_zero(p_scale, mask, GROUP, ZEROS)
+        code = (tl.load(p_w, mask=mask, other=0).to(tl.int32) >> (k % 2 * 4)) & 15
+        if ZEROS == 2:
+            p_row = rows_at(weight, scales, row, 0, K, GROUP, ZEROS)[1]
+            number = fp4(code) * row_scale(p_row, row < N, K, GROUP, ZEROS)
+        else:
+            number = code.to(tl.float32) - zero
     else:
         number = tl.load(weight + row * K + k, mask=mask, other=0).to(tl.float32)
         scale = tl.load(scales + row, mask=row < N, other=0.0)
@@ -146,7 +153,7 @@ def _integer_linear_kernel(
     BIASED: tl.constexpr,  # bit i: weight i has a bias
     K: tl.constexpr,
     GROUP: tl.constexpr,  # numbers of a row that share a scale; 0 for INT8
-    ZEROS: tl.constexpr,  # whether scales have zero points beside them
+    ZEROS: tl.constexpr,  # what scales are, as ``ops/triton/integers.py`` says
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -169,7 +176,7 @@ def _integer_linear_kernel(
     p_w, p_scale = rows_at(weight, scale, row.to(tl.int64), 0, K, GROUP, ZEROS)
     if ONE_ROW:
         SUMMED: tl.constexpr = x.dtype.element_ty == tl.float32
-        SUMS: tl.constexpr = 1 if SUMMED else 16
+        SUMS: tl.constexpr = 1 if SUMMED else chunk_bytes(GROUP)
         acc = tl.zeros([BLOCK_N, BLOCK_K // chunk_of(GROUP), SUMS], dtype=tl.float32)
         for first in range(0, K, BLOCK_K):
             acc += few_products(p_w, p_scale, x, first, mask_n, K, GROUP, ZEROS, BLOCK_K, SUMMED)
@@ -199,6 +206,6 @@ def _integer_linear_kernel(
             b_w = tl.reshape(b_w, [PARTS, BLOCK_N, BLOCK_K])
             acc = dot(b_w, tl.permute(b_x, (0, 2, 1)), acc)
         acc = tl.sum(acc, 0)
-    if GROUP == 0:
-        acc *= tl.load(p_scale, mask=mask_n, other=0.0)[:, None]
+    if GROUP == 0 or GROUP == 16:
+        acc *= row_scale(p_scale, mask_n, K, GROUP, ZEROS)[:, None]
     store_tile(acc, y, biases, which, row, column, index_m, mask_n, mask_m, stride_y, BIASED)

@@ -70,7 +70,7 @@ class Linear(Op):
     float64 tensors float64.
 
     With ``scales``, a weight is dequantized: its numbers times these. Weights that have scales come
-    first, and share one of three dtypes. Where an implementation takes both ("mixed_weights"),
+    first, and share one of four dtypes. Where an implementation takes both ("mixed_weights"),
     weights of x's dtype may follow.
 
     - FP8 (float8_e4m3fn), ``weights[i][n, k] * scales[i][n // 128, k // 128]``, as in checkpoints
@@ -79,7 +79,9 @@ class Linear(Op):
     - INT4 (two numbers in a uint8), ``(number[n, k] - 8) * scales[i][n, k // group]``, where the
       group is 32, 64 or 128. Number ``2 k`` is the low half of ``weights[i][n, k]``, ``2 k + 1``
       the high half. With zero points beside scales, a number is worth
-      ``(number[n, k] - scales[i][n, k // group, 1]) * scales[i][n, k // group, 0]``.
+      ``(number[n, k] - scales[i][n, k // group, 1]) * scales[i][n, k // group, 0]``;
+    - FP4 (eight numbers of E2M1 in an int32), with bytes of scales as ``formats/integers.py`` says:
+      MXFP4, or NVFP4. All weights of a call have the same.
 
     Only the implementation "triton_fp8" rounds x, as those checkpoints are meant to be run: to FP8,
     where x meets FP8 weights, with a scale for each row and 128 columns.
@@ -87,10 +89,11 @@ class Linear(Op):
     Args:
         x: [M, K] float; rows may lie any distance apart, one row is contiguous.
         weights: each [N_i, K], contiguous, in x's dtype; at least one. With ``scales``
-            float8_e4m3fn, int8, or uint8 [N_i, K / 2].
+            float8_e4m3fn, int8, uint8 [N_i, K / 2], or int32 [N_i, K / 8].
         biases: as many, each [N_i] in x's dtype, or None.
         scales: of the first weights, at least one, or None. Float32, contiguous, each
-            [ceil(N_i / 128), ceil(K / 128)], [N_i], [N_i, K / group] or [N_i, K / group, 2].
+            [ceil(N_i / 128), ceil(K / 128)], [N_i], [N_i, K / group] or [N_i, K / group, 2]. Of FP4
+            uint8, [N_i, K / 32] or [N_i, K / 16 + 4].
 
     Returns:
         [M, sum of N_i] in x's dtype, whose rows may lie apart. A row depends on its own row of x
@@ -122,6 +125,7 @@ class Linear(Op):
                 raise ValueError(f"scales must have length 1 to {count}, got {len(self.scales)}")
         for i in range(count):
             self._check_weight(i)
+        stored_weights.check_alike("scales", self.scaled)
 
     def _check_weight(self, i: int) -> None:
         """Raise ValueError unless weight i, its bias and its scales are of right forms."""

@@ -1,10 +1,12 @@
-// Weights that are integers of 8 or 4 bits with scales: met by a few rows of x as they lie, or widened
+// Weights that are integers of 8 or 4 bits, or FP4, with scales: met by a few rows of x as they lie, or widened
 // a few rows at a time, into memory that stays in a cache while they meet many.
 //
 //   Int8   [N, K] signed bytes, and a scale for each row
 //   Int4   [N, K / 2] bytes: element 2i is the low half of byte i, 2i + 1 the high half, each 8 more
 //          than it is worth; and a scale for each group of 32, 64 or 128 elements of a row. Where
 //          groups have zero points, these stand behind the scales, and in the place of 8
+//   Fp4<G>   the same bytes of numbers of E2M1; and a byte for each G elements of a row: of 32 a power
+//          of two (E8M0, MXFP4), of 16 an E4M3 (NVFP4), behind which a row has a factor, a float
 //
 //   Integers<Q> W{data, scales, K, group, has_zeros};
 //   IntegerRows<Q> x;                      keep one per thread: its memory is reused
@@ -15,8 +17,11 @@
 //   pieces.each(W, first, N, M, body)      body(rows, at, n): rows [first + at, first + at + n) of W
 //                                          in C, K apart, for M rows of x
 //
+// FP4 meets a few rows of x 128 elements at a time, eight in a lane, whose sum its scale then meets.
+//
 // x is not rounded: integers are widened to floats in registers. A number of 4 bits picks what it is
-// worth, scaled, from sixteen floats; the scale of a row of 8 bits meets its sum.
+// worth, scaled, from sixteen floats; the scale of a row of 8 bits meets its sum. Bytes of scales become
+// floats a row at a time.
 //
 // An element of y is a sum in the order of k, in sixteen lanes: it depends on its row of x and its row
 // of W, never on M, N or the form.
@@ -28,17 +33,20 @@
 #include <vector>
 
 #include "aligned_floats.h"
+#include "block_fp8.h"
 #include "simd.h"
 
 namespace th {
 
 constexpr int INTEGER_STEP = 2 * LANES;  // elements that are widened at a time
+constexpr int FP4_VECTORS = 8, FP4_STEP = FP4_VECTORS * LANES;  // that meet few rows at a time
 
 struct Widened {
   f32x16 first, second;
 };
 
 struct Int8 {
+  using Scale = float;  // as it is stored
   static constexpr int STEP_BYTES = INTEGER_STEP;
   static constexpr int BLOCK_STEPS = 4;  // of a loop without tails
   static constexpr bool SCALES_SUMS = true;
@@ -58,7 +66,7 @@ struct Int8 {
 
   struct Scaled {
     Scaled() = default;
-    TH_INLINE Scaled(float, float) {}
+    TH_INLINE Scaled(const float*, float) {}
     TH_INLINE Widened widen(const uint8_t* p) const { return {half(p), half(p + LANES)}; }
     static TH_INLINE f32x16 half(const uint8_t* p) {
 #ifdef __AVX512F__
@@ -73,6 +81,7 @@ struct Int8 {
 };
 
 struct Int4 {
+  using Scale = float;
   static constexpr int STEP_BYTES = LANES;
   static constexpr bool SCALES_SUMS = false;
 
@@ -94,8 +103,9 @@ struct Int4 {
 #ifdef __AVX512F__
     f32x16 worth;
     Scaled() = default;
-    TH_INLINE Scaled(float scale, float zero)
-        : worth((f32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - zero) * scale) {}
+    explicit TH_INLINE Scaled(f32x16 worth) : worth(worth) {}
+    TH_INLINE Scaled(const float* scale, float zero)
+        : worth((f32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - zero) * *scale) {}
     TH_INLINE Widened widen(const uint8_t* p) const {
       const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
       // The lookup reads four bits of each lane.
@@ -105,7 +115,7 @@ struct Int4 {
 #else
     float scale, zero;
     Scaled() = default;
-    TH_INLINE Scaled(float scale, float zero) : scale(scale), zero(zero) {}
+    TH_INLINE Scaled(const float* scale, float zero) : scale(*scale), zero(zero) {}
     TH_INLINE Widened widen(const uint8_t* p) const {
       u8x16 bytes;
       std::memcpy(&bytes, p, sizeof(bytes));
@@ -117,20 +127,191 @@ struct Int4 {
   };
 };
 
+// GROUP elements share a scale: 32, or 16, where the lanes of a vector have two.
+template <int GROUP>
+struct Fp4 : Int4 {
+  using Scale = uint8_t;
+  static constexpr int SCALES = INTEGER_STEP / GROUP;  // of a step
+  static constexpr bool HAS_FACTOR = GROUP == 16;
+
+  static int64_t row_scales(int64_t K) { return K / GROUP + (HAS_FACTOR ? sizeof(float) : 0); }
+
+  // The scales of a row as floats; `to` has room for whole vectors.
+  static TH_INLINE void widen_scales(const uint8_t* from, int64_t K, float* to) {
+    const int64_t count = K / GROUP;
+    const float factor = factor_of(from, K);
+    const auto widen = [&](const uint8_t* p) TH_LAMBDA {
+      u8x16 bytes;
+      std::memcpy(&bytes, p, sizeof(bytes));
+      return HAS_FACTOR ? th::widen(bytes) * factor : power(bytes);
+    };
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, widen(from + i));
+    if (i == count) return;
+    uint8_t last[LANES] = {};
+    std::memcpy(last, from + i, count - i);
+    store(to + i, widen(last));
+  }
+  static TH_INLINE f32x16 power(u8x16 bytes) {
+    const u32x16 exponents = as_integers(bytes), bits = exponents << 23;
+    // The first is a denormal float; the last one stands for NaN.
+    return bit_cast<f32x16>(select(exponents - 1u < 254u, bits, bits | 0x400000u));
+  }
+  static TH_INLINE f32x16 by_lane(const float* scales) {
+    if (SCALES == 1) return splat(*scales);
+#ifdef __AVX512F__
+    const __m512 first = _mm512_set1_ps(scales[0]), second = _mm512_set1_ps(scales[1]);
+    return (f32x16)_mm512_mask_blend_ps(0xff00, first, second);
+#else
+    typedef decltype(f32x16::low) Half;
+    return {scales[0] - Half{}, scales[1] - Half{}};
+#endif
+  }
+
+  // FP4_STEP elements of x: vector i has from each eight that follow one another the PLACE[i]-th.
+  static constexpr int PLACE[FP4_VECTORS] = {0, 4, 2, 6, 1, 5, 3, 7};
+  template <typename T>
+  static TH_INLINE void order(const T* x, Widened* to) {
+    f32x16 vectors[FP4_VECTORS], from[FP4_VECTORS];
+    for (int i = 0; i < FP4_VECTORS; ++i) vectors[i] = load(x + i * LANES);
+#pragma GCC unroll 4
+    for (int n = FP4_VECTORS; n > 1; n /= 2) {
+      std::memcpy(from, vectors, sizeof(from));
+#pragma GCC unroll 8
+      for (int i = 0; i < FP4_VECTORS; i += 2) {
+        f32x16* half = vectors + i / n * n + i % n / 2;
+        half[0] = every_second<false>(from[i], from[i + 1]);
+        half[n / 2] = every_second<true>(from[i], from[i + 1]);
+      }
+    }
+    std::memcpy(to, vectors, sizeof(vectors));
+  }
+  // What the lowest four bits of each lane stand for.
+  static TH_INLINE f32x16 numbers(u32x16 codes) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_permutexvar_ps((__m512i)codes, (__m512)f32x16{
+        0, .5, 1, 1.5, 2, 3, 4, 6, 0, -.5, -1, -1.5, -2, -3, -4, -6});
+#elif defined(__AVX2__)
+    const auto half = [](auto codes) TH_LAMBDA {
+      const __m256 sizes = _mm256_setr_ps(0, .5, 1, 1.5, 2, 3, 4, 6);
+      const __m256 size = _mm256_permutevar8x32_ps(sizes, (__m256i)codes);
+      const __m256i sign = _mm256_slli_epi32((__m256i)(codes & 8u), 28);
+      return (decltype(f32x16::low))_mm256_or_ps(size, (__m256)sign);
+    };
+    return {half(codes.low), half(codes.high)};
+#else
+    const u32x16 size = codes & 7u, sign = (codes & 8u) << 28;
+    const f32x16 normal = bit_cast<f32x16>((size << 22) + (126u << 23));
+    const f32x16 small = convert<f32x16>(bit_cast<i32x16>(size)) * 0.5f;
+    return bit_cast<f32x16>(bit_cast<u32x16>(select(size < 2u, small, normal)) | sign);
+#endif
+  }
+  // The bytes of a step, each as what it stands for in the lanes of its elements.
+  static TH_INLINE f32x16 lanes_of(const uint8_t* scales) {
+    std::conditional_t<GROUP == 16, int64_t, int32_t> bytes;  // a vector would pass through memory
+    std::memcpy(&bytes, scales, sizeof(bytes));
+#ifdef __SSE2__
+    const __m128i read = GROUP == 16 ? _mm_cvtsi64_si128(bytes) : _mm_cvtsi32_si128(int(bytes));
+    const __m128i twice = _mm_unpacklo_epi8(read, read);
+    const u8x16 by_lane = (u8x16)(GROUP == 16 ? twice : _mm_unpacklo_epi16(twice, twice));
+#else
+    u8x16 by_lane;
+    for (int i = 0; i < LANES; ++i) by_lane[i] = uint8_t(bytes >> i * FP4_VECTORS / GROUP * 8);
+#endif
+    return HAS_FACTOR ? th::widen(by_lane) : power(by_lane);
+  }
+  static float factor_of(const uint8_t* scales, int64_t K) {
+    float factor = 1;
+    if (HAS_FACTOR) std::memcpy(&factor, scales + K / GROUP, sizeof(factor));
+    return factor;
+  }
+
+#ifdef __AVX512F__
+  struct Scaled : Int4::Scaled {
+    f32x16 scale;
+    Scaled() = default;
+    TH_INLINE Scaled(const float* scales, float)
+        : Int4::Scaled(f32x16{0, .5, 1, 1.5, 2, 3, 4, 6, 0, -.5, -1, -1.5, -2, -3, -4, -6} *
+                       (SCALES == 1 ? *scales : 1)),
+          scale(by_lane(scales)) {}
+    TH_INLINE Widened widen(const uint8_t* p) const {
+      const Widened numbers = Int4::Scaled::widen(p);
+      if (SCALES == 1) return numbers;
+      return {numbers.first * scale, numbers.second * scale};
+    }
+  };
+#else
+  struct Scaled {
+    f32x16 half;  // of scales: numbers are looked up twice as large
+    Scaled() = default;
+    TH_INLINE Scaled(const float* scales, float) : half(by_lane(scales) * 0.5f) {}
+    TH_INLINE Widened widen(const uint8_t* p) const {
+      u8x16 bytes;
+      std::memcpy(&bytes, p, sizeof(bytes));
+      return {convert<f32x16>(convert<i32x16>(twice(bytes & 15))) * half,
+              convert<f32x16>(convert<i32x16>(twice(bytes >> 4))) * half};
+    }
+    static TH_INLINE i8x16 twice(u8x16 codes) {
+      constexpr i8x16 VALUES = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+#if defined(__SSSE3__)
+      return (i8x16)_mm_shuffle_epi8((__m128i)VALUES, (__m128i)codes);
+#elif defined(__aarch64__)
+      return (i8x16)vqtbl1q_s8((int8x16_t)VALUES, (uint8x16_t)codes);
+#else
+      i8x16 found = {};
+      for (int i = 0; i < LANES; ++i) found[i] = VALUES[codes[i]];
+      return found;
+#endif
+    }
+  };
+#endif
+};
+
+template <typename Q>
+constexpr bool IS_FP4 = std::is_same_v<typename Q::Scale, uint8_t>;
+
 template <typename Q>
 struct Integers {
   const void* data;
-  const float* scales;
+  const void* scales;
   int64_t K, group;  // elements of a row that share a scale
   bool has_zeros;    // each scale is followed by what the number is that is worth nothing
 
   int64_t row_bytes() const { return K * Q::STEP_BYTES / INTEGER_STEP; }
-  int64_t scale_floats() const { return 1 + has_zeros; }
-  int64_t row_scales() const { return Q::SCALES_SUMS ? 1 : K / group * scale_floats(); }
+  // Of a group, or of the groups of a step.
+  int64_t scale_floats() const {
+    if constexpr (IS_FP4<Q>) return Q::SCALES;
+    return 1 + has_zeros;
+  }
+  int64_t row_scales() const {
+    if constexpr (IS_FP4<Q>) return Q::row_scales(K);
+    return Q::SCALES_SUMS ? 1 : K / group * scale_floats();
+  }
   const uint8_t* row(int64_t n) const {
     return static_cast<const uint8_t*>(data) + n * row_bytes();
   }
-  const float* scales_of(int64_t n) const { return scales + n * row_scales(); }
+  const auto* scales_of(int64_t n) const {
+    return static_cast<const typename Q::Scale*>(scales) + n * row_scales();
+  }
+};
+
+// The scales of rows n, n + stride, ..., R of them: where they lie, or as floats in this thread's memory.
+struct RowScales {
+  const float* first;
+  int64_t step;  // to those of the next row
+
+  template <typename Q>
+  static TH_INLINE RowScales of(const Integers<Q>& W, int64_t n, int64_t stride, int R) {
+    if constexpr (IS_FP4<Q>) {
+      static thread_local std::vector<float> memory;
+      const int64_t step = (W.K / W.group + LANES - 1) / LANES * LANES;
+      if (int64_t(memory.size()) < R * step) memory.resize(R * step);
+      for (int r = 0; r < R; ++r) Q::widen_scales(W.scales_of(n + r * stride), W.K, &memory[r * step]);
+      return {memory.data(), step};
+    } else {
+      return {W.scales_of(n), stride * W.row_scales()};
+    }
+  }
 };
 
 // The zero points of groups beside their scales, or as many eights.
@@ -149,10 +330,10 @@ namespace detail {
 
 #ifdef __AVX512F__
 constexpr int INTEGER_GROUP = 8;  // rows of x that meet what is widened at once
-constexpr int integer_streams(int rows) { return rows <= 4 ? 4 : 3; }
+constexpr int integer_streams(int rows, bool is_fp4) { return rows <= 4 ? 4 : is_fp4 ? 2 : 3; }
 #else
 constexpr int INTEGER_GROUP = 2;
-constexpr int integer_streams(int) { return 2; }
+constexpr int integer_streams(int, bool) { return 2; }
 #endif
 constexpr int64_t INTEGER_LEAD = 2048;  // bytes that are fetched ahead of each stream
 
@@ -161,16 +342,17 @@ template <typename Q, int STEPS, int R, int G>
 TH_NOINLINE void multiply_integers(const Integers<Q>& W, int64_t n, int64_t stride, const Widened* x,
                                    float* y, int64_t ldy) {
   constexpr int LINE_STEPS = 64 / Q::STEP_BYTES, SUMS = (R * G + LANES - 1) / LANES * LANES;
-  const int64_t w_step = stride * W.row_bytes(), s_step = stride * W.row_scales();
-  const int64_t s_width = W.scale_floats();
+  const int64_t w_step = stride * W.row_bytes(), s_width = W.scale_floats();
   const uint8_t* w = W.row(n);
-  const float* s = W.scales_of(n);
+  const RowScales scales = RowScales::of(W, n, stride, R);
+  const float* s = scales.first;
+  const int64_t s_step = scales.step;
   f32x16 acc[SUMS] = {};
   const Zeros zeros(W, s);
   int64_t group = 0;
   const auto scaled = [&](int r) TH_LAMBDA {
     const int64_t i = r * s_step + group;
-    return Q::SCALES_SUMS ? typename Q::Scaled() : typename Q::Scaled(s[i], zeros[i]);
+    return Q::SCALES_SUMS ? typename Q::Scaled() : typename Q::Scaled(s + i, zeros[i]);
   };
   const auto meet = [&](const Widened& numbers, const Widened* xs, int r) TH_LAMBDA {
 #pragma GCC unroll 8
@@ -232,15 +414,71 @@ TH_NOINLINE void multiply_integers(const Integers<Q>& W, int64_t n, int64_t stri
       y[m * ldy + r * stride] = sums[m * R + r] * (Q::SCALES_SUMS ? s[r * s_step] : 1.0f);
 }
 
+// The same of FP4, FP4_STEP elements at a time.
+template <typename Q, int R, int G>
+TH_NOINLINE void multiply_fp4(const Integers<Q>& W, int64_t n, int64_t stride, const Widened* x,
+                              float* y, int64_t ldy) {
+  constexpr int SUMS = (R * G + LANES - 1) / LANES * LANES, BYTES = FP4_STEP / 2;
+  constexpr int SCALES = FP4_STEP / INTEGER_STEP * Q::SCALES;
+  const int64_t w_step = stride * W.row_bytes(), s_step = stride * W.row_scales();
+  const uint8_t *w = W.row(n), *s = W.scales_of(n);
+  f32x16 acc[SUMS] = {};
+  const auto meet = [&](const uint8_t* p, const uint8_t* scales, int r) TH_LAMBDA {
+    f32x16 read;
+    std::memcpy(&read, p, sizeof(read));
+    const u32x16 words = bit_cast<u32x16>(held(read));  // else each shift would read memory again
+    f32x16 sums[G];
+#pragma GCC unroll 8
+    for (int i = 0; i < FP4_VECTORS; ++i) {
+      const f32x16 numbers = Q::numbers(words >> (4 * Q::PLACE[i]));
+#pragma GCC unroll 8
+      for (int m = 0; m < G; ++m) {
+        const Widened& pair = x[m * FP4_VECTORS / 2 + i / 2];
+        const f32x16 its = i % 2 ? pair.second : pair.first;
+        sums[m] = i == 0 ? numbers * its : fma(numbers, its, sums[m]);
+      }
+    }
+    const f32x16 scale = Q::lanes_of(scales);
+#pragma GCC unroll 8
+    for (int m = 0; m < G; ++m) acc[m * R + r] = fma(sums[m], scale, acc[m * R + r]);
+  };
+  int64_t k = 0;
+  for (; k + FP4_STEP <= W.K; k += FP4_STEP, w += BYTES, s += SCALES, x += G * FP4_VECTORS / 2)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      __builtin_prefetch(w + r * w_step + INTEGER_LEAD, 0, 2);
+      meet(w + r * w_step, s + r * s_step, r);
+    }
+  if (k < W.K)
+    for (int r = 0; r < R; ++r) {
+      uint8_t last[BYTES] = {}, its_scales[SCALES] = {};
+      std::memcpy(last, w + r * w_step, (W.K - k) / 2);
+      std::memcpy(its_scales, s + r * s_step, (W.K - k) / W.group);
+      meet(last, its_scales, r);
+    }
+  float sums[SUMS];
+#pragma GCC unroll 2
+  for (int i = 0; i < SUMS; i += LANES)
+    store(sums + i, sum16(reinterpret_cast<f32x16(&)[LANES]>(acc[i])));
+  for (int r = 0; r < R; ++r) {
+    const float factor = Q::factor_of(W.scales_of(n + r * stride), W.K);
+    for (int m = 0; m < G; ++m) y[m * ldy + r * stride] = sums[m * R + r] * factor;
+  }
+}
+
 // G rows of x, which R streams of W meet, and then what rows are left, one by one.
 template <typename Q, int STEPS, int R, int G>
 void stream_integers(const Integers<Q>& W, int64_t first, int64_t N, const Widened* x, float* y,
                      int64_t ldy) {
   const int64_t stream = N / R;
-  for (int64_t n = 0; n < stream; ++n)
-    multiply_integers<Q, STEPS, R, G>(W, first + n, stream, x, y + n, ldy);
-  for (int64_t n = stream * R; n < N; ++n)
-    multiply_integers<Q, STEPS, 1, G>(W, first + n, 1, x, y + n, ldy);
+  const auto multiply = [&](auto rows, int64_t n, int64_t stride) {
+    if constexpr (IS_FP4<Q>)
+      multiply_fp4<Q, rows, G>(W, first + n, stride, x, y + n, ldy);
+    else
+      multiply_integers<Q, STEPS, rows, G>(W, first + n, stride, x, y + n, ldy);
+  };
+  for (int64_t n = 0; n < stream; ++n) multiply(std::integral_constant<int, R>{}, n, stream);
+  for (int64_t n = stream * R; n < N; ++n) multiply(std::integral_constant<int, 1>{}, n, 1);
 }
 
 }  // namespace detail
@@ -251,28 +489,41 @@ class IntegerRows {
   template <typename Row>
   void pack(int M, int64_t K, const Row& row) {
     using namespace detail;
-    M_ = M, steps_ = (K + INTEGER_STEP - 1) / INTEGER_STEP;
+    M_ = M, steps_ = (K + STEP - 1) / STEP * PARTS;
     reserve(M * steps_);
     for (int i = 0; i < M; ++i) {
       const int first = i / INTEGER_GROUP * INTEGER_GROUP, rows = std::min(INTEGER_GROUP, M - first);
-      Widened* to = data_ + first * steps_ + (i - first);
+      Widened* to = data_ + first * steps_ + (i - first) * PARTS;
       const auto* x = row(i);
-      int64_t s = 0;
-      for (; (s + 1) * INTEGER_STEP <= K; ++s) to[s * rows] = Q::order(x + s * INTEGER_STEP);
-      if (s == steps_) continue;
-      std::decay_t<decltype(*x)> last[INTEGER_STEP] = {};
-      std::memcpy(last, x + s * INTEGER_STEP, sizeof(*x) * (K - s * INTEGER_STEP));
-      to[s * rows] = Q::order(last);
+      int64_t k = 0;
+      for (; k + STEP <= K; k += STEP, to += rows * PARTS) order(x + k, to);
+      if (k == K) continue;
+      std::decay_t<decltype(*x)> last[STEP] = {};
+      std::memcpy(last, x + k, sizeof(*x) * (K - k));
+      order(last, to);
     }
   }
 
   void multiply(const Integers<Q>& W, int64_t first, int64_t N, float* y, int64_t ldy) const {
-    if (Q::SCALES_SUMS || W.group == 4 * INTEGER_STEP) return run<4>(W, first, N, y, ldy);
-    if (W.group == 2 * INTEGER_STEP) return run<2>(W, first, N, y, ldy);
+    if constexpr (!IS_FP4<Q>) {
+      if (Q::SCALES_SUMS || W.group == 4 * INTEGER_STEP) return run<4>(W, first, N, y, ldy);
+      if (W.group == 2 * INTEGER_STEP) return run<2>(W, first, N, y, ldy);
+    }
     run<1>(W, first, N, y, ldy);
   }
 
  private:
+  static constexpr int STEP = IS_FP4<Q> ? FP4_STEP : INTEGER_STEP;
+  static constexpr int PARTS = STEP / INTEGER_STEP;
+
+  template <typename X>
+  static TH_INLINE void order(const X* x, Widened* to) {
+    if constexpr (IS_FP4<Q>)
+      Q::order(x, to);
+    else
+      *to = Q::order(x);
+  }
+
   template <int STEPS>
   void run(const Integers<Q>& W, int64_t first, int64_t N, float* y, int64_t ldy) const {
     for (int m = 0; m < M_; m += detail::INTEGER_GROUP)
@@ -285,7 +536,8 @@ class IntegerRows {
                    float* y, int64_t ldy) {
     if constexpr (G > 1)
       if (rows < G) return meet<STEPS, G - 1>(rows, W, first, N, x, y, ldy);
-    detail::stream_integers<Q, STEPS, detail::integer_streams(G), G>(W, first, N, x, y, ldy);
+    constexpr int STREAMS = detail::integer_streams(G, IS_FP4<Q>);
+    detail::stream_integers<Q, STEPS, STREAMS, G>(W, first, N, x, y, ldy);
   }
 
   void reserve(int64_t count) {
@@ -296,7 +548,7 @@ class IntegerRows {
   }
 
   int M_ = 0;
-  int64_t steps_ = 0, capacity_ = 0;
+  int64_t steps_ = 0, capacity_ = 0;  // Widened of a row; of all
   std::unique_ptr<AlignedFloats> memory_;
   Widened* data_ = nullptr;  // groups of rows, each [steps][rows]
 };
@@ -319,11 +571,11 @@ class IntegerPieces {
 
   TH_NOINLINE static void widen(const Integers<Q>& W, int64_t n, C* to) {
     const uint8_t* w = W.row(n);
-    const float* s = W.scales_of(n);
+    const float* s = RowScales::of(W, n, 1, 1).first;
     const Zeros zeros(W, s);
-    const int64_t width = Q::SCALES_SUMS ? W.K : W.group;
+    const int64_t width = Q::SCALES_SUMS ? W.K : std::max<int64_t>(W.group, INTEGER_STEP);
     for (int64_t first = 0, i = 0; first < W.K; first += width, i += W.scale_floats()) {
-      const typename Q::Scaled scaled(s[i], zeros[i]);
+      const typename Q::Scaled scaled(s + i, zeros[i]);
       int64_t k = 0;
       for (; k + INTEGER_STEP <= width; k += INTEGER_STEP, w += Q::STEP_BYTES, to += INTEGER_STEP)
         Q::store_in_order(to, Q::worth(scaled.widen(w), s[i]));

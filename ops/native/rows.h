@@ -120,6 +120,6 @@ class Rows {
 };
 
 // As ops/formats/stored_weights.py counts them.
-enum Format : int64_t { IN_DTYPE_OF_X, FP8, INT8, INT4 };
+enum Format : int64_t { IN_DTYPE_OF_X, FP8, INT8, INT4, FP4 };
 
 }  // namespace th

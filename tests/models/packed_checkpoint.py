@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.fp8_checkpoint import KEPT, change_config
+from torch_hybrid.ops.formats.integers import MXFP4, NVFP4
 
 Tensors = dict[str, Tensor]
 GROUP = 32
@@ -73,6 +74,26 @@ def compressed_in_8_bits(weight: Tensor, *, in_words: bool) -> tuple[Tensors, Te
     else:
         tensors = {"weight": stored}
     return {**tensors, "weight_scale": scales.bfloat16()}, stored * scales.bfloat16().float()
+
+
+def fp4(weight: Tensor, block: int) -> tuple[Tensors, Tensor]:
+    """mxfp4- and nvfp4-pack-quantized: columns by two; nvfp4 divides all scales by a number."""
+    groups = weight.unflatten(-1, (-1, block))
+    largest = groups.abs().amax(-1)
+    if block == MXFP4:
+        stored = (largest.log2().floor() - 2 + 127).to(torch.uint8)
+        scales, tensors = 2.0 ** (stored.float() - 127), {"weight_scale": stored}
+    else:
+        divisor = 448 * 6 / largest.max()
+        rounded = (largest / 6 * divisor).to(torch.float8_e4m3fn)
+        scales = rounded.float() * (1 / divisor)  # which a row keeps as its factor
+        tensors = {"weight_scale": rounded, "weight_global_scale": divisor[None]}
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    codes = ((groups / scales[..., None])[..., None] - values).abs().argmin(-1)
+    worth = (values[codes] * scales[..., None]).flatten(-2)
+    codes = codes.flatten(-2).to(torch.uint8)
+    return tensors | {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4}, worth
 
 
 def gptq(weight: Tensor, *, symmetric: bool, less: int = 1) -> tuple[Tensors, Tensor]:
@@ -145,6 +166,16 @@ AWQ_CONFIG = {
     "version": "gemm",
     "modules_to_not_convert": None,
 }
+_FP4 = {
+    "mxfp4": compressed_config("mxfp4-pack-quantized", type="float", scale_dtype="torch.uint8"),
+    "nvfp4": compressed_config(
+        "nvfp4-pack-quantized",
+        type="float",
+        strategy="tensor_group",
+        group_size=NVFP4,
+        scale_dtype="torch.float8_e4m3fn",
+    ),
+}
 _WHOLE_ROWS = {"num_bits": 8, "strategy": "channel", "group_size": None}
 Store = Callable[[Tensor], tuple[Tensors, Tensor]]
 FORMATS: dict[str, tuple[Store, dict[str, Any]]] = {
@@ -171,6 +202,8 @@ FORMATS: dict[str, tuple[Store, dict[str, Any]]] = {
         gptq_config(sym=False, checkpoint_format="gptq_v2"),
     ),
     "awq": (awq, AWQ_CONFIG),
+    "mxfp4": (lambda weight: fp4(weight, MXFP4), _FP4["mxfp4"]),
+    "nvfp4": (lambda weight: fp4(weight, NVFP4), _FP4["nvfp4"]),
 }
 
 

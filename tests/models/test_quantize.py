@@ -23,11 +23,14 @@ from torch_hybrid.models.load import unread
 from torch_hybrid.models.quantize import plan_integers
 from torch_hybrid.models.shard import cut
 from torch_hybrid.ops.formats.integers import (
+    MXFP4,
+    NVFP4,
     _fill_4_bits,
     _fill_8_bits,
     dequantized,
     in_4_bits,
     in_8_bits,
+    in_fp4,
 )
 from torch_hybrid.ranks import Ranks, SumOverRanks
 
@@ -42,6 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SIZES = {"max_seqs": 4, "max_tokens": 256, "kv_tokens": 512}
 TEXTS = [[5, 9, 2, 77, 31, 8, 120, 4, 66], [3, 3, 90], list(range(40, 80))]
 EVERYTHING: dict[str, Any] = {"keep": (), "eight_bits": ()}
+FORMATS = ("int8", "int4", "mxfp4", "nvfp4")
 
 
 def logits_of(model: Any, **options: Any) -> Tensor:
@@ -75,7 +79,7 @@ def widen(model: nn.Module) -> None:
                 setattr(parent, name, nn.Embedding.from_pretrained(worth))
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_what_integers_are_worth(family: str, weights: str):
     model = make_hybrid(family, **FAMILIES[family])
@@ -103,7 +107,7 @@ def test_each_layer_of_integers_is_what_the_model_reads(family: str):
     torch.testing.assert_close(logits, logits_of(model), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "nvfp4"])
 def test_compiled_steps_merge_integers_of_one_dtype(weights: str):
     model = make_hybrid("qwen3_next", **FEWEST_LAYERS["qwen3_next"])
     th.quantize(model, weights)
@@ -150,7 +154,7 @@ def test_a_group_is_as_asked_for(group: int):
     assert up.scales.shape == (128, 128 // group)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "granitemoehybrid"])
 def test_a_checkpoint_is_quantized_as_it_is_read(
     family: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,17 +164,18 @@ def test_a_checkpoint_is_quantized_as_it_is_read(
     th.quantize(expected, weights)
     held: list[int] = []
     monkeypatch.setattr(quantizing, "_STRETCH_BYTES", 1 << 12)
-    for name in ("in_8_bits", "in_4_bits"):
+    for name in ("in_8_bits", "in_4_bits", "in_fp4"):
         monkeypatch.setattr(quantizing, name, counting(held, getattr(quantizing, name)))
     model = th.from_pretrained(tmp_path, weights=weights)
     ours, theirs = dict(model.named_parameters()), dict(expected.named_parameters())
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    rows = max(max(weight.shape[-1], 2 * weight[0].numel()) for weight in theirs.values())
+    in_one = 8 if weights.endswith("fp4") else 2
+    rows = max(max(weight.shape[-1], in_one * weight[0].numel()) for weight in theirs.values())
     assert max(held) <= max(1 << 12, 4 * rows)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "nvfp4"])
 def test_room_is_asked_for_what_integers_take(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -225,8 +230,19 @@ def test_numbers_are_the_nearest_and_scales_the_best():
     plain = (weight.unflatten(-1, (2, 32)) / plain_scales).round() * plain_scales
     squares = error.unflatten(-1, (2, 32)).square().sum(-1)
     assert (squares <= 1.0001 * (plain - weight.unflatten(-1, (2, 32))).square().sum(-1)).all()
+    for block in (MXFP4, NVFP4):
+        numbers, scales = in_fp4(weight, block)
+        groups = weight.unflatten(-1, (-1, block))
+        largest = groups.abs().amax(-1)
+        error = (dequantized(numbers, scales, torch.float32) - weight).unflatten(-1, (-1, block))
+        assert (error.abs().amax(-1) <= 0.2501 * largest).all()
+        if block == MXFP4:  # no worse than the least power of two that cuts nothing off
+            plain = 2.0 ** (largest / 6).log2().ceil()[..., None]
+            values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+            nearest = ((groups / plain).abs()[..., None] - values).abs().amin(-1) * plain
+            assert (error.square().sum(-1) <= 1.0001 * nearest.square().sum(-1)).all()
     zeros = torch.zeros(2, 32)
-    for made in (in_8_bits(zeros), in_4_bits(zeros, 32)):
+    for made in (in_8_bits(zeros), in_4_bits(zeros, 32), *(in_fp4(zeros, b) for b in (16, 32))):
         assert torch.equal(dequantized(*made, torch.float32), zeros)
 
 
@@ -252,7 +268,7 @@ def test_integers_of_our_kernel_are_those_of_torch(dtype: torch.dtype):
 
 def test_the_demo_still_recalls_with_integers():
     prompts = make_prompts(8, seed=5)
-    for weights in ("int8", "int4"):
+    for weights in FORMATS:
         runner = th.Runner(
             th.from_pretrained(checkpoint_path(), weights=weights),
             max_seqs=8,
@@ -274,12 +290,15 @@ def refused(error: type[Exception], model: Any, *arguments: Any, **options: Any)
 def test_what_is_refused(tmp_path: Path):
     model = make_hybrid("qwen3_5", intermediate_size=80)
     assert refused(ValueError, model, "int3") == (
-        "weights must be one of ['int8', 'int4'], got 'int3'"
+        "weights must be one of ['int8', 'int4', 'mxfp4', 'nvfp4'], got 'int3'"
     )
     assert refused(ValueError, model, "int4", group=48) == "group must be 32, 64 or 128, got 48"
     assert refused(ValueError, model, "int4") == (
         "hf_model.model.layers.0.mlp.down_proj has rows of 80 numbers, which groups of 32 do not "
         "divide: choose another group, or name it in keep or eight_bits"
+    )
+    assert refused(ValueError, model, "nvfp4").endswith(
+        "rows of 80 numbers, which groups of 32 do not divide: name it in keep or eight_bits"
     )
     assert model.layers[0].mlp.up_proj.weight.dtype == torch.float32  # nothing was changed
     th.quantize(model, "int8")
@@ -287,7 +306,9 @@ def test_what_is_refused(tmp_path: Path):
     assert refused(th.UnsupportedError, model, "int8") == (
         f"{first} is quantized already, to torch.int8"
     )
-    with pytest.raises(ValueError, match=r"weights must be one of .'auto', 'int8', 'int4'."):
+    with pytest.raises(
+        ValueError, match=r"weights must be one of .'auto', 'int8', 'int4', 'mxfp4'"
+    ):
         th.from_pretrained(tmp_path, weights="int3")
 
 

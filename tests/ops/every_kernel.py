@@ -319,7 +319,7 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         options = {"activation": case.activation, **scales}
         yield f"{name}, 8-bit weights", partial(run, op, args, options)
         yield f"{name}, in 8 bits", partial(run, op, args, options | {"impl": "triton_fp8"})
-        for stored in ("int8", "int4_64_zeros"):
+        for stored in ("int8", "int4_64_zeros", "nvfp4"):
             args, scales = experts.make_integer_inputs(case, stored, dtype=dtype)
             options = {"activation": case.activation, **scales}
             yield f"{name}, {stored}", partial(run, op, args, options)
@@ -333,7 +333,7 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         if dtype == torch.bfloat16:
             mixed = linears.make_mixed_inputs(replace(layers, depth=1030), dtype=dtype)
             yield f"{name}, in 8 and 16 bits", linear_call(mixed, impl="triton_fp8")
-    for num_rows, stored in product((1, 9, 70), ("int8", "int4_of_32")):
+    for num_rows, stored in product((1, 9, 70), ("int8", "int4_of_32", "nvfp4")):
         layers = linears.Case(num_rows=num_rows, depth=77, widths=(66, 7), biased=frozenset({1}))
         integers = linears.make_integer_inputs(layers, stored, dtype=dtype)
         yield f"linear of {num_rows} rows, {stored}", linear_call(integers)

@@ -69,7 +69,7 @@ class ModelOptions:
     weights: str = option(
         "Format in which weights are kept: as stored, or quantized as they are read.",
         default="auto",
-        type=click.Choice(["auto", "int8", "int4"]),
+        type=click.Choice(["auto", "int8", "int4", "mxfp4", "nvfp4"]),
     )
     device: str = option("Device of the model; auto takes CUDA where it is.", default="auto")
     ranks: bool = option("Share the model among the processes of torchrun.", is_flag=True)

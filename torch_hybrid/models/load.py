@@ -73,8 +73,8 @@ def from_pretrained(
 ) -> HybridModel | Ring25:
     """Load a checkpoint of safetensors: a transformers model with our mixers, or our own module.
 
-    Weights in block-FP8 (``quant_method: fp8``), and integers of compressed-tensors, GPTQ and AWQ,
-    stay as small as they are stored, with their scales.
+    Weights in block-FP8 (``quant_method: fp8``), integers of compressed-tensors, GPTQ and AWQ, and
+    MXFP4 and NVFP4 of compressed-tensors stay as small as they are stored, with their scales.
 
     Names, shapes and dtypes are checked before the first weight is read. Then several threads read
     the weights straight to where they are kept; each rank reads only its part of a shared model.
@@ -84,11 +84,11 @@ def from_pretrained(
         dtype: dtype of the weights; "auto" takes the checkpoint's. Names as torch has them, or
             "bf16", "fp16", "half" and the like.
         device: device that the weights go to.
-        weights: "auto": as they are stored; "int8" or "int4": quantized as they are read, see
-            ``quantize``. ``dtype`` is then that of the activations that they multiply.
+        weights: "auto": as they are stored; "int8", "int4", "mxfp4" or "nvfp4": quantized as they
+            are read, see ``quantize``. ``dtype`` is then that of the activations they multiply.
         group: numbers of a row that share a scale in INT4; see ``quantize``.
         keep, eight_bits: names of modules whose weights stay as they are, or become INT8 rather
-            than INT4; see ``quantize``.
+            than INT4 or FP4; see ``quantize``.
         mtp: read the checkpoint's MTP head too, the first of several. It then drafts for the
             model: ``Speculation("mtp")``.
         ranks: the processes that share the model, as by ``shard``; each of them makes this call.

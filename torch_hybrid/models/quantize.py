@@ -1,4 +1,4 @@
-"""Quantization of a model's weights to INT8 or INT4 with scales, in memory or as they are read.
+"""Quantization of a model's weights to INT8, INT4 or FP4, in memory or as they are read.
 
 A weight is quantized some rows at a time, so that little of an unread weight is ever held in full
 precision.
@@ -28,16 +28,29 @@ from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.read import progress_bar, read_rows
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.ring_2_5 import Ring25
-from torch_hybrid.ops.formats.integers import GROUPS, INT4, INT8, in_4_bits, in_8_bits
+from torch_hybrid.ops.formats.integers import (
+    FP4,
+    GROUPS,
+    INT4,
+    INT8,
+    MXFP4,
+    NVFP4,
+    in_4_bits,
+    in_8_bits,
+    in_fp4,
+    num_scales,
+    stored_depth,
+)
 from torch_hybrid.ops.formats.stored_weights import WITH_SCALES
 from torch_hybrid.ranks import SummedLinear, SumOverRanks
 
-WEIGHTS = {"int8": INT8, "int4": INT4}
+WEIGHTS = {"int8": INT8, "int4": INT4, "mxfp4": FP4, "nvfp4": FP4}
+_BLOCKS = {"mxfp4": MXFP4, "nvfp4": NVFP4}
 # Names of modules that are not quantized: embeddings, of which a step reads a few rows, routers,
 # which are small and choose the experts, and a tower, whose modules are transformers' own.
 # benchmarks/figures/quantization.md has the measurements.
 KEPT = ("*embed*", "*router*", "*gate", "*.gate.*", "vision.*")
-# Names of modules that become INT8 where others become INT4.
+# Names of modules that become INT8 where others become INT4 or FP4.
 EIGHT_BITS = ("*head", "*k_proj", "*v_proj", "*o_proj", "*out_proj")
 
 _STRETCH_BYTES = 64 << 20  # of the rows that are quantized at once
@@ -55,24 +68,25 @@ def quantize(
     keep: Sequence[str] = KEPT,
     eight_bits: Sequence[str] = EIGHT_BITS,
 ) -> None:
-    """Quantize the weights of a model in memory to INT8 or INT4, one weight after the other.
+    """Quantize the weights of a model in memory to INT8, INT4 or FP4, one weight after the other.
 
-    In INT8, each row of a weight has one scale; in INT4, each ``group`` numbers of a row have one.
+    In INT8, each row of a weight has one scale; in INT4, each ``group`` numbers of a row have one;
+    in MXFP4 each 32 have a power of two, in NVFP4 each 16 a scale in FP8, and a row has a factor.
     Linear layers, embeddings and experts are quantized. Their GEMMs then read that much less
     memory; activations are not rounded.
 
     Args:
         model: model without a runner; it is changed.
-        weights: "int8" or "int4".
+        weights: "int8", "int4", "mxfp4" or "nvfp4".
         group: numbers of a row that share a scale in INT4: 32, 64 or 128.
         keep: patterns of names of modules that are not quantized; by default embeddings, routers
             and a tower. With ``()`` all are quantized.
-        eight_bits: patterns of names of modules that become INT8 where ``weights`` is "int4"; by
+        eight_bits: patterns of names of modules that become INT8 where others have 4 bits; by
             default the head, the outputs of mixers, and keys and values of attention.
 
     Raises:
-        ValueError: ``weights`` or ``group`` is none of these, or a group does not divide the rows
-            of a weight.
+        ValueError: ``weights`` or ``group`` is none of these, or a group, or 32 of FP4, does not
+            divide the rows of a weight.
         UnsupportedError: the model has quantized weights already.
     """
     check_weights(weights, group, others=())
@@ -91,7 +105,7 @@ class QuantizationPlan:
     Attributes:
         modules: names and modules whose weights are quantized.
         shapes: shapes and dtypes of the numbers of each weight, then of its scales.
-        group: numbers of a row that share a scale in INT4.
+        group: numbers of a row that share a scale in INT4 or FP4.
     """
 
     modules: list[tuple[str, nn.Module]]
@@ -118,6 +132,7 @@ def plan_integers(
         ValueError, UnsupportedError: as ``quantize``.
     """
     _refuse_with_scales(model)
+    group = _BLOCKS.get(weights, group)
     stored = _Stored(WEIGHTS[weights], group, tuple(keep), tuple(eight_bits))
     modules = list(_chosen(model, stored))
     shapes = [
@@ -183,12 +198,21 @@ class _Stored:
         dtype = self.dtype_of(name)
         if dtype == INT8:
             return [((*rows, depth), INT8), ((*rows,), torch.float32)]
-        if depth % self.group:
+        assert dtype is not None
+        is_fp4 = dtype == FP4
+        unit, instead = (MXFP4, "") if is_fp4 else (self.group, "choose another group, or ")
+        if depth % unit:
             raise ValueError(
-                f"{name} has rows of {depth} numbers, which groups of {self.group} do not divide: "
-                "choose another group, or name it in keep or eight_bits"
+                f"{name} has rows of {depth} numbers, which groups of {unit} do not divide: "
+                f"{instead}name it in keep or eight_bits"
             )
-        return [((*rows, depth // 2), INT4), ((*rows, depth // self.group), torch.float32)]
+        return [
+            ((*rows, stored_depth(depth, dtype)), dtype),
+            (
+                (*rows, num_scales(depth, self.group, dtype)),
+                torch.uint8 if is_fp4 else torch.float32,
+            ),
+        ]
 
 
 def _make_integers(
@@ -266,7 +290,10 @@ def _fill(
     count = max(1, _STRETCH_BYTES // row_bytes)
     for first in range(0, len(weight), count):
         rows = read(weight, first, count)
-        found = in_8_bits(rows) if numbers.dtype == INT8 else in_4_bits(rows, group)
+        if numbers.dtype == INT8:
+            found = in_8_bits(rows)
+        else:
+            found = (in_fp4 if numbers.dtype == FP4 else in_4_bits)(rows, group)
         numbers[first:][:count], scales[first:][:count] = found
         bar.update(rows.nbytes)
 

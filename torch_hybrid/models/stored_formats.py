@@ -11,6 +11,7 @@ from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.packed_tensors import Scheme, with_packed_integers
 from torch_hybrid.models.quantized import refuse_method
 from torch_hybrid.ops.formats.block_scales import BLOCK
+from torch_hybrid.ops.formats.integers import MXFP4, NVFP4
 
 # Maps a checkpoint to the same one with one tensor for each weight.
 AsWeights = Callable[[Checkpoint], Checkpoint]
@@ -84,12 +85,17 @@ _CT_GROUP_SAYS = {"format", "input_activations", "output_activations", "targets"
 _CT_WEIGHTS_SAY = {"actorder", "block_structure", "dynamic", "group_size", "num_bits", "strategy"}
 _CT_WEIGHTS_SAY |= {"symmetric", "type", "scale_dtype", "zp_dtype"}
 _CT_WEIGHTS_SAY |= {"observer", "observer_kwargs"}  # settings of the quantization itself
+# Strategies and blocks of 4-bit floats by format.
+_CT_FP4 = {
+    "mxfp4-pack-quantized": ("group", MXFP4),
+    "nvfp4-pack-quantized": ("tensor_group", NVFP4),
+}
 
 
 def _compressed_tensors(model_type: str, fields: _Fields) -> Scheme:
     check = partial(_check, model_type)
     _check_known(model_type, fields, _CT_SAYS)
-    format_ = check(fields, "format", "pack-quantized", "int-quantized")
+    format_ = check(fields, "format", "pack-quantized", "int-quantized", *_CT_FP4)
     check(fields, "quantization_status", "compressed", None)
     check(fields, "kv_cache_scheme", None)
     check(fields, "transform_config", None, {})
@@ -116,11 +122,18 @@ def _compressed_group(model_type: str, inside: str, group: _Fields, format_: str
     weights, inside = group.get("weights") or {}, f"{inside}weights."
     _check_known(model_type, weights, _CT_WEIGHTS_SAY, inside=inside)
     check = partial(check, weights, inside=inside)
-    check("type", "int")
+    check("type", "float" if format_ in _CT_FP4 else "int")
     check("dynamic", False, None)
     check("block_structure", None)
     why = ": columns in another order than their groups (act-order) are not served"
     check("actorder", None, False, "static", "weight", why=why)
+    if format_ in _CT_FP4:
+        strategy, block = _CT_FP4[format_]
+        check("num_bits", 4)
+        check("strategy", strategy)
+        check("group_size", block)
+        check("symmetric", True, default=True)
+        return Scheme(layout="fp4", group=block)
     bits = check("num_bits", *((4, 8) if format_ == "pack-quantized" else (8,)))
     if bits == 8:
         check("strategy", "channel")

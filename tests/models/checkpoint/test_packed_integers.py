@@ -54,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "v_head_dim": 64,
     },
 }
-_INTEGERS = (torch.int8, torch.uint8)
+_INTEGERS = (torch.int8, torch.uint8, torch.int32)
 
 
 def checkpoint(family: str, folder: Path, name: str, **options: Any) -> Path:
@@ -82,7 +82,7 @@ def assert_as_twin(folder: Path, twin: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     numbers = ("weight_packed", "qweight", "proj.weight")
     integers = [w for key, w in stored.items() if key.endswith(numbers)]
-    assert held > 0.8 * sum(w.nbytes for w in integers if w.dtype in (torch.int32, torch.int8))
+    assert held > 0.8 * sum(w.nbytes for w in integers if w.dtype in _INTEGERS)
     assert_serves(th.Runner(model, **SIZES, compile=False), oracle, list(decoded(LENGTHS, 2)))
 
 
@@ -143,6 +143,8 @@ ACT_ORDER = "columns in another order than their groups (act-order) are not serv
 _8_BITS = compressed_config("int-quantized", num_bits=8, strategy="channel")
 _ROUNDED = compressed_config("int-quantized", num_bits=8, strategy="channel")
 _ROUNDED["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
+_ROUNDED_FP4 = compressed_config("nvfp4-pack-quantized", type="float")
+_ROUNDED_FP4["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4, "type": "float"}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,23 @@ _ROUNDED["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
         (gptq_config(rotation="hadamard"), "not known here: quantization_config.rotation"),
         (AWQ_CONFIG | {"version": "gemv"}, "version must be 'gemm' or 'GEMM', got 'gemv'"),
         (AWQ_CONFIG | {"zero_point": False}, "zero_point must be True, got False"),
-        (compressed_config("nvfp4-pack-quantized"), "format must be 'pack-quantized' or"),
+        (
+            compressed_config("naive-quantized"),
+            "format must be 'pack-quantized' or 'int-quantized'",
+        ),
+        (compressed_config("mxfp4-pack-quantized"), "weights.type must be 'float', got 'int'"),
+        (
+            compressed_config("nvfp4-pack-quantized", type="float", strategy="tensor_group"),
+            "weights.group_size must be 16, got 32",
+        ),
+        (
+            compressed_config("mxfp4-pack-quantized", type="float", symmetric=False),
+            "weights.symmetric must be True, got False",
+        ),
+        (
+            _ROUNDED_FP4,
+            "input_activations must be None, got {'num_bits': 4, 'type': 'float'}: what",
+        ),
         (
             compressed_config("pack-quantized", actorder="group"),
             f"actorder must be None or False or 'static' or 'weight', got 'group': {ACT_ORDER}",
@@ -188,7 +206,7 @@ def changed(folder: Path, name: str, **tensors: Tensor | None) -> str:
     weights = load_file(file)
     for part, tensor in tensors.items():
         key = f"{LAYER}.{part}"
-        weights.pop(key)
+        del weights[key]
         if tensor is not None:
             weights[key] = tensor
     save_file(weights, file, {"format": "pt"})
@@ -222,12 +240,32 @@ LAYER = "model.layers.0.mlp.up_proj"
             torch.full((4, 128), torch.nan).half(),
             f"weight {LAYER}.scales has 512 NaN",
         ),
+        ("mxfp4", "weight_scale", torch.ones(128, 4), "of shape [128, 4] in uint8, got"),
+        ("mxfp4", "weight_scale", torch.ones(128, 8).byte(), "scales of shape [128, 4] in uint8"),
+        (
+            "mxfp4",
+            "weight_scale",
+            torch.full((128, 4), 255).byte(),
+            f"weight {LAYER}.weight_scale has 512 NaN",
+        ),
+        ("mxfp4", "weight_packed", torch.zeros(128, 64).int(), "of shape [128, 64] in uint8, got"),
+        ("nvfp4", "weight_scale", torch.ones(128, 8), "scales of shape [128, 8] in float8_e4m3fn"),
+        ("nvfp4", "weight_global_scale", None, "a global scale of shape [1] in float32, got none"),
+        ("nvfp4", "weight_global_scale", torch.ones(2), "weight_global_scale [2] in float32"),
+        ("nvfp4", "weight_global_scale", torch.zeros(1), "must be positive and finite, got 0"),
     ],
 )
 def test_tensors_that_do_not_fit(
     name: str, part: str, tensor: Tensor | None, expected: str, tmp_path: Path
 ):
     assert expected in changed(tmp_path, name, **{part: tensor})
+
+
+def test_rows_of_fp4_of_another_size(tmp_path: Path):
+    heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    checkpoint("qwen3_5", tmp_path, "nvfp4", intermediate_size=80, **heads)
+    with pytest.raises(ValueError, match="a multiple of 32 numbers in FP4, got 80"):
+        th.from_pretrained(tmp_path)
 
 
 def test_ranks_that_cut_groups(tmp_path: Path):

@@ -27,7 +27,7 @@ from tests.ops.fused_experts.cases import (
     make_inputs,
     make_integer_inputs,
 )
-from tests.ops.integers import FORMATS
+from tests.ops.integers import FORMATS, not_finite
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, NO_FEATURES
 from torch_hybrid.ops.formats.stored_weights import dequantized, features_of
 from torch_hybrid.ops.fused_experts import fused_experts
@@ -201,7 +201,7 @@ def exact_of(
     rounds: bool = False,
 ) -> Tensor:
     """The result exactly; with ``rounds`` of tokens and hidden activations in 8 bits."""
-    exact_scales = {name: scale.double() for name, scale in scales.items()}
+    exact_scales = {n: s.double() if s.is_floating_point() else s for n, s in scales.items()}
     x, ids, expert_weights, gate_up, down = inputs
     exact = *to_exact(x, ids, expert_weights), gate_up, down
     return expected_of(exact, **exact_scales, **options, rounds=rounds)
@@ -267,9 +267,10 @@ def test_a_scale_is_that_of_its_expert_and_row(impl: str, num_tokens: int, store
     inputs, scales = make_integer_inputs(case, stored)
     check_takes(impl, inputs[3])
     expected = run(inputs, impl, **scales)
-    scales["gate_up_scales"][:-1] = torch.nan  # of experts that are not hit
-    scales["down_scales"][:-1] = torch.nan
-    scales["down_scales"][-1, 70] = torch.nan
+    nan = not_finite(scales["down_scales"], torch.nan)
+    scales["gate_up_scales"][:-1] = nan  # of experts that are not hit
+    scales["down_scales"][:-1] = nan
+    scales["down_scales"][-1, 70] = nan
     out = run(inputs, impl, **scales)
     assert out[:, 70].isnan().all()
     clean = [i for i in range(out.shape[1]) if i != 70]
@@ -339,6 +340,9 @@ def integer_errors() -> list[str]:
     int4 = dict(zip(names, inputs, strict=True)) | scales
     inputs, scales = make_integer_inputs(SMALL, "int8")
     int8 = dict(zip(names, inputs, strict=True)) | scales
+    inputs, scales = make_integer_inputs(SMALL, "mxfp4")
+    mxfp4 = dict(zip(names, inputs, strict=True)) | scales
+    _, nvfp4 = make_integer_inputs(SMALL, "nvfp4")
     return [
         failing(**int8 | {"down_scales": torch.ones(4, 20)}),
         failing(**int8 | {"down": int4["down"]}),
@@ -350,6 +354,9 @@ def integer_errors() -> list[str]:
             | {"gate_up_scales": torch.ones(4, 80, 1)}
             | {"down": torch.zeros(4, 32, 20, dtype=torch.uint8)}
         ),
+        failing(**mxfp4 | {"down_scales": nvfp4["down_scales"]}),
+        failing(**mxfp4 | {"gate_up_scales": mxfp4["gate_up_scales"][..., 1:]}),
+        failing(**mxfp4 | {"down_scales": mxfp4["down_scales"].float()}),
     ]
 
 
@@ -385,11 +392,14 @@ gate_up_scales must be given where the other scales are, got None
 gate_up must have dtype torch.float32, got torch.float8_e4m3fn
 down must have dtype torch.float8_e4m3fn, got torch.float32
 gate_up_scales must have shape [4, 4, 3], got [4, 3, 3]
-down_scales must have dtype torch.float32, got torch.float64
+down_scales must have dtype torch.float32 or torch.uint8, got torch.float64
 down_scales must be contiguous, got strides [6, 1, 3]
 down_scales must have shape [4, 24], got [4, 20]
 down must have shape [4, 24, 16], got [4, 32, 16]
 down_scales must have shape [4, 32, 1], or 2 of each with zero points, got [4, 32, 2]
 gate_up must have shape [4, 64, 16], got [4, 64, 12]
-down_scales: a row of 40 numbers of 4 bits has no whole groups of 32, 64 or 128""",
+down_scales: a row of 40 numbers of 4 bits has no whole groups of 32, 64 or 128
+gate_up_scales and down_scales must be of MXFP4 or of NVFP4, got both
+gate_up_scales must have shape [4, 64, 1] of MXFP4 or [4, 64, 6] of NVFP4, got [4, 64, 0]
+down_scales must have dtype torch.uint8, got torch.float32""",
     )

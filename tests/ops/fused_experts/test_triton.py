@@ -32,7 +32,7 @@ from tests.ops.fused_experts.test_contract import (
     exact_of,
     is_rounded,
 )
-from tests.ops.integers import FORMATS
+from tests.ops.integers import FORMATS, without_data
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
@@ -57,7 +57,7 @@ CONTRACT = """
     )
     or triton_invariant and not integer and (exact and (some_choices or no_tokens) or any_batch)
     or triton and not triton_invariant and not opcheck
-        and integers and odd_sizes and (int8 or int4_64_zeros) and not no_gate
+        and integers and odd_sizes and (int8 or int4_64_zeros or fp4) and not no_gate
 """
 # More experts than a launch has blocks, several blocks of an expert, and blocks of many rows.
 WIDE = {
@@ -306,7 +306,7 @@ def test_compiles_without_spills() -> None:
     ]
     rows += [
         resources_of(launch, "sm_90", f"Qwen3-Next {num_tokens}, {stored}")
-        for stored in ("int8", "int4_of_32", "int4_of_128", "int4_64_zeros")
+        for stored in ("int8", "int4_of_32", "int4_of_128", "int4_64_zeros", "mxfp4", "nvfp4")
         for num_tokens in (1, 32, 4096)
         for launch in record_integer_launches("sm_90", num_tokens, stored).values()
     ]
@@ -399,21 +399,11 @@ def record_integer_launches(
     """The same of Qwen3-Next's experts as integers."""
     from torch_hybrid.ops.fused_experts import _triton
 
-    group = FORMATS[stored]
-
     def empty(*shape: int, dtype: torch.dtype = x_dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    def weight(*shape: int) -> tuple[Tensor, Tensor]:
-        *rows, depth = shape
-        if group is None:
-            return empty(*shape, dtype=torch.int8), empty(*rows, dtype=torch.float32)
-        pair = (2,) if stored.endswith("zeros") else ()
-        scales = empty(*rows, depth // group, *pair, dtype=torch.float32)
-        return empty(*rows, depth // 2, dtype=torch.uint8), scales
-
-    gate_up, gate_up_scales = weight(512, 1024, 2048)
-    down, down_scales = weight(512, 2048, 512)
+    gate_up, gate_up_scales = without_data((512, 1024, 2048), stored)
+    down, down_scales = without_data((512, 2048, 512), stored)
     with launches_on(target) as launches:
         x = FusedExperts(
             empty(num_tokens, 2048),

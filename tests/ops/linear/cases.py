@@ -66,7 +66,10 @@ class Inputs(DeclaredInputs, Linear):
     def exact(self) -> Self:
         """Convert to float64 what the op computes with; weights stay as they are stored."""
         biases = [None if bias is None else bias.double() for bias in self.biases]
-        scales = None if self.scales is None else [scale.double() for scale in self.scales]
+        scales = None
+        if self.scales is not None:  # bytes of FP4 stay what they are
+            floats = [scale.is_floating_point() for scale in self.scales]
+            scales = [s.double() if f else s for s, f in zip(self.scales, floats, strict=True)]
         return replace(self, x=self.x.double(), biases=biases, scales=scales)
 
     def on_gpu(self) -> Self:

@@ -19,7 +19,7 @@ from tests.ops.contract import (
     impls_on,
     skip_reason,
 )
-from tests.ops.integers import FORMATS
+from tests.ops.integers import FORMATS, not_finite
 from tests.ops.linear.cases import (
     CASES,
     Case,
@@ -31,6 +31,7 @@ from tests.ops.linear.cases import (
 )
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, NO_FEATURES
 from torch_hybrid.ops.formats.block_scales import rounded
+from torch_hybrid.ops.formats.integers import MXFP4, NVFP4
 from torch_hybrid.ops.formats.stored_weights import features_of
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.op import FEATURES, IMPLEMENTATIONS, MIXED
@@ -196,11 +197,12 @@ def check_takes(impl: str, weight: Tensor) -> None:
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("name", CASES)
 def test_integers_match_the_exact_result(impl: str, name: str, stored: str, dtype: str) -> None:
-    """Of a single number the reference may be right by chance, but not in several draws."""
+    """Of a single number the reference may be right by chance, but not in several draws; of FP4,
+    too, whose few numbers are summed almost exactly, it may be nearer than it is at worst."""
     case = CASES[name]
     is_one_number = case.num_rows == len(case.widths) == case.widths[0] == 1
     draws = []
-    for seed in range(8 if is_one_number else 1):
+    for seed in range(8 if is_one_number else 3 if stored.endswith("fp4") else 1):
         inputs = make_integer_inputs(case, stored, dtype=DTYPES[dtype], seed=seed)
         check_takes(impl, inputs.weights[0])
         draws.append((inputs.run(impl), *expected_of(inputs)))
@@ -254,12 +256,39 @@ def test_a_scale_is_that_of_its_row_or_group(impl: str, num_rows: int, stored: s
     check_takes(impl, inputs.weights[0])
     assert inputs.scales is not None
     expected = inputs.run(impl)
-    inputs.scales[0][5], inputs.scales[1][49] = torch.nan, torch.inf
+    first, second = inputs.scales
+    first[5], second[49] = not_finite(first, torch.nan), not_finite(second, torch.inf)
     out = inputs.run(impl)
     assert out[:, 5].isnan().all()
     assert not out[:, 86].isfinite().any()
     clean = [i for i in range(87) if i not in (5, 86)]
     assert torch.equal(out[:, clean], expected[:, clean])
+
+
+@pytest.mark.parametrize("num_rows", [1, 6, 40])
+@pytest.mark.parametrize("block", [MXFP4, NVFP4])
+def test_every_number_and_scale_of_fp4(impl: str, block: int, num_rows: int) -> None:
+    """A one in a column of x picks its number, of blocks with all scales that are finite."""
+    words = torch.tensor([0x76543210, -0x1234568], dtype=torch.int32)  # each number
+    weight = words.repeat(256, 4)
+    check_takes(impl, weight)
+    stored = torch.arange(256, dtype=torch.uint8)[:, None]
+    if block == NVFP4:
+        factor = torch.tensor([0.75]).view(torch.uint8).expand(256, -1)
+        scales = torch.cat([stored, stored.flip(0), stored, stored, factor], 1)
+        worth = scales[:, :4].contiguous().view(torch.float8_e4m3fn).float() * 0.75
+    else:
+        scales = torch.cat([stored, stored.flip(0)], 1)
+        worth = scales.view(torch.float8_e8m0fnu).float()
+    sizes = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    numbers = torch.tensor([s * v for s in (1, -1) for v in sizes] * 4)
+    keeps = (worth.abs() < 2.0**120).all(1)  # none is infinite, nor NaN
+    for column in range(64):
+        x = torch.zeros(num_rows, 64)
+        x[:, column] = 1
+        out = linear(x, [weight[keeps]], [None], scales=[scales[keeps]], impl=impl)
+        expected = numbers[column] * worth[keeps, column // block]
+        assert torch.equal(out, expected.expand(num_rows, -1))
 
 
 # ---- the op as the compiler sees it ----------------------------------------------------------
@@ -339,6 +368,24 @@ def integer_errors() -> list[str]:
             biases=[None],
             scales=[torch.ones(3, 2)],
         ),
+        *fp4_errors(case),
+    ]
+
+
+def fp4_errors(case: Case) -> list[str]:
+    mxfp4, nvfp4 = (given(make_integer_inputs(case, name)) for name in ("mxfp4", "nvfp4"))
+    scales = nvfp4["scales"]
+    return [
+        failing(**mxfp4 | {"scales": [scales[0], scales[1][:, :24]]}),
+        failing(**mxfp4 | {"scales": [scales[0], mxfp4["scales"][1].float()]}),
+        failing(**mxfp4 | {"scales": [scales[0], mxfp4["scales"][1]]}),
+        failing(**mxfp4 | {"x": torch.randn(2, 385)}),
+        failing(
+            x=torch.randn(2, 48),
+            weights=[torch.zeros(3, 6, dtype=torch.int32)],
+            biases=[None],
+            scales=[torch.ones(3, 7, dtype=torch.uint8)],
+        ),
     ]
 
 
@@ -382,5 +429,10 @@ scales[1] must have shape [20], got [20, 1]
 weights[1] must have shape [20, 192], got [20, 50]
 scales[1] must have shape [20, 12] or [20, 6] or [20, 3], or 2 of each with zero points, got [20, 4]
 scales[0] must have dtype torch.float32, got torch.float16
-scales[0]: a row of 50 numbers of 4 bits has no whole groups of 32, 64 or 128""",
+scales[0]: a row of 50 numbers of 4 bits has no whole groups of 32, 64 or 128
+scales[1] must have shape [20, 12] of MXFP4 or [20, 28] of NVFP4, got [20, 24]
+scales[1] must have dtype torch.uint8, got torch.float32
+scales must be of MXFP4 or of NVFP4, got both
+weights[0] must have shape [7, 49], got [7, 48]
+scales[0]: a row of FP4 must have a multiple of 32 numbers, got 48""",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget
-from tests.ops.integers import FORMATS
+from tests.ops.integers import FORMATS, without_data
 from tests.ops.linear.cases import (
     CASES,
     Case,
@@ -167,7 +168,7 @@ def test_compiles_without_spills() -> None:
             label = f"{name}, {num_rows} rows"
             launches = fp8_launches(target, num_rows, *REAL[name]).values()
             rows += [resources_of(launch, target, label) for launch in launches]
-    for stored in ("int8", "int4_of_32", "int4_of_128", "int4_64_zeros"):
+    for stored in ("int8", "int4_of_32", "int4_of_128", "int4_64_zeros", "mxfp4", "nvfp4"):
         for name, num_rows in (*(("qkv", n) for n in (1, 4, 32, 64)), ("out_proj", 1000)):
             launches = integer_launches("sm_90", num_rows, *REAL[name], stored).values()
             label = f"{name} of {stored}, {num_rows} rows"
@@ -194,8 +195,7 @@ def nowhere(
     scale_shapes: Sequence[tuple[int, ...]] = (),
 ) -> Inputs:
     """Make inputs without data; as many weights as there are scales are ``stored``."""
-    wide = depth // 2 if stored == torch.uint8 else depth
-    shapes = [((n, wide), stored) for n in widths[: len(scale_shapes)]]
+    shapes = [((n, depth), stored) for n in widths[: len(scale_shapes)]]
     shapes += [((n, depth), dtype) for n in widths[len(scale_shapes) :]]
     return Inputs(
         x=torch.empty(num_rows, depth, dtype=dtype, device="meta"),
@@ -222,12 +222,10 @@ def integer_launches(
 ) -> dict[str, Launch]:
     from torch_hybrid.ops.linear import _triton
 
-    group = FORMATS[stored]
-    dtype = torch.int8 if group is None else torch.uint8
-    pair = (2,) if stored.endswith("zeros") else ()
-    shapes = [(n,) if group is None else (n, depth // group, *pair) for n in widths]
+    weights, scales = zip(*(without_data((n, depth), stored) for n in widths), strict=True)
+    inputs = nowhere(num_rows, depth, widths)
     with launches_on(target) as launches:
-        _triton.linear(nowhere(num_rows, depth, widths, stored=dtype, scale_shapes=shapes))
+        _triton.linear(replace(inputs, weights=list(weights), scales=list(scales)))
     return launches
 
 

@@ -1,4 +1,4 @@
-"""Unread INT4 and INT8 weights: the stored layouts of numbers, scales and zero points.
+"""Unread INT4, INT8 and FP4 weights: the stored layouts of numbers, scales and zero points.
 
 A weight [N, K] has INT4 numbers, eight of them in an int32 word, or INT8 ones. INT4, and INT8 in
 words, are stored unsigned: 8 or 128 more than their values. ``ops/formats/integers.py`` has the
@@ -9,6 +9,9 @@ layout that GEMMs take. The stored layouts, with G groups of a row:
     columns     [K / 8, N]        [G, N]    [G, N / 8]        GPTQ
     columns_v1  the same, and zero points are stored as one less
     awq         [K, N / 8]        [G, N]    [G, N / 8]        AWQ; eight in an order of its own
+    fp4         [N, K / 8]        [N, G]    -                 compressed-tensors, mxfp4- and nvfp4-
+
+FP4's scales are bytes. NVFP4 has a divisor of all scales, in the place of zero points.
 
 A word of eight numbers along K, the first in the lowest bits, is four bytes of the GEMMs' layout.
 The reader copies or transposes such words. It transposes the others in blocks of 8 x 8 numbers.
@@ -43,9 +46,18 @@ from torch_hybrid.models.checkpoint.content import (
     narrow,
 )
 from torch_hybrid.models.checkpoint.unread import Unread
-from torch_hybrid.ops.formats.integers import GROUPS, INT4, INT8
+from torch_hybrid.ops.formats.integers import (
+    FACTOR_BYTES,
+    FP4,
+    GROUPS,
+    INT4,
+    INT8,
+    MXFP4,
+    num_scales,
+)
 
 IN_WORD = 8  # INT4 numbers in an int32
+_BY_ROWS = ("rows", "fp4")  # layouts that are not transposed
 _IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 # The number of a word, from the lowest bits on, that belongs to each of eight rows.
 _ORDERS = {"awq": (0, 4, 1, 5, 2, 6, 3, 7)}
@@ -70,7 +82,7 @@ def group_of(stored: Stored) -> int:
 def _scales(packed: Packed) -> Tensor:
     """Make a meta view [N, G] of the stored scales."""
     where = Slice.whole(packed.scales).where
-    return where if packed.layout == "rows" else where.T
+    return where if packed.layout in _BY_ROWS else where.T
 
 
 def _has_whole_rows(part: Slice) -> bool:
@@ -82,7 +94,13 @@ def _has_whole_rows(part: Slice) -> bool:
 
 
 def _is_blocked(packed: Packed) -> bool:
-    return packed.layout == "awq" or packed.zeros is not None
+    return packed.layout == "awq" or (packed.zeros is not None and packed.layout != "fp4")
+
+
+def _unit(stored: Stored) -> int:
+    """Choose how many columns are kept together; 0 for INT8."""
+    assert stored.packed is not None
+    return MXFP4 if stored.packed.layout == "fp4" else group_of(stored)
 
 
 def kind_of(content: Content) -> tuple[object, ...] | None:
@@ -126,6 +144,13 @@ def numbers_and_scales(weight: Unread) -> tuple[Unread, Unread]:
     assert first.packed is not None
     *leading, depth = weight.shape
     numbers = _mapped(weight.content, _numbers, first.packed.layout == "awq")
+    if first.packed.layout == "fp4":
+        scales = _mapped(weight.content, _fp4_scales_of, False)
+        shape = [*leading, num_scales(depth, group_of(first), FP4)]
+        return (
+            Unread(numbers, FP4, weight.device, shape=[*leading, depth // IN_WORD]),
+            Unread(scales, torch.uint8, weight.device, shape=shape),
+        )
     scales = _mapped(weight.content, _scales_of, first.packed.zeros is not None)
     if first.packed.bits == 8:
         shape = [*leading, depth]
@@ -150,6 +175,10 @@ def _mapped(content: Content, part_of: Callable[[Slice], Content], is_blocked: b
     if isinstance(content, Slice):
         return part_of(content)
     is_last = content.dim == len(content.shape) - 1
+    if is_last and part_of is _fp4_scales_of:  # each part has a factor behind its scales
+        raise UnsupportedError(
+            f"{leaves(content)[0].stored.name} of FP4 is merged with others along its columns"
+        )
     parts = [_mapped(part, part_of, is_blocked) for part in content.parts]
     return join(parts, content.dim + (is_blocked and is_last))
 
@@ -170,7 +199,7 @@ def _numbers(part: Slice) -> Content:
         where = where.unflatten(0, (-1, IN_WORD)).permute(2, 1, 0)
         row, rows = row // IN_WORD, rows // IN_WORD
         steps = (_transposed_blocks,)
-    elif packed.layout != "rows":
+    elif packed.layout not in _BY_ROWS:
         where = where.T
     where = where.narrow(0, row, rows)
     where = where.narrow(-1, column // IN_WORD, columns // IN_WORD)
@@ -184,11 +213,7 @@ def _scales_of(part: Slice) -> Content:
     first, count = 0, 1
     where = _scales(packed)
     if group := group_of(part.stored):
-        if column % group or columns % group:
-            raise UnsupportedError(
-                f"{part.stored.name} of 4 bits cannot be cut at {column} and {column + columns}: "
-                f"its scales are those of groups of {group}"
-            )
+        _check_cut(part)
         first, count = column // group, columns // group
         where = where.expand(-1, part.stored.shape[1] // group)
     where = where.narrow(0, row, rows).narrow(1, first, count)
@@ -207,6 +232,49 @@ def _scales_of(part: Slice) -> Content:
         steps=(partial(_one_of_eight, packed.layout),),
     )
     return join([scales, zeros], zeros.where.ndim - 1)
+
+
+def _check_cut(part: Slice) -> None:
+    """Raise UnsupportedError where columns are cut within groups."""
+    column, columns, unit = place_of(part)[1], part.shape[-1], _unit(part.stored)
+    if column % unit or columns % unit:
+        raise UnsupportedError(
+            f"{part.stored.name} of 4 bits cannot be cut at {column} and {column + columns}: "
+            f"its scales are those of groups of {unit}"
+        )
+
+
+def _fp4_scales_of(part: Slice) -> Content:
+    packed, block = part.stored.packed, group_of(part.stored)
+    assert packed is not None
+    _check_cut(part)
+    (row, column), (rows, columns) = place_of(part), part.shape[-2:]
+    where = _scales(packed).narrow(0, row, rows).narrow(1, column // block, columns // block)
+    steps: tuple[Step, ...] = (partial(_fp4_bytes, packed.scales.name),)
+    scales = Slice(stored=packed.scales, where=_with_leading(where, part), steps=steps)
+    if packed.zeros is None:
+        return scales
+    where = Slice.whole(packed.zeros).where.expand(rows, FACTOR_BYTES)
+    steps = (partial(_factor_bytes, packed.zeros.name),)
+    factor = Slice(stored=packed.zeros, where=_with_leading(where, part), steps=steps)
+    return join([scales, factor], factor.where.ndim - 1)
+
+
+def _fp4_bytes(name: str, scales: Tensor) -> Tensor:
+    """View scales as bytes; raise ValueError where some are NaN."""
+    stored = scales.view(torch.uint8)
+    is_nan = stored == 255 if scales.dtype == torch.uint8 else (stored & 127) == 127
+    if count := int(is_nan.sum()):
+        raise ValueError(f"weight {name} has {count} NaN or infinite values")
+    return stored
+
+
+def _factor_bytes(name: str, divisors: Tensor) -> Tensor:
+    """Make factors [..., 4] of bytes of as many equal divisors."""
+    factors = 1 / divisors[..., :1]
+    if not bool(((factors > 0) & factors.isfinite()).all()):
+        raise ValueError(f"{name} must be positive and finite, got {divisors.flatten()[0]:g}")
+    return factors.contiguous().view(torch.uint8)
 
 
 def _with_leading(where: Tensor, part: Slice) -> Tensor:
@@ -265,7 +333,7 @@ def enclosing(part: Slice) -> tuple[Slice, tuple[slice, slice]]:
     _check_not_multiplied(part)
     (row, column), (rows, columns) = place_of(part), part.shape[-2:]
     first_row, num_rows = _whole(row, rows, IN_WORD if _is_blocked(packed) else 1)
-    first_column, num_columns = _whole(column, columns, group_of(part.stored) or 1)
+    first_column, num_columns = _whole(column, columns, _unit(part.stored) or 1)
     whole = Slice.whole(part.stored)
     outer = narrow(narrow(whole, 0, first_row, num_rows), 1, first_column, num_columns)
     assert isinstance(outer, Slice)

@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors that make up each integer weight of a checkpoint."""
+"""Names and shapes of the tensors that make up each integer or FP4 weight of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch_hybrid.models.checkpoint.content import Packed, Slice, Stored
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.packed_integers import IN_WORD, group_of
 from torch_hybrid.models.checkpoint.pieces import values_of
+from torch_hybrid.ops.formats.integers import FP4, MXFP4, NVFP4
 
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A stored word of eight zero points of 8.
@@ -72,6 +73,12 @@ _OF_COLUMNS = {"numbers": ".qweight", "scales": ".scales", "zeros": ".qzeros", "
 _ENDINGS = {
     ("rows", True): {"numbers": ".weight_packed", **_OF_ROWS},
     ("rows", False): {"numbers": ".weight", **_OF_ROWS},
+    ("fp4", True): {
+        "numbers": ".weight_packed",
+        **_OF_ROWS,
+        "zeros": ".weight_global_scale",
+        "of_activations": ".input_global_scale",
+    },
     ("columns", True): _OF_COLUMNS,
     ("columns_v1", True): _OF_COLUMNS,
     ("awq", True): _OF_COLUMNS,
@@ -89,14 +96,26 @@ def _weight(
     check = partial(_check, checkpoint, name)
     num_rows, depth = shape
     num_groups = 1 if scheme.group == -1 else depth // scheme.group
-    check("numbers", numbers, _laid_out(scheme, "numbers", shape), (numbers.dtype,))
+    is_fp4 = scheme.layout == "fp4"
+    if is_fp4 and depth % MXFP4:
+        raise ValueError(
+            f"{name} in {checkpoint.folder} must have rows of a multiple of 32 numbers in FP4, got "
+            f"{depth}"
+        )
+    dtype = torch.uint8 if is_fp4 else numbers.dtype
+    check("numbers", numbers, _laid_out(scheme, "numbers", shape), (dtype,))
     expected = _laid_out(scheme, "scales", (num_rows, num_groups))
-    scales = check("scales", found["scales"], expected, _SCALE_DTYPES)
+    scales = check("scales", found["scales"], expected, _scale_dtypes(scheme))
     zeros, has_zeros = found["zeros"], scheme.has_zeros
-    if has_zeros or zeros is not None:
+    if is_fp4:
+        if scheme.group == NVFP4:
+            check("a global scale", zeros, (1,), (torch.float32,))
+        elif zeros is not None:
+            raise ValueError(f"{name} of MXFP4 must have no global scale, got {zeros.name}")
+    elif has_zeros or zeros is not None:
         expected = _laid_out(scheme, "zeros", (num_rows, num_groups))
         zeros = check("zero points", zeros, expected, (torch.int32,))
-    if zeros is not None and not has_zeros:
+    if zeros is not None and not (has_zeros or is_fp4):
         _check_symmetric(checkpoint, zeros, scheme)
         zeros = None
     if (order := found["order"]) is not None:
@@ -130,9 +149,9 @@ def _shape(scheme: Scheme, numbers: Stored) -> tuple[int, int]:
     if len(numbers.shape) != 2:
         raise ValueError(f"{numbers.name} must have 2 dimensions, got {[*numbers.shape]}")
     high, wide = numbers.shape
-    in_word = 32 // scheme.bits if scheme.words else 1
+    in_word = _in_word(scheme)
     match scheme.layout:
-        case "rows":
+        case "rows" | "fp4":
             return high, wide * in_word
         case "awq":
             return wide * in_word, high
@@ -144,9 +163,9 @@ def _laid_out(scheme: Scheme, what: str, shape: tuple[int, int]) -> tuple[int, .
     """Compute the stored shape of a weight's numbers [N, K], scales or zero points [N, G]."""
     rows, columns = shape
     if what == "numbers":
-        in_word = 32 // scheme.bits if scheme.words else 1
+        in_word = _in_word(scheme)
         match scheme.layout:
-            case "rows":
+            case "rows" | "fp4":
                 return rows, columns // in_word
             case "awq":
                 return columns, rows // in_word
@@ -154,7 +173,20 @@ def _laid_out(scheme: Scheme, what: str, shape: tuple[int, int]) -> tuple[int, .
                 return columns // in_word, rows
     if what == "zeros":
         rows = -(-rows // IN_WORD)
-    return (rows, columns) if scheme.layout == "rows" else (columns, rows)
+    return (rows, columns) if scheme.layout in ("rows", "fp4") else (columns, rows)
+
+
+def _in_word(scheme: Scheme) -> int:
+    """Count the numbers in an element of the stored tensor."""
+    if scheme.layout == "fp4":
+        return 2
+    return 32 // scheme.bits if scheme.words else 1
+
+
+def _scale_dtypes(scheme: Scheme) -> tuple[torch.dtype, ...]:
+    if scheme.layout != "fp4":
+        return _SCALE_DTYPES
+    return (torch.float8_e4m3fn if scheme.group == NVFP4 else torch.uint8,)
 
 
 def _check(
@@ -178,7 +210,10 @@ def _check(
 
 
 def _bytes(numbers: Stored, scheme: Scheme) -> Stored:
-    """View words of INT8 numbers as bytes, four to a word."""
+    """View words of INT8 numbers as bytes, four to a word, and bytes of FP4 as words."""
+    if scheme.layout == "fp4":
+        high, wide = numbers.shape
+        return replace(numbers, dtype=FP4, shape=(high, wide // 4))
     if scheme.bits == 4 or not scheme.words:
         return numbers
     high, wide = numbers.shape
