@@ -67,6 +67,7 @@ OPS: dict[str, tuple[str, ...]] = {
     ),
     "around the mixers": (
         "linear",
+        "lora",
         "fused_experts",
         "state_copy",
         "route",
