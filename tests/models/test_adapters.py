@@ -1,0 +1,81 @@
+"""Adapters of peft, unmerged, several in one batch: each sequence has peft's own logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_hybrid as th
+from tests.models.oracle import ask, make_texts
+from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_model
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+TEXTS = make_texts([11, 6])
+SIZES = {"max_seqs": 6, "max_tokens": 384, "kv_tokens": 1600, "max_adapters": 2}
+# peft refuses an adapter of this layer beside those of these models.
+_NO_OUT_PROJ = ("mamba", "falcon_mamba", "mamba2", "falcon_h1", "falcon_h1_norm", "nemotron_h")
+# Layers of which transformers takes the weight alone, or divides it where it is not trained: an
+# unmerged adapter is lost there, or weighs more. What they mean is the merged model.
+_MERGED = ("mamba", "falcon_mamba", "jamba", "rwkv")
+# By the names of layers of an MLP, peft adapts experts too.
+_WITH_EXPERTS = ("qwen3_next", "deepseek_v3")
+# Seeds of models whose routers are near no tie.
+_SEEDS = {"granitemoehybrid": 3}
+
+
+def targets(model: nn.Module, family: str) -> list[str]:
+    """All linear layers of the text model that can have an adapter."""
+    barred = ["kv_b_proj", "visual", "shared_transf"]
+    barred += ["out_proj"] * (family in _NO_OUT_PROJ)
+    barred += ["lm_head"] * (family in _MERGED)  # which would change a tied embedding too
+    barred += ["gate_proj", "up_proj", "down_proj"] * (family in _WITH_EXPERTS)
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and not any(each in name for each in barred)
+    ]
+
+
+def save_adapter(folder: Path, family: str, seed: int, **options: Any) -> Any:
+    """Write an adapter of random factors to a folder; return peft's model with it."""
+    base = make_tiny(family)
+    options = {"target_modules": targets(base, family), "r": 4, "lora_alpha": 8, **options}
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **options)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def make_tiny(family: str) -> Any:
+    return make_model(family, seed=_SEEDS.get(family, 0), **FEWEST_LAYERS.get(family, {}))
+
+
+def oracle_of(model: Any, family: str) -> list[Tensor]:
+    if family in _MERGED:
+        model = model.merge_and_unload()
+    return ask(model, TEXTS).logits
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_logits_are_those_of_peft(family: str, tmp_path: Path) -> None:
+    first = save_adapter(tmp_path / "a", family, seed=1)
+    second = save_adapter(tmp_path / "b", family, seed=2, use_rslora=True, r=3)
+    expected = [oracle_of(first, family), oracle_of(second, family)]
+    expected.append(ask(make_tiny(family), TEXTS).logits)
+    runner = th.Runner(th.adapt(make_tiny(family)), compile=False, **SIZES)
+    for name in "ab":
+        runner.load_adapter(name, tmp_path / name)
+    seqs = [runner.new_sequences(2, adapter=name) for name in ("a", "b", None)]
+    flat = [seq for own in seqs for seq in own]
+    prompts = runner.extend(flat, [text[:-1] for text in TEXTS] * 3).clone()
+    steps = runner.extend(flat, [text[-1:] for text in TEXTS] * 3)
+    for logits, place in ((prompts, -2), (steps, -1)):
+        wanted = torch.stack([own[place] for oracle in expected for own in oracle])
+        scale = wanted.abs().max()
+        assert (wanted[:2] - wanted[4:]).abs().max() > 0.1 * scale
+        assert (logits - wanted).abs().max() < 1e-4 * scale
