@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.backends.mode import Mode
+from torch_hybrid.caches.adapter import Adapter
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.caches.snapshot import Snapshot
@@ -24,7 +25,7 @@ from torch_hybrid.graphs.options.measure_kv_tokens import KvRoom
 from torch_hybrid.graphs.options.options import Options, takes_options, with_option_texts
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.step import Inputs, UpdatableModel, Variant
-from torch_hybrid.graphs.stepping.adapters import Adapters
+from torch_hybrid.graphs.stepping.adapters import Adapters, AdapterUser, ReadAdapter
 from torch_hybrid.graphs.stepping.background import BackgroundSteps
 from torch_hybrid.graphs.stepping.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.stepping.embeds import Embeds
@@ -205,7 +206,6 @@ class Runner(Shown):
         """Names of the loaded adapters, evicted ones included."""
         return () if self._adapted is None else self._adapted.names
 
-    @in_turn
     def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
         """Load an adapter (LoRA) from a folder, as peft's ``save_pretrained`` writes it.
 
@@ -219,7 +219,26 @@ class Runner(Shown):
                 not served.
             CapacityError: all slots are in use.
         """
-        self._adapters().load(name, Path(folder))
+        read = self._adapters().read(Path(folder))
+        self.turn.run("Runner.load_adapter", partial(self._add_adapter, name, read))
+
+    def _add_adapter(self, name: str, read: ReadAdapter) -> None:
+        self._execution.join()
+        self._adapters().add(name, read)
+
+    def use_adapters(self, names: Iterable[str], user: AdapterUser) -> list[Adapter]:
+        """Make adapters resident for the requests of an engine, which ``user`` then tells of.
+
+        Raises:
+            ValueError, CapacityError: as ``new_sequences`` does.
+        """
+        with self.lock:
+            self._execution.join()
+            found: list[Adapter] = []
+            for name in names:
+                found.append(self._adapters().resident(name, found))
+            self._adapters().users.add(user)
+            return found
 
     @in_turn
     def unload_adapter(self, name: str) -> None:

@@ -7,21 +7,37 @@ evicted     the least recently used without sequences, when another one needs it
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
+from weakref import WeakSet
 
 from torch_hybrid.backends.select import Backends, Choice, select
 from torch_hybrid.caches.adapter import Adapter
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.step import AdaptableModel, Model
-from torch_hybrid.layers.adapted import AdaptedLayers
+from torch_hybrid.layers.adapted import AdaptedLayers, Factors
 from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.lora.op import IMPLEMENTATIONS
 
 MOST_RANK = 256
+
+
+class AdapterUser(Protocol):
+    """Engine, whose unfinished requests keep their adapters resident."""
+
+    def adapters_in_use(self) -> set[Adapter]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """Adapter that was read from a folder, and the stamp of its files."""
+
+    folder: Path
+    stamp: tuple[int, ...]
+    factors: Sequence[Sequence[Factors]]
 
 
 @dataclass(eq=False)
@@ -68,6 +84,7 @@ class Adapters:
         )
 
     def __post_init__(self) -> None:
+        self.users: WeakSet[AdapterUser] = WeakSet()  # who may keep adapters resident
         self._known: dict[str, Adapter] = {}
         self._num_loads = self._num_starts = 0
 
@@ -86,21 +103,28 @@ class Adapters:
             raise ValueError(f"no adapter {name!r} is loaded; loaded are {sorted(self._known)}")
         return self._known[name]
 
-    def load(self, name: str, folder: Path, keep: Collection[Adapter] = ()) -> Adapter:
-        """Read an adapter from a folder into a slot, under a new name.
+    def read(self, folder: Path) -> ReadAdapter:
+        """Read an adapter from a folder; other threads may run steps meanwhile.
 
         Raises:
-            ValueError: the name is taken; or the adapter cannot be read, or is of another base.
-            UnsupportedError: what it computes is not served.
+            ValueError, UnsupportedError: as ``Runner.load_adapter`` does.
+        """
+        stamp = _stamp(folder)
+        return ReadAdapter(folder, stamp, self.model.read_adapter(folder, self.max_rank))
+
+    def add(self, name: str, read: ReadAdapter) -> None:
+        """Put an adapter that was read into a slot, under a new name.
+
+        Raises:
+            ValueError: the name is taken.
             CapacityError: all slots are in use.
         """
         if name in self._known:
             raise ValueError(f"an adapter {name!r} is loaded already: unload it first")
-        made = Adapter(name=name, number=self._num_loads + 1, folder=folder)
-        self._bring(made, keep)
+        made = Adapter(name=name, number=self._num_loads + 1, folder=read.folder, stamp=read.stamp)
+        self._place(made, read, ())
         self._num_loads += 1
         self._known[name] = made
-        return made
 
     def resident(self, name: str, keep: Collection[Adapter] = ()) -> Adapter:
         """Find a known adapter, and read it again if it was evicted.
@@ -111,34 +135,40 @@ class Adapters:
         """
         adapter = self.find(name)
         if not adapter.slot:
-            self._bring(adapter, keep)
+            read = self.read(adapter.folder)
+            if read.stamp != adapter.stamp:
+                raise ValueError(
+                    f"adapter {name!r} was evicted, and {adapter.folder} has changed since it was "
+                    f"loaded: unload it and load it anew"
+                )
+            self._place(adapter, read, keep)
         self._num_starts += 1
         adapter.last_used = self._num_starts
         return adapter
 
-    def unload(self, name: str, keep: Collection[Adapter] = ()) -> None:
+    def unload(self, name: str) -> None:
         """Forget an adapter.
 
         Raises:
             ValueError: there is none of this name, or it is in use.
         """
         adapter = self.find(name)
-        if adapter in self._in_use(keep):
+        if adapter in self._in_use():
             raise ValueError(f"adapter {name!r} is in use: end its sequences and requests first")
         del self._known[name]
         adapter.slot = 0
 
-    def _in_use(self, keep: Collection[Adapter]) -> set[Adapter]:
-        return {*keep, *self.cache.adapters_in_use}
+    def _in_use(self) -> set[Adapter]:
+        """List the adapters of live sequences, and of users' requests."""
+        return self.cache.adapters_in_use.union(*(user.adapters_in_use() for user in self.users))
 
-    def _bring(self, adapter: Adapter, keep: Collection[Adapter]) -> None:
-        """Read an adapter into a slot, and evict another one if there is no free slot."""
-        factors = self.model.read_adapter(adapter.folder, self.max_rank)
+    def _place(self, adapter: Adapter, read: ReadAdapter, keep: Collection[Adapter]) -> None:
+        """Put an adapter into a slot, and evict another one if there is no free slot."""
         residents = [other for other in self._known.values() if other.slot]
         free = {*range(1, 1 + self.max_adapters)} - {other.slot for other in residents}
         evicted = None
         if not free:
-            in_use = self._in_use(keep)
+            in_use = self._in_use().union(keep)
             idle = [other for other in residents if other not in in_use]
             if not idle:
                 raise CapacityError(
@@ -149,8 +179,14 @@ class Adapters:
         slot = min(free) if evicted is None else evicted.slot
         if evicted is not None:
             evicted.slot = 0
-        self.layers.write(slot, factors)
+        self.layers.write(slot, read.factors)
         adapter.slot = slot
+
+
+def _stamp(folder: Path) -> tuple[int, ...]:
+    """Return sizes and times of the last writes of a folder's files."""
+    files = sorted(folder.glob("adapter_*")) if folder.is_dir() else []
+    return tuple(x for file in files for x in (file.stat().st_size, file.stat().st_mtime_ns))
 
 
 def check_adapters(max_adapters: int, max_lora_rank: int) -> None:

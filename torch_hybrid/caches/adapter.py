@@ -14,6 +14,7 @@ class Adapter:
         name: by which requests ask for it.
         number: of the load, from 1; no other of the runner has it.
         folder: of its files.
+        stamp: of the files when they were read.
         slot: in the pools, from 1; 0 while it is in none.
         last_used: number of the last start of a sequence with it.
     """
@@ -21,6 +22,7 @@ class Adapter:
     name: str
     number: int
     folder: Path
+    stamp: tuple[int, ...] = ()
     slot: int = 0
     last_used: int = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch_hybrid.caches.adapter import Adapter
@@ -144,10 +144,11 @@ class Snapshots:
             ValueError: the handle is foreign or was released.
         """
         kept = self.find(snapshot)
-        return self.copies.to_host(kept.slot, kept.pages, snapshot.num_tokens)
+        copy = self.copies.to_host(kept.slot, kept.pages, snapshot.num_tokens)
+        return replace(copy, adapter=kept.adapter)
 
-    def from_host(self, copy: HostCopy, adapter: Adapter | None = None) -> Snapshot:
-        """Restore a spare snapshot from the host copy of one of this cache, which had ``adapter``.
+    def from_host(self, copy: HostCopy) -> Snapshot:
+        """Restore a spare snapshot from the host copy of one of this cache.
 
         Raises:
             CapacityError: there is no slot for its states, or fewer pages are free than it needs.
@@ -161,7 +162,7 @@ class Snapshots:
         self.copies.from_host(copy, slot, pages)
         self.pages.share(pages, spare=True)
         self.pages.give_back(pages)
-        return self.add(copy.num_tokens, slot, pages, spare=True, adapter=adapter)
+        return self.add(copy.num_tokens, slot, pages, spare=True, adapter=copy.adapter)
 
     def num_shared_pages(self, start: Snapshot, length: int) -> int:
         """Count the pages that starting after ``length`` tokens of a snapshot saves.
