@@ -183,12 +183,13 @@ def assemble(decided: Decided, owner: object) -> RunnerParts:
         cache = _make_cache(decided)
         given = GivenRows.of(model, options.max_tokens, options.takes_embeds)
         caches = {} if given is None else given.caches
-        choices = choose(model, decided.backends, compiles=bool(options.compile))
         adapters = _make_adapters(decided, cache)
         if adapters is not None:
-            choices = (*choices, adapters.choice)
             caches = {**caches, ADAPTERS: adapters.layers.pools}
         store = _open_store(decided, cache, caches) if options.compile else None
+        choices = choose(model, decided.backends, compiles=bool(options.compile))
+        if adapters is not None:
+            choices = (*choices, adapters.choose(decided.backends))
         batch_invariant = decided.backends.batch_invariant
         is_one_mode = options.prefill and batch_invariant and runs_one_mode(device)
         modes = modes_of(options.max_drafts, prefill=options.prefill, is_one_mode=is_one_mode)
@@ -268,7 +269,7 @@ def _make_adapters(decided: Decided, cache: HybridCache) -> Adapters | None:
     """Allocate the pools of adapters; None if the runner takes none.
 
     Raises:
-        UnsupportedError: the model takes no adapters, or no implementation serves them.
+        UnsupportedError: the model takes no adapters.
     """
     options = decided.options
     if not options.max_adapters:
@@ -276,7 +277,6 @@ def _make_adapters(decided: Decided, cache: HybridCache) -> Adapters | None:
     return Adapters.of(
         decided.model,
         cache,
-        decided.backends,
         max_adapters=options.max_adapters,
         max_rank=options.max_lora_rank,
     )

@@ -49,14 +49,12 @@ class Adapters:
     cache: HybridCache  # holds the sequences
     max_adapters: int  # number of slots
     max_rank: int  # largest rank
-    choice: Choice  # implementation of the op that adds them
 
     @classmethod
     def of(
         cls,
         model: Model,
         cache: HybridCache,
-        wanted: Backends,
         *,
         max_adapters: int,
         max_rank: int,
@@ -64,24 +62,33 @@ class Adapters:
         """Make the pools of a runner.
 
         Raises:
-            UnsupportedError: the model takes no adapters, or no implementation serves them.
+            UnsupportedError: the model takes no adapters.
         """
         if not isinstance(model, AdaptableModel):
             raise UnsupportedError(f"max_adapters: {type(model).__name__} takes no adapters")
         sites = model.adapter_sites()
-        needs = [
-            Need(device=model.device, dtype=site.dtype, features=wanted.features) for site in sites
-        ]
-        choice = select("lora", IMPLEMENTATIONS, needs, wanted.named("lora", "auto"))
-        layers = AdaptedLayers(sites, max_adapters, max_rank, device=model.device, impl=choice.impl)
+        layers = AdaptedLayers(sites, max_adapters, max_rank, device=model.device)
         return cls(
             model=model,
             layers=layers,
             cache=cache,
             max_adapters=max_adapters,
             max_rank=max_rank,
-            choice=choice,
         )
+
+    def choose(self, wanted: Backends) -> Choice:
+        """Choose the implementation that adds adapters to the outputs of layers.
+
+        Raises:
+            UnsupportedError: none serves them.
+        """
+        needs = [
+            Need(device=self.model.device, dtype=site.dtype, features=wanted.features)
+            for site in self.layers.sites
+        ]
+        choice = select("lora", IMPLEMENTATIONS, needs, wanted.named("lora", "auto"))
+        self.layers.impl = choice.impl
+        return choice
 
     def __post_init__(self) -> None:
         self.users: WeakSet[AdapterUser] = WeakSet()  # who may keep adapters resident

@@ -51,6 +51,8 @@ class AdaptedLayers:
         max_adapters: number of slots.
         max_rank: largest rank of an adapter's factors.
         device: of the pools.
+
+    Attributes:
         impl: implementation of ``lora``.
     """
 
@@ -62,9 +64,8 @@ class AdaptedLayers:
         max_rank: int,
         *,
         device: torch.device,
-        impl: str,
     ) -> None:
-        self.sites, self.impl = sites, impl
+        self.sites, self.impl = sites, "torch"
 
         def pool(site: AdapterSite) -> LayerCache:
             parts, outputs = len(site.widths), sum(site.widths)
