@@ -74,6 +74,16 @@ def read_adapter(folder: Path, max_rank: int) -> dict[str, LowRank]:
     return {name: _low_rank(name, own, config, folder, max_rank) for name, own in halves.items()}
 
 
+def largest_rank(folder: Path) -> int:
+    """Read the largest rank of an adapter's factors from its config.
+
+    Raises:
+        ValueError, UnsupportedError: as ``read_adapter`` does.
+    """
+    config = _read_config(folder)
+    return max(config["r"], *(config.get("rank_pattern") or {}).values(), 1)
+
+
 def factors_of(read: Mapping[str, LowRank], parts: tuple[Part, ...]) -> list[Factors]:
     """Bring the factors of layers of transformers into the rows of one of our layers."""
     found: list[Factors] = []
