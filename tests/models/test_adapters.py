@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_hybrid as th
+from tests.graphs.as_traced import run_as_traced
 from tests.models.oracle import ask, make_texts
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_model
 
@@ -79,3 +80,85 @@ def test_logits_are_those_of_peft(family: str, tmp_path: Path) -> None:
         scale = wanted.abs().max()
         assert (wanted[:2] - wanted[4:]).abs().max() > 0.1 * scale
         assert (logits - wanted).abs().max() < 1e-4 * scale
+
+
+def mixed(
+    runner: th.Runner, names: list[str | None], *, alone: bool = False, by_token: bool = False
+) -> list[Tensor]:
+    """Logits of a prompt and two decode steps of a sequence for each name, in one batch or each by
+    itself."""
+    seqs = [runner.new_sequences(1, adapter=name)[0] for name in names]
+    text = TEXTS[0][-3:] if by_token else TEXTS[0]
+    found = []
+    for tokens in (text[:-2], text[-2:-1], text[-1:]):
+        batches = [[seq] for seq in seqs] if alone else [seqs]
+        rows = [runner.extend(own, [tokens] * len(own)).clone() for own in batches]
+        found.append(torch.cat(rows))
+    runner.free(seqs)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in "ab"}
+    for seed, folder in enumerate(made.values()):
+        save_adapter(folder, "qwen3_5", seed=seed)
+    return made
+
+
+def make_runner(folders: dict[str, Path], model: Any = None, **options: Any) -> th.Runner:
+    model = th.adapt(make_tiny("qwen3_5")) if model is None else model
+    runner = th.Runner(model, **{"compile": False, **SIZES, **options})
+    for name, folder in folders.items():
+        runner.load_adapter(name, folder)
+    return runner
+
+
+NAMES = ["a", None, "b", "a"]
+
+
+def test_batch_invariant(folders: dict[str, Path]) -> None:
+    runner = make_runner(folders, batch_invariant=True)
+    for together, apart in zip(mixed(runner, NAMES), mixed(runner, NAMES, alone=True), strict=True):
+        assert torch.equal(together, apart)
+
+
+def test_compiled_steps(folders: dict[str, Path]) -> None:
+    """In halves, with adapters and without, each by a graph of its own; the latter's is a plain
+    runner's."""
+    options = {"prefill": False, "two_batch_overlap": "on", "cuda_graphs": "on"}
+    expected = mixed(make_runner(folders), NAMES, by_token=True)
+    with run_as_traced():
+        runner = make_runner(folders, compile=True, **options)
+        for logits, wanted in zip(mixed(runner, NAMES, by_token=True), expected, strict=True):
+            torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+        plain = make_runner({}, compile=True, max_adapters=0, **options)
+        both = (mixed(each, [None], by_token=True) for each in (runner, plain))
+        assert all(map(torch.equal, *both))
+    report, alike = runner.report(), plain.report()
+    assert report.recompiles == 0
+    with_adapters = {name for name in report.graphs if name.endswith("adapters")}
+    assert report.graphs.keys() - with_adapters == alike.graphs.keys()
+    for name, graph in report.graphs.items():
+        has_op = any(op.startswith("lora[") for op in graph.ops)
+        assert has_op == (name in with_adapters)
+        if not has_op:
+            assert graph.ops == alike.graphs[name].ops
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_quantized_base(folders: dict[str, Path], weights: str) -> None:
+    """What an adapter adds is not rounded: errors are the base's own."""
+    exact = make_runner(folders)
+    model = th.adapt(make_tiny("qwen3_5"))
+    th.quantize(model, weights)
+    rounded = make_runner(folders, model)
+    errors = {
+        name: max(
+            (a - b).norm() / b.norm()
+            for a, b in zip(mixed(rounded, [name]), mixed(exact, [name]), strict=True)
+        )
+        for name in (None, "a", "b")
+    }
+    assert min(errors.values()) > 1e-3
+    assert max(errors.values()) < 2 * errors[None]
