@@ -190,6 +190,17 @@ class Adapters:
         adapter.slot = slot
 
 
+def adapter_bytes(model: Model, max_adapters: int, max_rank: int) -> int:
+    """Count the bytes of a runner's pools of adapters."""
+    if not max_adapters or not isinstance(model, AdaptableModel):
+        return 0
+    of_rank = sum(
+        site.dtype.itemsize * (len(site.widths) * site.inputs + sum(site.widths))
+        for site in model.adapter_sites()
+    )
+    return max_adapters * max_rank * of_rank
+
+
 def _stamp(folder: Path) -> tuple[int, ...]:
     """Return sizes and times of the last writes of a folder's files."""
     files = sorted(folder.glob("adapter_*")) if folder.is_dir() else []

@@ -13,6 +13,8 @@ import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
 from tests.models.oracle import ask, make_texts
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_model
+from torch_hybrid.graphs.stepping.adapters import adapter_bytes
+from torch_hybrid.ranks import Ranks
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -162,3 +164,28 @@ def test_a_quantized_base(folders: dict[str, Path], weights: str) -> None:
     }
     assert min(errors.values()) > 1e-3
     assert max(errors.values()) < 2 * errors[None]
+
+
+def test_bytes_of_the_pools(folders: dict[str, Path]) -> None:
+    """``kv_tokens="auto"`` leaves room for them."""
+    runner = make_runner(folders)
+    pools = runner._adapted.layers.pools
+    assert sum(pool[name].nbytes for pool in pools for name in "ab") == adapter_bytes(
+        runner.model, SIZES["max_adapters"], 16
+    )
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "zamba"])
+def test_layers_that_can_have_no_adapter(family: str, tmp_path: Path) -> None:
+    targets = {"deepseek_v3": "kv_b_proj", "zamba": "q_proj"}[family]
+    save_adapter(tmp_path, family, seed=1, target_modules=[targets])
+    runner = th.Runner(th.adapt(make_tiny(family)), compile=False, **SIZES)
+    with pytest.raises(th.UnsupportedError, match=rf"adapts .*{targets}, which is not served: "):
+        runner.load_adapter("a", tmp_path)
+
+
+def test_models_that_take_none() -> None:
+    model = th.adapt(make_tiny("qwen3_5"))
+    model.ranks = Ranks(rank=0, size=2, group_name="")
+    with pytest.raises(th.UnsupportedError, match="several ranks share are not served"):
+        th.Runner(model, compile=False, **SIZES)

@@ -70,10 +70,8 @@ def find_places(model: HybridModel) -> Places:
     """Find where the linear layers of transformers are in a model.
 
     Raises:
-        UnsupportedError: several ranks share the model.
+        UnsupportedError: a linear layer of ours is not made of whole rows of theirs.
     """
-    if model.ranks is not None:
-        raise UnsupportedError("adapters of a model that several ranks share are not served")
     twin, architecture = _unread_twin(model.hf_model)
     shapes = {
         name: (module.out_features, module.in_features)

@@ -55,6 +55,8 @@ def read_for_sites(model: HybridModel, folder: Path, max_rank: int) -> list[list
 
 
 def _places(model: HybridModel) -> Places:
+    if model.ranks is not None:
+        raise UnsupportedError("adapters of a model that several ranks share are not served")
     if model not in _PLACES:
         _PLACES[model] = find_places(model)
     return _PLACES[model]
