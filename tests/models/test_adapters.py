@@ -14,7 +14,9 @@ from tests.graphs.as_traced import run_as_traced
 from tests.models.oracle import ask, make_texts
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_model
 from torch_hybrid.graphs.stepping.adapters import adapter_bytes
-from torch_hybrid.ranks import Ranks
+from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.layers.side_by_side import SideBySide
+from torch_hybrid.ranks import Ranks, linear_of
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -164,6 +166,18 @@ def test_a_quantized_base(folders: dict[str, Path], weights: str) -> None:
     }
     assert min(errors.values()) > 1e-3
     assert max(errors.values()) < 2 * errors[None]
+
+
+def test_projections_in_parts(folders: dict[str, Path]) -> None:
+    """Of which only some rows are quantized, for example: the parts have adapters of their own."""
+    expected = mixed(make_runner(folders), NAMES)
+    model = th.adapt(make_tiny("qwen3_5"))
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNet):
+            weights = module.in_proj.weight.split([70, module.in_proj.out_features - 70])
+            module.in_proj = SideBySide([linear_of(weight) for weight in weights])
+    for logits, wanted in zip(mixed(make_runner(folders, model), NAMES), expected, strict=True):
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_bytes_of_the_pools(folders: dict[str, Path]) -> None:

@@ -66,9 +66,9 @@ def _sites(model: HybridModel) -> list[tuple[str, Any, Parts]]:
     """List path, module and parts of each linear layer; one of several layers has a site each."""
     found: list[tuple[str, Any, Parts]] = []
     for path, parts in _places(model).linears.items():
-        module = model.get_submodule(path)
+        module: Any = model.get_submodule(path)
         if isinstance(module, SideBySide):
-            sizes = [own.out_features for own in module.parts]
+            sizes: list[Any] = [own.out_features for own in module.parts]
             names = [f"{path}.parts.{i}" for i in range(len(sizes))]
             found += zip(names, module.parts, _cut(parts, sizes), strict=True)
         elif isinstance(module, nn.Linear | ScaledLinear):

@@ -81,7 +81,7 @@ def largest_rank(folder: Path) -> int:
         ValueError, UnsupportedError: as ``read_adapter`` does.
     """
     config = _read_config(folder)
-    return max(config["r"], *(config.get("rank_pattern") or {}).values(), 1)
+    return max(map(int, [config["r"], *(config.get("rank_pattern") or {}).values()]))
 
 
 def factors_of(read: Mapping[str, LowRank], parts: tuple[Part, ...]) -> list[Factors]:

@@ -219,13 +219,13 @@ class Engine(Shown):
         samplings = [sampling] * len(chosen) if not isinstance(sampling, Sequence) else sampling
         if len(samplings) != len(chosen):
             raise ValueError(f"sampling must have {len(chosen)} entries, got {len(samplings)}")
-        is_one = adapter is None or isinstance(adapter, str)
-        adapters = [adapter] * len(chosen) if is_one else list(adapter)
-        if len(adapters) != len(chosen):
-            raise ValueError(f"adapter must have {len(chosen)} entries, got {len(adapters)}")
+        if adapter is None or isinstance(adapter, str):
+            adapter = [adapter] * len(chosen)
+        if len(adapter) != len(chosen):
+            raise ValueError(f"adapter must have {len(chosen)} entries, got {len(adapter)}")
         _check_timeout(timeout_s)
         requests: list[Request] = []
-        of_prompts = zip(chosen, samplings, adapters, strict=True)
+        of_prompts = zip(chosen, samplings, adapter, strict=True)
         for index, (prompt, each, name) in enumerate(of_prompts):
             try:
                 requests += self._intake.requests(
