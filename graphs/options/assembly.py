@@ -187,6 +187,8 @@ def assemble(decided: Decided, owner: object) -> RunnerParts:
         if adapters is not None:
             caches = {**caches, ADAPTERS: adapters.layers.pools}
         store = _open_store(decided, cache, caches) if options.compile else None
+        if store is not None and adapters is not None:
+            store.note_facts()
         choices = choose(model, decided.backends, compiles=bool(options.compile))
         if adapters is not None:
             choices = (*choices, adapters.choose(decided.backends))

@@ -13,6 +13,8 @@ from threading import Condition, Lock
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
+from torch import nn
+
 from torch_hybrid.backends.select import Choice
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.graphs.stepping.model_choices import set_choices
@@ -64,7 +66,7 @@ class ModelUse:
         with self._changed:
             if runs_model and adapted is not self._adapted:
                 self._changed.wait_for(lambda: not self._num_running)
-                self._attach(adapted)
+                self._attach(model, adapted)
             if choices and choices != self._choices:
                 self._changed.wait_for(lambda: not self._num_running)
                 self._set_choices(model, choices)
@@ -75,7 +77,7 @@ class ModelUse:
             with self._changed:
                 self._num_running -= 1
                 if not self._num_running:
-                    self._attach(None)
+                    self._attach(model, None)
                 self._changed.notify_all()
 
     @contextmanager
@@ -86,18 +88,19 @@ class ModelUse:
         with self._changed:
             self._changed.wait_for(lambda: not self._num_running)
             self._set_choices(model, choices)
-            self._attach(adapted)
+            self._attach(model, adapted)
             try:
                 yield
             finally:
-                self._attach(None)
+                self._attach(model, None)
 
-    def _attach(self, adapted: AdaptedLayers | None) -> None:
+    def _attach(self, model: Model, adapted: AdaptedLayers | None) -> None:
         """Have the model's adapted layers call these hooks, and no others."""
         if adapted is not self._adapted:
             self._hooks.close()
             if adapted is not None:
-                self._hooks.enter_context(adapted.attached())
+                assert isinstance(model, nn.Module)
+                self._hooks.enter_context(adapted.attached(model))
             self._adapted = adapted
 
     def _set_choices(self, model: Model, choices: Sequence[Choice]) -> None:

@@ -103,6 +103,7 @@ class Steps:
     ) -> None:
         self._model, self._choices = model, choices
         self._module_choices = choices_of(model, choices)
+        adapted = None if adapted is None else adapted.for_steps()
         self._adapted = adapted
         factors = {} if adapted is None else adapted.by_path
         self.layers = LayersOnce(model, cache.pools, factors)

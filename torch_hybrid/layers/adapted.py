@@ -10,6 +10,7 @@ takes no adapters.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,15 +30,13 @@ class AdapterSite:
     """Linear layer that adapters may change.
 
     Attributes:
-        path: of the module in the model.
-        module: called with [..., inputs]; it returns [..., outputs].
+        path: of the module in the model, which maps [..., inputs] to [..., outputs].
         inputs: width of a row of inputs.
         widths: outputs of each part: adapters have factors of their own for each.
         dtype: of inputs and outputs.
     """
 
     path: str
-    module: nn.Module
     inputs: int
     widths: tuple[int, ...]
     dtype: torch.dtype
@@ -100,6 +99,11 @@ class AdaptedLayers:
                         columns[place][:rank].copy_(part[1].T)
                 pool["ranks"][slot - 1].copy_(torch.tensor(ranks, dtype=torch.int32, device="cpu"))
 
+    def for_steps(self) -> AdaptedLayers:
+        """Copy the layers, with the same pools, for steps that another thread may trace meanwhile:
+        each copy is given its own slots."""
+        return copy.copy(self)
+
     def give(self, slots: Tensor | None, pools: Sequence[LayerCache] = ()) -> None:
         """Give the hooks the slot of each row that comes; None: they change nothing.
 
@@ -110,10 +114,10 @@ class AdaptedLayers:
         self._given = None if slots is None else (slots, pools)
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Have the sites add the rows' adapters to their outputs."""
+    def attached(self, model: nn.Module) -> Iterator[None]:
+        """Have the sites of a model, or of a copy, add the rows' adapters to their outputs."""
         handles = [
-            site.module.register_forward_hook(_Hook(self, place))
+            model.get_submodule(site.path).register_forward_hook(_Hook(self, place))
             for place, site in enumerate(self.sites)
         ]
         try:

@@ -33,7 +33,6 @@ def adapter_sites(model: HybridModel) -> list[AdapterSite]:
     return [
         AdapterSite(
             path=path,
-            module=module,
             inputs=module.in_features,
             widths=tuple(part.width for part in parts),
             dtype=dtype_of(module),
