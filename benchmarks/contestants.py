@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
+from itertools import cycle, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
@@ -27,23 +32,43 @@ class Decoder(Protocol):
 
 
 class Ours:
-    """Sequences of a runner."""
+    """Sequences of a runner, which have its adapters in turn, if it has any."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
+        self._adapters = runner.adapters or (None,)
         self._seqs: list[Any] = []
 
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
         """Drop what is held, and prefill the prompts one by one."""
         if self._seqs:
             self.runner.free(self._seqs)
-        self._seqs = self.runner.new_sequences(len(prompts))
+        names = islice(cycle(self._adapters), len(prompts))
+        self._seqs = [self.runner.new_sequences(1, adapter=name)[0] for name in names]
         for seq, prompt in zip(self._seqs, prompts, strict=True):
             self.runner.extend([seq], [prompt])
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Append a token to each sequence; [N, vocab_size] logits."""
         return self.runner.extend(self._seqs, [[token] for token in tokens])
+
+
+def load_adapters(runner: Runner, hf_model: Any, count: int, rank: int) -> None:
+    """Load adapters of all linear layers but the head. They change nothing, as at the start of a
+    training: so logits can be checked, and the time is that of any."""
+    layers = {n: m for n, m in hf_model.named_modules() if type(m) is torch.nn.Linear}
+    tensors = {}
+    for name, layer in layers.items():
+        if not name.endswith("lm_head"):
+            start = f"base_model.model.{name}.lora"
+            tensors[f"{start}_A.weight"] = torch.randn(rank, layer.in_features)
+            tensors[f"{start}_B.weight"] = torch.zeros(layer.out_features, rank)
+    with TemporaryDirectory() as folder:
+        save_file(tensors, Path(folder) / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+        (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
+        for number in range(count):
+            runner.load_adapter(f"adapter {number}", folder)
 
 
 class Transformers:

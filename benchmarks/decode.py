@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.contestants import Decoder, Ours, Transformers, failure, transformers
+from benchmarks.contestants import Decoder, Ours, Transformers, failure, load_adapters, transformers
 from benchmarks.floor import Read, measure, step_bytes, step_flops
 from benchmarks.mixers import Row
 from benchmarks.models import make_model
@@ -100,16 +100,20 @@ def _report(
 def _contestants(
     options: argparse.Namespace, hf_model: object, model: HybridModel, max_len: int
 ) -> dict[str, Decoder]:
-    def runner(compile: bool) -> Runner:
+    def runner(compile: bool, **more: int) -> Runner:
         most = max(options.batches)
-        kv_tokens = most * (max_len + 16)
-        return Runner(model, max_seqs=most, max_tokens=512, kv_tokens=kv_tokens, compile=compile)
+        sizes = {"max_seqs": most, "max_tokens": 512, "kv_tokens": most * (max_len + 16)}
+        return Runner(model, **sizes, compile=compile, **more)
 
     contestants: dict[str, Decoder] = {
         "ours compiled": Ours(runner(compile=True)),
         "ours eager": Ours(runner(compile=False)),
         "transformers eager": transformers(hf_model),
     }
+    if options.adapters:
+        adapted = runner(compile=True, max_adapters=options.adapters, max_lora_rank=16)
+        load_adapters(adapted, hf_model, options.adapters, rank=16)
+        contestants[f"ours compiled, {options.adapters} adapters"] = Ours(adapted)
     if options.compile_limit and isinstance(contestants["transformers eager"], Transformers):
         contestants["transformers compiled"] = Transformers(hf_model, max_len=max_len)
     return contestants
@@ -122,6 +126,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compile-limit", type=int, default=900, metavar="SECONDS",
                         help="for transformers under torch.compile; 0 leaves it out")  # fmt: skip
+    parser.add_argument(
+        "--adapters",
+        type=int,
+        default=0,
+        metavar="COUNT",
+        help="also steps whose sequences have so many, of rank 16, in turn",
+    )
     parser.add_argument("--profile", action="store_true", help="print where our time goes")
     options = parse(parser)
     torch._dynamo.config.recompile_limit = 64

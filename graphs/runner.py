@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.mode import Mode
+from torch_hybrid.caches.adapter import Adapter
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.caches.snapshot import Snapshot
@@ -24,6 +25,7 @@ from torch_hybrid.graphs.options.measure_kv_tokens import KvRoom
 from torch_hybrid.graphs.options.options import Options, takes_options, with_option_texts
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.step import Inputs, UpdatableModel, Variant
+from torch_hybrid.graphs.stepping.adapters import Adapters, AdapterUser, ReadAdapter
 from torch_hybrid.graphs.stepping.background import BackgroundSteps
 from torch_hybrid.graphs.stepping.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.stepping.embeds import Embeds
@@ -83,6 +85,7 @@ class Runner(Shown):
         self.choices, self.backends = parts.choices, parts.backends
         self.has_head = parts.drafting.has_head
         self._kv_room = decided.kv_room
+        self._adapted = parts.adapters
         self._device, self._capture = decided.device, decided.capture
         self._cache, self._given, self._last = parts.cache, parts.given, parts.last
         modes = parts.modes
@@ -168,7 +171,12 @@ class Runner(Shown):
 
     @in_turn
     def new_sequences(
-        self, count: int, start: Snapshot | None = None, length: int | None = None
+        self,
+        count: int,
+        start: Snapshot | None = None,
+        length: int | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[Sequence]:
         """Take a state slot for each of ``count`` new sequences: empty ones, or forks.
 
@@ -178,17 +186,74 @@ class Runner(Shown):
                 copied, if that is partly filled, when a sequence gets its first tokens.
             length: number of the snapshot's tokens to start with, at least 1; for models without
                 states. None takes all.
+            adapter: name of the adapter of all their tokens, that of ``start`` too; None: the base.
 
         Raises:
-            CapacityError: fewer slots are free.
+            CapacityError: fewer slots are free, or those of adapters are all in use.
             ValueError: ``count`` is negative, ``start`` was released or belongs to another runner,
-                or no sequence can start at ``length``.
+                or no sequence can start at ``length``. Or no adapter of that name is loaded, or
+                ``start`` has another one.
         """
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
         if start is None and length is not None:
             raise ValueError(f"length is of the tokens of a snapshot, got {length} and no start")
-        return self._cache.allocate(count, start, length)
+        found = None if adapter is None else self._adapters().resident(adapter)
+        return self._cache.allocate(count, start, length, found)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, evicted ones included."""
+        return () if self._adapted is None else self._adapted.names
+
+    def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Load an adapter (LoRA) from a folder, as peft's ``save_pretrained`` writes it.
+
+        If all ``max_adapters`` slots are taken, the least recently used adapter without sequences
+        is evicted. Its name stays: sequences that ask for it have it read again.
+
+        Raises:
+            ValueError: the name is taken; the folder has no adapter, or one of another base or
+                of a rank beyond ``max_lora_rank``; or a layer is not there.
+            UnsupportedError: the runner has ``max_adapters=0``, or the adapter is of a kind that is
+                not served.
+            CapacityError: all slots are in use.
+        """
+        read = self._adapters().read(Path(folder))
+        self.turn.run("Runner.load_adapter", partial(self._add_adapter, name, read))
+
+    def _add_adapter(self, name: str, read: ReadAdapter) -> None:
+        self._execution.join()
+        self._adapters().add(name, read)
+
+    def use_adapters(self, names: Iterable[str], user: AdapterUser) -> list[Adapter]:
+        """Make adapters resident for the requests of an engine, which ``user`` then tells of.
+
+        Raises:
+            ValueError, CapacityError: as ``new_sequences`` does.
+        """
+        with self.lock:
+            self._execution.join()
+            found: list[Adapter] = []
+            for name in names:
+                found.append(self._adapters().resident(name, found))
+            self._adapters().users.add(user)
+            return found
+
+    @in_turn
+    def unload_adapter(self, name: str) -> None:
+        """Forget a loaded adapter.
+
+        Raises:
+            ValueError: no adapter of that name is loaded, or sequences have it.
+            UnsupportedError: the runner has ``max_adapters=0``.
+        """
+        self._adapters().unload(name)
+
+    def _adapters(self) -> Adapters:
+        if self._adapted is None:
+            raise UnsupportedError("a runner with max_adapters=0 takes no adapters")
+        return self._adapted
 
     @in_turn
     def snapshot(self, seq: Sequence) -> Snapshot:

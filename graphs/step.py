@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -16,12 +17,14 @@ from torch_hybrid.backends.step import Plan, Step
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.graphs.passes.marks import in_half
+from torch_hybrid.layers.adapted import AdaptedLayers, AdapterSite, Factors
 from torch_hybrid.pytrees import OnHost, register_value
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
 Caches = dict[str, tuple[LayerCache, ...]]
-GIVEN = "given"  # key of the rows that replace embeddings, beside the kinds of layers
+# Keys beside the kinds of layers: of rows that replace embeddings, and of adapters' factors.
+GIVEN, ADAPTERS = "given", "adapters"
 
 
 class Model(Protocol):
@@ -88,6 +91,19 @@ class UpdatableModel(Model, Protocol):
     ) -> Callable[[], None]: ...
 
 
+@runtime_checkable
+class AdaptableModel(Model, Protocol):
+    """Model whose linear layers adapters may change, one of several for each row.
+
+    ``adapter_sites`` lists these layers. ``read_adapter`` reads an adapter of at most some rank
+    from a folder, as factors of each part of each site.
+    """
+
+    def adapter_sites(self) -> Sequence[AdapterSite]: ...
+
+    def read_adapter(self, folder: Path, max_rank: int) -> Sequence[Sequence[Factors]]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPart:
     """Batch with its plans: a whole step, or one half of it."""
@@ -114,23 +130,33 @@ register_value(Inputs)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """Kind of step with a graph of its own: mode, layer forms, and whether it runs in halves."""
+    """Kind of step with a graph of its own: mode, layer forms, whether it runs in halves, and
+    whether it adds adapters."""
 
     mode: Mode
     forms: tuple[tuple[str, str], ...]  # pairs of a kind of layer and the name of its form
     in_halves: bool
+    has_adapters: bool = False  # whether a sequence has an adapter
 
     @classmethod
-    def of(cls, mode: Mode, forms: Mapping[str, LayerForm], *, in_halves: bool) -> Variant:
+    def of(
+        cls,
+        mode: Mode,
+        forms: Mapping[str, LayerForm],
+        *,
+        in_halves: bool,
+        has_adapters: bool = False,
+    ) -> Variant:
         """Make the variant of a step."""
         names = tuple((kind, form.name) for kind, form in forms.items())
-        return cls(mode=mode, forms=names, in_halves=in_halves)
+        return cls(mode=mode, forms=names, in_halves=in_halves, has_adapters=has_adapters)
 
     @property
     def name(self) -> str:
         """Name for reports: "extend, one shot, in halves", for example."""
         forms = [name for _, name in self.forms if name and self.mode.tokens_per_seq is None]
-        return ", ".join([self.mode.name, *forms, *["in halves"] * self.in_halves])
+        more = [*["in halves"] * self.in_halves, *["adapters"] * self.has_adapters]
+        return ", ".join([self.mode.name, *forms, *more])
 
 
 @runtime_checkable
@@ -154,11 +180,20 @@ InputsT = TypeVar("InputsT")
 StepFunction = Callable[[Inputs, Caches], Tensor]
 
 
-def make_step(model: Model) -> StepFunction:
-    """Make the function to trace: it runs each part through the model, and computes logits."""
+def make_step(model: Model, adapted: AdaptedLayers | None = None) -> StepFunction:
+    """Make the function to trace: it runs each part through the model, and computes logits.
+
+    With ``adapted`` layers, it hands them the adapter of each row.
+    """
+
+    def give(slots: Sequence[Tensor | None], rows: Tensor | None, caches: Caches) -> None:
+        if adapted is not None:
+            joined = torch.cat([each for each in slots if each is not None])
+            adapted.give(joined if rows is None else joined[rows], caches[ADAPTERS])
 
     def step(inputs: Inputs, caches: Caches) -> Tensor:
         def run(part: BatchPart) -> Tensor:
+            give([part.batch.adapter_slots], None, caches)
             layers = Step(plans=part.plans, caches=caches, table=model.table)
             batch = part.batch
             if batch.embed_rows is None:
@@ -178,7 +213,11 @@ def make_step(model: Model) -> StepFunction:
             hidden = torch.cat(halves)
         if inputs.rows is not None:
             hidden = hidden[inputs.rows]
-        return model.logits(hidden)
+        give([part.batch.adapter_slots for part in inputs.parts], inputs.rows, caches)
+        logits = model.logits(hidden)
+        if adapted is not None:
+            adapted.give(None)
+        return logits
 
     return step
 

@@ -60,6 +60,7 @@ def pack(
         accepted=[row.slot % 4 for row in rows],
         num_drafts=[row.slot % 3 for row in rows],
         embed_places=[place for place, token in enumerate(packed) if token % 2],
+        adapters=[row.slot % 5 for row in rows],
         pages=pages,
     )
 
@@ -82,6 +83,7 @@ def unpack(batch: Batch, num_tokens: int | None = None) -> list[dict[str, object
             "accepted": int(batch.accepted[n]),
             "num_drafts": int(batch.num_drafts[n]),
             "embed_rows": batch.embed_rows[start:end].tolist(),
+            "adapter_slots": batch.adapter_slots[start:end].tolist(),
         }
         for n, (start, end) in enumerate(pairwise(starts))
     ]
@@ -105,6 +107,7 @@ def test_make_batch_equals_a_token_loop(rows: list[Row], size: int):
                 "accepted": row.slot % 4,
                 "num_drafts": row.slot % 3,
                 "embed_rows": [next(numbers) if token % 2 else 0 for token in row.tokens],
+                "adapter_slots": [row.slot % 5] * len(row.tokens),
             }
         )
     batch = pack(rows, page_size=size)
@@ -167,6 +170,7 @@ def take(row: dict[str, object], span: slice, num_later: int) -> dict[str, objec
         "positions": [axis[span] for axis in positions] if nested else positions[span],
         "slot_mapping": row["slot_mapping"][span],
         "embed_rows": row["embed_rows"][span],
+        "adapter_slots": row["adapter_slots"][span],
         "seq_len": row["seq_len"] - num_later,
     }
 

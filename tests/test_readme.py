@@ -69,6 +69,7 @@ OPS: dict[str, tuple[str, ...]] = {
     ),
     "around the mixers": (
         "linear",
+        "lora",
         "fused_experts",
         "state_copy",
         "route",

@@ -60,6 +60,8 @@ class Batch:
     num_drafts: Tensor | None = _declared(Axis.SEQUENCE, may_miss=True)
     # [T] given row in the place of the token's embedding, from 1; 0: its own. None: no given rows
     embed_rows: Tensor | None = _declared(Axis.TOKEN, may_miss=True)
+    # [T] slot of the adapter of the token's sequence, from 1; 0: none. None: no sequence has one
+    adapter_slots: Tensor | None = _declared(Axis.TOKEN, may_miss=True)
 
     @property
     def num_tokens(self) -> int:
@@ -220,6 +222,7 @@ def make_batch(
     accepted: Sequence[int] | None = None,
     num_drafts: Sequence[int] | None = None,
     embed_places: Sequence[int] | None = None,
+    adapters: Sequence[int] | None = None,
     pages: Sequence[Sequence[int]] | None = None,
 ) -> Batch:
     """Pack the new tokens of N sequences into a batch of CPU tensors.
@@ -240,6 +243,7 @@ def make_batch(
         num_drafts: the number of drafts among each sequence's new tokens in a verify step.
         embed_places: the indices of packed tokens whose embeddings are given rows, in the order of
             the rows; None in a step without given rows.
+        adapters: slot of each sequence's adapter, 0 for none; None if no sequence has one.
         pages: pages of each sequence, the first ones of its row of the page table. With them, the
             slots of few tokens are computed without work on tensors.
     """
@@ -267,6 +271,7 @@ def make_batch(
         accepted=None if accepted is None else int_tensor(accepted, torch.int32),
         num_drafts=None if num_drafts is None else int_tensor(num_drafts, torch.int32),
         embed_rows=None if embed_places is None else _numbered(embed_places, num_tokens),
+        adapter_slots=None if adapters is None else _of_tokens(adapters, query_lens),
     )
 
 
@@ -365,6 +370,14 @@ def _divided(positions: Tensor, page_size: int) -> Tensor:
     """Divide positions by the page size; a shift takes a quarter of the time of a division."""
     bits = page_size.bit_length() - 1
     return positions >> bits if page_size == 1 << bits else positions // page_size
+
+
+def _of_tokens(values: Sequence[int], query_lens: Sequence[int]) -> Tensor:
+    """Repeat the value of each sequence for each of its tokens: [T] int32."""
+    repeated = array("i")
+    for value, length in zip(values, query_lens, strict=True):
+        repeated.extend(array("i", (value,)) * length)
+    return int_tensor(repeated, torch.int32)
 
 
 def _row_of_token(query_lens: Sequence[int]) -> Tensor:

@@ -114,6 +114,10 @@ class StepStore:
         """
         save(path, steps, impls_of(choices), self._facts, self._named)
 
+    def note_facts(self) -> None:
+        """Note the facts of the model as it is now: a step with adapters has hooks in it."""
+        assert self._facts
+
     @cached_property
     def _facts(self) -> dict[str, str]:
         return facts_of(self._model, self._passes, **self._sizes)

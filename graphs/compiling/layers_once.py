@@ -29,7 +29,7 @@ from torch_hybrid.graphs.compiling.instantiate import (
     instantiate,
     mark_layers,
 )
-from torch_hybrid.graphs.compiling.signature import fact, own_tensors, signature
+from torch_hybrid.graphs.compiling.signature import fact, own_tensors, signature, tensor_facts
 from torch_hybrid.graphs.step import Caches, LayeredModel, Model
 
 
@@ -52,9 +52,12 @@ class LayersOnce:
     Args:
         model: the model; if it is no ``LayeredModel``, it is traced whole.
         caches: pools of its layers.
+        beside: further tensors of modules, by path.
     """
 
-    def __init__(self, model: Model, caches: Caches) -> None:
+    def __init__(
+        self, model: Model, caches: Caches, beside: Mapping[str, LayerCache] | None = None
+    ) -> None:
         self._refused = ""
         self._model = model
         self._layers: Layers | None = None
@@ -63,7 +66,7 @@ class LayersOnce:
         self._shows_values = False  # an earlier layer of its kind must show the last's outputs
         if isinstance(model, nn.Module) and isinstance(model, LayeredModel):
             try:
-                self._layers = layers_of(model, caches)
+                self._layers = layers_of(model, caches, beside or {})
             except CannotCopy as error:
                 self._refused = str(error)
         else:
@@ -134,7 +137,7 @@ def num_first(kinds: tuple[int, ...], *, times: int = 1, shows_values: bool = Fa
     return len(kinds)
 
 
-def layers_of(model: LayeredModel, caches: Caches) -> Layers:
+def layers_of(model: LayeredModel, caches: Caches, beside: Mapping[str, LayerCache]) -> Layers:
     """Describe a model's layers by name, kind and tensors.
 
     Raises:
@@ -154,11 +157,14 @@ def layers_of(model: LayeredModel, caches: Caches) -> Layers:
         found.append(names[id(layer)])
         entries = model.table.layers[index]
         own = _layer_tensors(layer, {e.kind: caches[e.kind][e.index] for e in entries})
+        more = _tensors_within(f"{names[id(layer)]}.", beside)
+        own |= more
         for name, tensor in own.items():
             if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
                 raise CannotCopy(f"{name} of layer {index} is a {type(tensor).__name__}")
         facts = tuple((entry.kind, fact(entry.spec)) for entry in entries)
-        kind = signature(layer), facts, _aliases(list(own.values()))
+        layouts = tuple((name, tensor_facts(tensor)) for name, tensor in more.items())
+        kind = signature(layer), facts, layouts, _aliases(list(own.values()))
         kinds.append(numbers.setdefault(kind, len(numbers)))
         tensors.append(own)
     return Layers(names=tuple(found), kinds=tuple(kinds), tensors=tuple(tensors))
@@ -174,6 +180,16 @@ def _layer_tensors(layer: nn.Module, mixers: Mapping[str, LayerCache]) -> dict[s
     for kind, cache in mixers.items():
         found |= {f"{kind} {name}": tensor for name, tensor in cache.items()}
     return found
+
+
+def _tensors_within(prefix: str, beside: Mapping[str, LayerCache]) -> dict[str, Tensor]:
+    """Collect tensors of modules of a layer, by names that are the same in each layer."""
+    return {
+        f"{path.removeprefix(prefix)} {name}": tensor
+        for path, cache in beside.items()
+        if path.startswith(prefix)
+        for name, tensor in cache.items()
+    }
 
 
 def _aliases(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:

@@ -45,7 +45,8 @@ from torch_hybrid.graphs.options.measure_kv_tokens import KvRoom, measure_room
 from torch_hybrid.graphs.options.measure_overlap import Trial, measure_overlap, policy_of
 from torch_hybrid.graphs.options.options import MakeTrial, Options, artefact_facts
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
-from torch_hybrid.graphs.step import Caches, Model, kinds_of_head
+from torch_hybrid.graphs.step import ADAPTERS, Caches, Model, kinds_of_head
+from torch_hybrid.graphs.stepping.adapters import Adapters, check_adapters
 from torch_hybrid.graphs.stepping.background import BackgroundSteps, check_compile
 from torch_hybrid.graphs.stepping.buckets import StepSizes
 from torch_hybrid.graphs.stepping.drafting import Drafting
@@ -59,6 +60,7 @@ from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap
 from torch_hybrid.host.memory import replace_inference_tensors
 from torch_hybrid.host.progress import tell
 from torch_hybrid.host.surroundings import isolated
+from torch_hybrid.layers.adapted import AdaptedLayers
 from torch_hybrid.ops.native.ahead import Builds
 from torch_hybrid.specs import LayerTable
 
@@ -86,6 +88,7 @@ class RunnerParts:
 
     cache: HybridCache
     given: GivenRows | None
+    adapters: Adapters | None
     choices: tuple[Choice, ...]
     backends: dict[str, LayerBackend]
     modes: tuple[Mode, ...]  # modes of the model's steps, without its draft head's
@@ -118,6 +121,7 @@ def decide(options: Options, make_trial: MakeTrial) -> Decided:
     check_artefact(options.artefact, compiles=bool(options.compile))
     check_kv_tokens(options.kv_tokens)
     check_max_drafts(options.max_drafts, options.max_tokens)
+    check_adapters(options.max_adapters, options.max_lora_rank)
     table = kept_table(model.table, options.kv_dtype)
     if isinstance(model, nn.Module):
         replace_inference_tensors(model)
@@ -179,8 +183,15 @@ def assemble(decided: Decided, owner: object) -> RunnerParts:
         cache = _make_cache(decided)
         given = GivenRows.of(model, options.max_tokens, options.takes_embeds)
         caches = {} if given is None else given.caches
+        adapters = _make_adapters(decided, cache)
+        if adapters is not None:
+            caches = {**caches, ADAPTERS: adapters.layers.pools}
         store = _open_store(decided, cache, caches) if options.compile else None
+        if store is not None and adapters is not None:
+            store.note_facts()
         choices = choose(model, decided.backends, compiles=bool(options.compile))
+        if adapters is not None:
+            choices = (*choices, adapters.choose(decided.backends))
         batch_invariant = decided.backends.batch_invariant
         is_one_mode = options.prefill and batch_invariant and runs_one_mode(device)
         modes = modes_of(options.max_drafts, prefill=options.prefill, is_one_mode=is_one_mode)
@@ -189,7 +200,10 @@ def assemble(decided: Decided, owner: object) -> RunnerParts:
         kinds = kinds_of_head(model) if options.max_drafts else frozenset()
         all_modes = (*modes, *_modes_of_head(options.max_drafts)) if kinds else modes
         planner = _make_planner(decided, cache, backends, all_modes, kinds, given is not None)
-        steps = _make_steps(decided, cache, caches, choices, planner, all_modes, store, builds)
+        adapted = None if adapters is None else adapters.layers
+        steps = _make_steps(
+            decided, cache, caches, choices, planner, all_modes, store, builds, adapted
+        )
         if isinstance(steps, BackgroundSteps):
             finalize(owner, steps.close)
         last = LastTokens(options.max_seqs, device)
@@ -222,6 +236,7 @@ def assemble(decided: Decided, owner: object) -> RunnerParts:
     return RunnerParts(
         cache=cache,
         given=given,
+        adapters=adapters,
         choices=choices,
         backends=backends,
         modes=modes,
@@ -250,6 +265,23 @@ def _make_cache(decided: Decided) -> HybridCache:
     if options.kv_scales is not None:
         cache.set_scales(options.kv_scales)
     return cache
+
+
+def _make_adapters(decided: Decided, cache: HybridCache) -> Adapters | None:
+    """Allocate the pools of adapters; None if the runner takes none.
+
+    Raises:
+        UnsupportedError: the model takes no adapters.
+    """
+    options = decided.options
+    if not options.max_adapters:
+        return None
+    return Adapters.of(
+        decided.model,
+        cache,
+        max_adapters=options.max_adapters,
+        max_rank=options.max_lora_rank,
+    )
 
 
 def _open_store(decided: Decided, cache: HybridCache, given: Caches) -> StepStore:
@@ -311,6 +343,7 @@ def _make_planner(
         chunk_grid=grid,
         modes=modes,
         takes_embeds=takes_embeds,
+        takes_adapters=options.max_adapters > 0,
         drafting=drafting,
     )
 
@@ -341,6 +374,7 @@ def _make_steps(
     modes: tuple[Mode, ...],
     store: StepStore | None,
     builds: Builds,
+    adapted: AdaptedLayers | None,
 ) -> Steps | BackgroundSteps:
     """Make the steps of all variants; they compile when first needed, or in the background."""
     model, options = decided.model, decided.options
@@ -349,6 +383,7 @@ def _make_steps(
         Steps,
         cache=cache,
         planner=planner,
+        adapted=adapted,
         passes=passes_for(
             choices,
             decided.passes,

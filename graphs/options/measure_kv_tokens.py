@@ -15,6 +15,7 @@ from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.options.options import MakeTrial, Options, TrialRunner
 from torch_hybrid.graphs.step import Model
+from torch_hybrid.graphs.stepping.adapters import adapter_bytes
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
@@ -90,6 +91,7 @@ def measure_room(
         prefix_rows=backends.prefix.token_budget or 0,
         captures=captures,
         ranks=model.ranks,
+        beside=adapter_bytes(model, options.max_adapters, options.max_lora_rank),
     )
 
 
@@ -102,6 +104,7 @@ def choose_kv_tokens(
     prefix_rows: int,
     captures: bool,
     ranks: Ranks | None,
+    beside: int = 0,
 ) -> KvRoom:
     """Choose the most tokens that fit, in whole pages; all ranks get the same number.
 
@@ -113,6 +116,7 @@ def choose_kv_tokens(
         prefix_rows: tokens that a sequence must hold before a step needs its most memory.
         captures: whether steps are captured, and then keep the memory of a second run.
         ranks: the ranks that share the model; they call this together.
+        beside: bytes of pools that are none of layers, which count as weights.
 
     Raises:
         CapacityError: there is no room for a page.
@@ -130,6 +134,7 @@ def choose_kv_tokens(
             f"kv_tokens='auto' asks how much memory is free, which {device} does not say: "
             "give a number"
         )
+    free -= beside
     costs = [pool_cost(entry.spec, sizes) for entry in table.entries]
     num_states = sizes.num_slots + sizes.num_snapshots + 1
     states = num_states * sum(cost.per_sequence for cost in costs)

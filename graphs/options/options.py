@@ -140,6 +140,15 @@ class Options:
         a tower that makes such rows (``from_pretrained(vision=True)``).""",
         in_artefact=True,
     )
+    max_adapters: int = option(
+        0,
+        """Adapters (LoRA) that can be resident at once, for sequences of their own
+        (``load_adapter``). With 0 there are no such steps.""",
+        in_artefact=True,
+    )
+    max_lora_rank: int = option(
+        16, "Largest rank of an adapter's factors, up to 256.", in_artefact=True
+    )
     batch_invariant: bool = option(
         False,
         """Give logits after a token the same bits whatever else is in the batch, however the tokens

@@ -8,14 +8,17 @@ the model's modules. So a runner with other choices waits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Condition, Lock
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
+from torch import nn
+
 from torch_hybrid.backends.select import Choice
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.graphs.stepping.model_choices import set_choices
+from torch_hybrid.layers.adapted import AdaptedLayers
 
 
 class ModelUse:
@@ -27,6 +30,8 @@ class ModelUse:
     def __init__(self) -> None:
         self._num_running = 0
         self._choices: Sequence[Choice] = ()
+        self._adapted: AdaptedLayers | None = None  # whose hooks the model has
+        self._hooks = ExitStack()
         self._changed = Condition()
 
     @classmethod
@@ -41,15 +46,27 @@ class ModelUse:
         cls._of_model, cls._finding = WeakKeyDictionary(), Lock()
 
     @contextmanager
-    def running(self, model: Model, choices: Sequence[Choice] = ()) -> Iterator[None]:
+    def running(
+        self,
+        model: Model,
+        choices: Sequence[Choice] = (),
+        adapted: AdaptedLayers | None = None,
+        *,
+        runs_model: bool = False,
+    ) -> Iterator[None]:
         """Hold the model to run it; wait while it is traced, or run with other choices.
 
         Args:
             model: the model that runs.
             choices: implementations of its modules; none if no module's code runs, or none has a
                 choice.
+            adapted: layers whose hooks the model then has; None: no hooks.
+            runs_model: whether its modules' code runs.
         """
         with self._changed:
+            if runs_model and adapted is not self._adapted:
+                self._changed.wait_for(lambda: not self._num_running)
+                self._attach(model, adapted)
             if choices and choices != self._choices:
                 self._changed.wait_for(lambda: not self._num_running)
                 self._set_choices(model, choices)
@@ -59,15 +76,32 @@ class ModelUse:
         finally:
             with self._changed:
                 self._num_running -= 1
+                if not self._num_running:
+                    self._attach(model, None)
                 self._changed.notify_all()
 
     @contextmanager
-    def tracing(self, model: Model, choices: Sequence[Choice]) -> Iterator[None]:
+    def tracing(
+        self, model: Model, choices: Sequence[Choice], adapted: AdaptedLayers | None = None
+    ) -> Iterator[None]:
         """Hold the model alone, to trace it; wait until nobody runs it."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_running)
             self._set_choices(model, choices)
-            yield
+            self._attach(model, adapted)
+            try:
+                yield
+            finally:
+                self._attach(model, None)
+
+    def _attach(self, model: Model, adapted: AdaptedLayers | None) -> None:
+        """Have the model's adapted layers call these hooks, and no others."""
+        if adapted is not self._adapted:
+            self._hooks.close()
+            if adapted is not None:
+                assert isinstance(model, nn.Module)
+                self._hooks.enter_context(adapted.attached(model))
+            self._adapted = adapted
 
     def _set_choices(self, model: Model, choices: Sequence[Choice]) -> None:
         if choices:

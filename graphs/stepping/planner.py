@@ -36,6 +36,7 @@ class StepPlanner:
     chunk_grid: int  # a cut inside a sequence falls on a multiple of so many tokens
     modes: Sequence[Mode] = MODES  # modes of the steps to plan
     takes_embeds: bool = False  # whether extend steps take rows in the place of token embeddings
+    takes_adapters: bool = False  # whether sequences may have adapters
     # kinds of layers in the model's draft head; a draft step plans only these
     drafting: Collection[str] = ()
 
@@ -46,8 +47,10 @@ class StepPlanner:
         self._idle = Mode.DECODE if Mode.DECODE in self.modes else self.modes[0]
         self._verifying = next((mode for mode in self.modes if mode.num_drafts), self._idle)
         self.forms = {
-            Variant.of(mode, forms, in_halves=in_halves): forms
+            Variant.of(mode, forms, in_halves=in_halves, has_adapters=has_adapters): forms
+            for has_adapters in [False, *[True] * self.takes_adapters]
             for mode in self.modes
+            if not (mode.num_chained and has_adapters)
             for in_halves in self._cuts_of(mode)
             for forms in self._forms_of(mode)
         }
@@ -82,7 +85,12 @@ class StepPlanner:
                 rows = rows_in_halves(rows, cut, num_tokens)
         forms = self._forms_of_step(parts, mode)
         padded = [pad_to(part, num_seqs=num_seqs, num_tokens=num_tokens) for part in parts]
-        variant = Variant.of(mode, forms, in_halves=len(parts) == 2)
+        variant = Variant.of(
+            mode,
+            forms,
+            in_halves=len(parts) == 2,
+            has_adapters=batch.adapter_slots is not None,
+        )
         return variant, self._inputs(padded, mode, forms, rows)
 
     def plan_drafts(
@@ -216,6 +224,9 @@ class StepPlanner:
         if mode.num_chained:
             nobody: list[list[int]] = [[]] * (mode.num_chained - 1)
             batches += chained(batches[0], positions=nobody, slots=nobody, seq_lens=nobody)
+        if variant.has_adapters:
+            slots = _zeros(bucket.num_tokens, dtype=torch.int32)
+            batches = [replace(batch, adapter_slots=slots.clone()) for batch in batches]
         if self.takes_embeds and mode.tokens_per_seq is None:
             size = bucket.num_tokens
             batches = [replace(b, embed_rows=_zeros(size, dtype=torch.int32)) for b in batches]

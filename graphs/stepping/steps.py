@@ -40,6 +40,7 @@ from torch_hybrid.graphs.stepping.model_choices import choices_of, modules_of
 from torch_hybrid.graphs.stepping.model_use import ModelUse
 from torch_hybrid.graphs.stepping.planner import StepPlanner
 from torch_hybrid.host.progress import bar, be_silent, tell
+from torch_hybrid.layers.adapted import AdaptedLayers
 
 # Seconds to compile a step, measured with Qwen3-Next's kinds of layers, any number of them, on two
 # cores of an Ice Lake Xeon. The first step of a process also finds out what the compiler can do.
@@ -77,6 +78,7 @@ class Steps:
         model: the model that the steps run.
         cache: pools of the model's layers.
         planner: plans the inputs that steps are traced with.
+        adapted: layers that adapters change in steps that have some.
         passes: graph passes of each mode.
         choices: chosen implementations beside those of the backends: of experts and linear layers.
         given: tensors that steps read beside the pools of their layers.
@@ -92,6 +94,7 @@ class Steps:
         cache: HybridCache,
         planner: StepPlanner,
         *,
+        adapted: AdaptedLayers | None = None,
         passes: Mapping[Mode, Sequence[Pass]],
         choices: Sequence[Choice],
         given: Caches,
@@ -100,7 +103,10 @@ class Steps:
     ) -> None:
         self._model, self._choices = model, choices
         self._module_choices = choices_of(model, choices)
-        self.layers = LayersOnce(model, cache.pools)
+        adapted = None if adapted is None else adapted.for_steps()
+        self._adapted = adapted
+        factors = {} if adapted is None else adapted.by_path
+        self.layers = LayersOnce(model, cache.pools, factors)
         self._use = ModelUse.of(model)
         self._caches, self._planner, self._store = {**cache.pools, **given}, planner, store
         self._log = CompileLog()
@@ -108,7 +114,7 @@ class Steps:
         self._breaks_before = _count_graph_breaks()
         pools = cache.pool_tensors()
         self.of: dict[Variant, StepFunction] = {
-            variant: _step_of(model, variant) for variant in planner.forms
+            variant: _step_of(model, variant, adapted) for variant in planner.forms
         }
         if store is None:
             impl = dict(impls_of(choices)).get("linear", "torch")
@@ -164,7 +170,9 @@ class Steps:
         step = self.of[variant]
         runs_model = not isinstance(step, CompiledStep)
         choices = self._module_choices if runs_model else ()
-        with self._use.running(self._model, choices), torch.inference_mode():
+        adapted = self._adapted if variant.has_adapters else None
+        running = self._use.running(self._model, choices, adapted, runs_model=runs_model)
+        with running, torch.inference_mode():
             yield lambda inputs: step(inputs, self._caches)
 
     def is_ready(self, variant: Variant) -> bool:
@@ -193,7 +201,7 @@ class Steps:
         found = self._store.find(variant.name, inputs, self._choices)
         if found is None:
             with self._telling(variant) if tells else nullcontext():
-                self._trace(step, inputs, variant.mode)
+                self._trace(step, inputs, variant)
         else:
             step.graphs.append(found[0])
             self._log.graphs.append(found[1])
@@ -253,7 +261,7 @@ class Steps:
         traced = self._planner.traced(variant)
         return map_tensors(lambda leaf: leaf.to(self._model.device), traced)
 
-    def _trace(self, step: CompiledStep, inputs: Inputs, mode: Mode) -> None:
+    def _trace(self, step: CompiledStep, inputs: Inputs, variant: Variant) -> None:
         """Trace and compile a step once for inputs of all sizes.
 
         Raises:
@@ -269,19 +277,23 @@ class Steps:
                 torch._dynamo.mark_static(part.batch.positions, 0)
         with (
             compiling(),
-            self._use.tracing(self._model, self._module_choices),
+            self._use.tracing(
+                self._model,
+                self._module_choices,
+                self._adapted if variant.has_adapters else None,
+            ),
             torch.inference_mode(),
             named_failures(),
         ):
-            if mode.num_chained:  # the draft head's layers are not traced once for all
+            if variant.mode.num_chained:  # the draft head's layers are not traced once for all
                 step.trace(inputs, self._caches)
             else:
                 self.layers.trace(lambda: step.trace(inputs, self._caches))
 
 
-def _step_of(model: Model, variant: Variant) -> StepFunction:
+def _step_of(model: Model, variant: Variant, adapted: AdaptedLayers | None) -> StepFunction:
     if not variant.mode.num_chained:
-        return make_step(model)
+        return make_step(model, adapted if variant.has_adapters else None)
     assert isinstance(model, DraftingModel)
     return make_draft_step(model)
 

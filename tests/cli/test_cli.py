@@ -58,6 +58,29 @@ def test_generate_streams_token_ids(run, checkpoint, expected):
     assert "3 + 6 tokens, length; first token after" in err
 
 
+def test_generate_with_an_adapter(run, checkpoint, expected, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(init_lora_weights=False, r=20, target_modules=["q_proj", "o_proj"])
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path)
+    options = (*EAGER, "--ids", "5 17 3", "--max-new-tokens", 6, "--ignore-eos")
+    lora = f"tuned={tmp_path}"
+    code, out, err = run("generate", checkpoint, *options, "--lora", lora)
+    assert code == 0, err
+    assert [int(word) for word in out.split()] != expected([5, 17, 3], 6)
+    code, again, _ = run("generate", checkpoint, *options, "--lora", lora, "--adapter", "tuned")
+    assert (code, again) == (0, out)
+    code, _, err = run("generate", checkpoint, *options, "--lora", lora, "--adapter", "other")
+    assert code == 2
+    assert "no adapter 'other' is loaded; loaded are ['tuned']" in err
+    code, _, err = run("generate", checkpoint, *options, "--lora", str(tmp_path))
+    assert code == 2
+    assert "is not NAME=PATH" in err
+
+
 def test_generate_answers_while_steps_are_compiled(run, checkpoint, expected):
     options = ("--compile", "background", *EAGER[1:])
     code, out, err = run("generate", checkpoint, *options, "--ids", "5 17 3", "--ignore-eos",

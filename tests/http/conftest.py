@@ -156,6 +156,7 @@ def make_engine(recall):
             page_size=16,
             max_snapshots=4,
             max_drafts=2,
+            max_adapters=1,
             compile=False,
         )
         return th.Engine(runner, word_tokenizer(), **options)

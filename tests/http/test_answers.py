@@ -1,11 +1,13 @@
 """Answers are those of ``Engine.generate``, whole and streamed, by OpenAI's own client."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 
 import pytest
+import torch
 
-from tests.http.conftest import ROOM, prompt_of, words
+from tests.http.conftest import RECALL, ROOM, openai, prompt_of, transformers, words
 from torch_hybrid.sampling import Sampling
 
 
@@ -201,6 +203,40 @@ def test_models_and_tokens(server):
     assert '"tokens":[5,3]' in text
     _, _, text = server.post("/detokenize", '{"tokens": [5, 6, 1]}')
     assert text == '{"prompt":"w5 w6 <1>"}'
+
+
+def test_an_adapter_is_a_model(server, engine, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(init_lora_weights=False, r=4, target_modules="all-linear")
+    base = transformers.AutoModelForCausalLM.from_pretrained(RECALL)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path)
+    prompt, sampling = prompt_of(5), Sampling(max_new_tokens=12)
+    engine.load_adapter("tuned", tmp_path)
+    (of_base,), (expected,) = (
+        list(engine.generate(prompt, sampling, adapter=name)) for name in (None, "tuned")
+    )
+    engine.unload_adapter("tuned")
+    assert expected.text != of_base.text
+    ask = partial(server.client.completions.create, prompt=prompt, max_tokens=12)
+    with pytest.raises(openai.NotFoundError, match="`tuned` does not exist: 'demo' is served"):
+        ask(model="tuned")
+    server.engine.load_adapter("tuned", tmp_path)
+    assert [model.id for model in server.client.models.list().data] == ["demo", "tuned"]
+    assert server.client.models.retrieve("tuned").parent == "demo"
+    answer = ask(model="tuned")
+    assert (answer.model, answer.choices[0].text) == ("tuned", expected.text)
+    assert ask(model="demo").choices[0].text == of_base.text
+    chunks = ask(model="tuned", stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
+    said = [{"role": "user", "content": words(prompt)}]
+    texts = {
+        name: server.client.chat.completions.create(model=name, messages=said, max_tokens=12)
+        .choices[0].message.content
+        for name in ("demo", "tuned")
+    }  # fmt: skip
+    assert texts["demo"] != texts["tuned"]
+    server.engine.unload_adapter("tuned")
 
 
 def test_the_page_needs_no_key(server):

@@ -41,6 +41,7 @@ from tests.ops.fused_experts import training as experts_training
 from tests.ops.gated_pooling import cases as pooling
 from tests.ops.latent_attention import cases as latents
 from tests.ops.linear import cases as linears
+from tests.ops.lora import cases as loras
 from tests.ops.ngram_embedding import cases as ngrams
 from tests.ops.packed_backward import gradients
 from tests.ops.packed_backward import moved as arguments_moved
@@ -68,6 +69,7 @@ from torch_hybrid.ops import (
     head_linear,
     latent_attention,
     linear,
+    lora,
     ngram_embedding,
     paged_attention,
     pooled_selection_step,
@@ -339,6 +341,8 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield f"linear of {num_rows} rows, {stored}", linear_call(integers)
     args = (torch.randn(5, 3, 37).to(dtype), torch.randn(3, 27, 37).to(dtype))
     yield "head_linear", partial(run, head_linear.head_linear, args, {})
+    factors = loras.tensors(loras.make_inputs(loras.CASES["parts"], dtype=dtype))
+    yield "lora", partial(run, lora.lora, (*factors,), {})
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
     rows = torch.randn(5, 3, 37).to(dtype)
     for addend in (None, rows):

@@ -30,6 +30,7 @@ from tests.ops.fused_experts import cases as experts
 from tests.ops.gated_pooling import cases as pooling
 from tests.ops.latent_attention import cases as latents
 from tests.ops.linear import cases as linears
+from tests.ops.lora import cases as loras
 from tests.ops.ngram_embedding import cases as ngrams
 from tests.ops.paged_attention import cases as pages
 from tests.ops.pooled_selection_step import cases as pooled_selection
@@ -390,6 +391,11 @@ def _gated_norm(by: str) -> _Made:
     return _without_indices(*rows[:2], torch.randn(32), *rows[2:], **options)
 
 
+def _lora() -> _Made:
+    args = loras.tensors(loras.make_inputs(loras.CASES["decode"]))
+    return args, {}, {"slots": (0, 4), "ranks": (0, 9), "starts": (0, 97)}
+
+
 def _without_indices(*args: Any, **options: Any) -> _Made:
     return args, options, {}
 
@@ -445,6 +451,7 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "linear": lambda: _without_indices(*linears.make_inputs(linears.CASES["five_rows_odd"]).args()),
     "linear_cross_entropy_backward": lambda: _cross_entropy("backward"),
     "linear_cross_entropy_forward": lambda: _cross_entropy("forward"),
+    "lora": _lora,
     "merge_states": lambda: _without_indices(*(torch.randn(2, 3, 16), torch.randn(2, 3)) * 2),
     "ngram_embedding": _ngram_embedding,
     "packed_attention_backward": lambda: _packed_attention("backward"),

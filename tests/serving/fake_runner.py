@@ -89,7 +89,9 @@ class FakeRunner:
     def free_pages(self):
         return self.num_pages - sum(self._num_pages(seq.num_tokens) for seq in self.live)
 
-    def new_sequences(self, n):
+    adapters = ()
+
+    def new_sequences(self, n, adapter=None):
         if n > self.free_slots:
             raise CapacityError(f"asked {n} slots, {self.free_slots} are free")
         made = [FakeSequence() for _ in range(n)]

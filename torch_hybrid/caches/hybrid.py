@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_hybrid.batch import Batch, bucket_of, pad_to
+from torch_hybrid.caches.adapter import Adapter
 from torch_hybrid.caches.allocator import Allocator
 from torch_hybrid.caches.packing import pack, pack_unread, places_after
 from torch_hybrid.caches.page_table import PageTable
@@ -105,7 +106,11 @@ class HybridCache:
         self._page_table = PageTable(max_seqs, self.num_pages)
 
     def allocate(
-        self, num_seqs: int, start: Snapshot | None = None, length: int | None = None
+        self,
+        num_seqs: int,
+        start: Snapshot | None = None,
+        length: int | None = None,
+        adapter: Adapter | None = None,
     ) -> list[Sequence]:
         """Take a slot for each of ``num_seqs`` new sequences.
 
@@ -114,17 +119,22 @@ class HybridCache:
             start: snapshot to start from, if any. Its pages are shared, its states read.
             length: number of tokens of ``start`` to keep; all by default, as a model with states
                 requires.
+            adapter: adapter of their tokens.
 
         Raises:
             CapacityError: fewer slots are free.
-            ValueError: ``start`` is foreign or was released, or cannot be cut to ``length`` tokens.
+            ValueError: ``start`` is foreign, was released, has another adapter, or cannot be cut to
+                ``length`` tokens.
         """
         kept = None if start is None else self.snapshots.find(start, length)
+        if kept is not None and kept.adapter is not adapter:
+            own, wanted = (None if x is None else x.name for x in (kept.adapter, adapter))
+            raise ValueError(f"{start} has adapter {own!r}, and sequences with {wanted!r} start")
         places = self.slots.take(num_seqs)
         slots = self.states.take(num_seqs)
         seqs = []
         for place, slot in zip(places, slots, strict=True):
-            held = SequenceState(place=place, slot=slot, start=slot)
+            held = SequenceState(place=place, slot=slot, start=slot, adapter=adapter)
             seqs.append(Sequence(next(self._ids), self._owner, held))
             self._held[seqs[-1].id] = held
             if start is not None and kept is not None:
@@ -183,7 +193,12 @@ class HybridCache:
             self.states.share([slot])
         pages = held.pages[: -(-held.length // self.page_size)]
         self.pages.share(pages, spare=spare)
-        return self.snapshots.add(held.length, slot, pages, spare=spare)
+        return self.snapshots.add(held.length, slot, pages, spare=spare, adapter=held.adapter)
+
+    @property
+    def adapters_in_use(self) -> set[Adapter]:
+        """Adapters of live sequences."""
+        return {held.adapter for held in self._held.values() if held.adapter is not None}
 
     def release(self, snapshot: Snapshot) -> None:
         """Release a snapshot; sequences that started from it stay as they are.

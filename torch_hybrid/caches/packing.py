@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.batch import KEPT, Batch, make_batch
+from torch_hybrid.caches.adapter import slot_of
 from torch_hybrid.caches.sequence import SequenceState
 from torch_hybrid.host.ints import int_tensor
 
@@ -48,6 +49,7 @@ def pack(
         accepted=None if num_drafts is None else [held.num_accepted for held in owners],
         num_drafts=num_drafts,
         embed_places=embed_places,
+        adapters=_adapters_of(owners),
     )
 
 
@@ -107,6 +109,13 @@ def places_after(
         "slots": each(lambda held, n: held.pages[n // page_size] * page_size + n % page_size),
         "seq_lens": each(lambda held, number: number + 1),
     }
+
+
+def _adapters_of(owners: Sequence[SequenceState]) -> list[int] | None:
+    """List the slot of each sequence's adapter, 0 for none; None if no sequence has one."""
+    if all(held.adapter is None for held in owners):
+        return None
+    return [slot_of(held.adapter) for held in owners]
 
 
 def _note_shifts(

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from torch_hybrid.caches.adapter import Adapter
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.host.ints import int_tensor
 from torch_hybrid.ops.core.capability import Need
@@ -26,6 +27,7 @@ class HostCopy:
     states: tuple[Tensor, ...]
     pages: tuple[Tensor, ...]
     copied: torch.cuda.Event | None  # of a GPU: the copy is complete after it
+    adapter: Adapter | None = None  # of the snapshot
 
     @property
     def nbytes(self) -> int:

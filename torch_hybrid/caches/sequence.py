@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from torch_hybrid.caches.adapter import Adapter
+
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
@@ -38,3 +40,4 @@ class SequenceState:
     has_borrowed: bool = False  # its partly filled last page is a snapshot's: copied on write
     shift: int = 0  # of rotary positions against token indices, after images
     is_broken: bool = False
+    adapter: Adapter | None = None  # of all its tokens

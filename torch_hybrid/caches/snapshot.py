@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from torch_hybrid.caches.adapter import Adapter
 from torch_hybrid.caches.allocator import Allocator
 from torch_hybrid.caches.pool_copies import HostCopy, PoolCopies
 from torch_hybrid.errors import CapacityError
@@ -32,6 +33,7 @@ class SnapshotState:
     slot: int | None  # of its states; None for a model without states
     pages: array[int]
     is_spare: bool  # released by its reclaimer when pages or slots run short
+    adapter: Adapter | None = None  # of the sequence that it was made of
 
 
 class Reclaimer(Protocol):
@@ -87,10 +89,18 @@ class Snapshots:
         """Number of snapshots that are not spare."""
         return sum(not kept.is_spare for kept in self._kept.values())
 
-    def add(self, num_tokens: int, slot: int | None, pages: array[int], *, spare: bool) -> Snapshot:
+    def add(
+        self,
+        num_tokens: int,
+        slot: int | None,
+        pages: array[int],
+        *,
+        spare: bool,
+        adapter: Adapter | None,
+    ) -> Snapshot:
         """Register a snapshot of ``num_tokens`` tokens, whose slot and pages are held already."""
         made = Snapshot(next(self.ids), num_tokens, self.owner)
-        self._kept[made.id] = SnapshotState(slot=slot, pages=pages, is_spare=spare)
+        self._kept[made.id] = SnapshotState(slot=slot, pages=pages, is_spare=spare, adapter=adapter)
         return made
 
     def find(self, snapshot: Snapshot, length: int | None = None) -> SnapshotState:
@@ -134,7 +144,8 @@ class Snapshots:
             ValueError: the handle is foreign or was released.
         """
         kept = self.find(snapshot)
-        return self.copies.to_host(kept.slot, kept.pages, snapshot.num_tokens)
+        copy = self.copies.to_host(kept.slot, kept.pages, snapshot.num_tokens)
+        return replace(copy, adapter=kept.adapter)
 
     def from_host(self, copy: HostCopy) -> Snapshot:
         """Restore a spare snapshot from the host copy of one of this cache.
@@ -151,7 +162,7 @@ class Snapshots:
         self.copies.from_host(copy, slot, pages)
         self.pages.share(pages, spare=True)
         self.pages.give_back(pages)
-        return self.add(copy.num_tokens, slot, pages, spare=True)
+        return self.add(copy.num_tokens, slot, pages, spare=True, adapter=copy.adapter)
 
     def num_shared_pages(self, start: Snapshot, length: int) -> int:
         """Count the pages that starting after ``length`` tokens of a snapshot saves.

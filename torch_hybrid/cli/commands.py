@@ -33,6 +33,7 @@ from torch_hybrid.cli.options import (
     finish_artefact,
     load_processor,
     load_tokenizer,
+    lora_option,
     model_options,
     prefix_cache_option,
     sampling_options,
@@ -56,9 +57,14 @@ from torch_hybrid.cli.ranks import join_ranks
 from torch_hybrid.errors import CapacityError, UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch_hybrid.models.hybrid_model import HybridModel
     from torch_hybrid.models.ring_2_5 import Ring25
     from torch_hybrid.serving.engine import Engine
+
+
+NO_LORAS: Mapping[str, str] = {}
 
 
 @click.group()
@@ -87,6 +93,8 @@ def cli() -> None:
 @sampling_options(max_new_tokens=64)
 @prefix_cache_option(default=0)
 @speculate_option
+@lora_option
+@click.option("--adapter", help="Name of the adapter to use; by default the only one of --lora.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each output.")
 def generate(
     options: ModelOptions,
@@ -99,6 +107,8 @@ def generate(
     chosen: SamplingOptions,
     prefix_cache: int,
     speculate: str | None,
+    loras: dict[str, str],
+    adapter: str | None,
     as_json: bool,
 ) -> None:
     """Continue PROMPTS: one of them streams, several are served together."""
@@ -108,8 +118,13 @@ def generate(
     model = options.load(vision=bool(images), mtp=speculate == "mtp")
     tokenizer = None if ids or images else load_tokenizer(options.model)
     sampling = chosen.of(model, has_texts=not ids)
-    with _engine(options, model, tokenizer, prefix_cache, speculate, processor) as engine:
-        requests = [engine.submit(prompt, sampling, stream=not as_json) for prompt in parsed]
+    if adapter is None and len(loras) == 1:
+        (adapter,) = loras
+    with _engine(
+        options, model, tokenizer, prefix_cache, speculate, processor, loras=loras
+    ) as engine:
+        stream = not as_json
+        requests = [engine.submit(p, sampling, stream=stream, adapter=adapter) for p in parsed]
         compile_ahead(engine.runner)
         if as_json:
             print_json(engine, requests)
@@ -157,8 +172,13 @@ def chat(
 @server_options
 @prefix_cache_option(default=16)
 @speculate_option
+@lora_option
 def serve(
-    options: ModelOptions, server: ServerOptions, prefix_cache: int, speculate: str | None
+    options: ModelOptions,
+    server: ServerOptions,
+    prefix_cache: int,
+    speculate: str | None,
+    loras: dict[str, str],
 ) -> None:
     """Serve MODEL by OpenAI's API until SIGTERM, which lets running requests end."""
     try:
@@ -170,7 +190,7 @@ def serve(
 
     def open_engine() -> Engine:
         return open_for_serving(
-            options, prefix_cache, speculate, server.max_queue, vision=server.vision
+            options, prefix_cache, speculate, server.max_queue, vision=server.vision, loras=loras
         )
 
     if options.ranks and join_ranks(options.device)[0].rank() != 0:
@@ -201,12 +221,15 @@ def open_for_serving(
     max_waiting: int,
     *,
     vision: bool = False,
+    loras: Mapping[str, str] = NO_LORAS,
 ) -> Engine:
     """Load a model and its tokenizer into an engine; compile if steps should be compiled first."""
     model = options.load(vision=vision, mtp=speculate == "mtp")
     processor = load_processor(options.model) if vision else None
     tokenizer = load_tokenizer(options.model, hint="it cannot be served over HTTP")
-    engine = _engine(options, model, tokenizer, prefix_cache, speculate, processor, max_waiting)
+    engine = _engine(
+        options, model, tokenizer, prefix_cache, speculate, processor, max_waiting, loras=loras
+    )
     compile_ahead(engine.runner)
     return engine
 
@@ -219,13 +242,22 @@ def _engine(
     speculate: str | None,
     processor: Any = None,
     max_waiting: int | None = None,
+    *,
+    loras: Mapping[str, str] = NO_LORAS,
 ) -> Engine:
-    """Make an engine of these options, with a cache of ``prefix_cache`` snapshots, if any."""
+    """Make an engine of these options, with a cache of ``prefix_cache`` snapshots, if any.
+
+    Its runner has a slot for each adapter of ``loras``, as wide as the largest rank.
+    """
+    from torch_hybrid.models.read_adapter import largest_rank
     from torch_hybrid.serving.engine import Engine
 
     speculation = options.speculation(speculate)
     max_drafts = 0 if speculation is None else speculation.num_drafts
-    runner = options.runner(model, max_snapshots=prefix_cache, max_drafts=max_drafts)
+    adapters = {"max_adapters": len(loras)}
+    if loras:
+        adapters["max_lora_rank"] = max(largest_rank(Path(folder)) for folder in loras.values())
+    runner = options.runner(model, max_snapshots=prefix_cache, max_drafts=max_drafts, **adapters)
     return Engine(
         runner,
         tokenizer,
@@ -233,6 +265,7 @@ def _engine(
         speculate=speculation,
         processor=processor,
         max_waiting=max_waiting,
+        adapters=loras,
     )
 
 

@@ -213,6 +213,28 @@ speculate_option = click.option(
 )
 
 
+def _loras(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    """Parse NAME=PATH of each adapter."""
+    pairs = [text.partition("=") for text in given]
+    for (name, _mark, path), text in zip(pairs, given, strict=True):
+        if not name or not path:
+            raise click.BadParameter(f"{text!r} is not NAME=PATH")
+    found = {name: path for name, _mark, path in pairs}
+    if len(found) < len(given):
+        raise click.BadParameter(f"names must differ, got {[name for name, _, _ in pairs]}")
+    return found
+
+
+lora_option = click.option(
+    "--lora",
+    "loras",
+    metavar="NAME=PATH",
+    multiple=True,
+    callback=_loras,
+    help="An adapter (LoRA) in peft's folder, by a name for requests; several can be given.",
+)
+
+
 def _grouped(kind: type, name: str, **defaults: Any) -> Decorator:
     """Make a decorator that gives a command options as one ``kind``, its argument ``name``."""
 

@@ -153,13 +153,13 @@ class _Service:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> Json:
-        """List the only model."""
-        return {"object": "list", "data": [self._model()]}
+        """List the model and its adapters."""
+        return {"object": "list", "data": [self._model(name) for name in self._names]}
 
     async def model(self, name: str) -> Json:
-        """Describe the model."""
+        """Describe the model, or one of its adapters."""
         self._check_model(name)
-        return self._model()
+        return self._model(name)
 
     async def complete(self, request: Request) -> Response:
         """Continue prompts."""
@@ -170,10 +170,15 @@ class _Service:
         if body.echo:
             sampling = replace(sampling, prompt_logprobs=num_top)
         sampling = replace(sampling, grammar=body.grammar())
-        prepare = partial(self.stepper.engine.prepare, sampling=sampling, stream=body.stream)
+        prepare = partial(
+            self.stepper.engine.prepare,
+            sampling=sampling,
+            stream=body.stream,
+            adapter=self._adapter(body),
+        )
         firsts = await self._encode(lambda: [prepare(prompt) for prompt in body.prompts])
         call = Call(request.state.request_id, firsts, self._max_wait_s, is_empty=most == 0)
-        form = CompletionForm(call, self._name, self._tokenizer, echoes=body.echo)
+        form = CompletionForm(call, body.model or self._name, self._tokenizer, echoes=body.echo)
         return self._answer(body, form)
 
     async def chat(self, request: Request) -> Response:
@@ -186,7 +191,8 @@ class _Service:
         sampling = self._sampling(body, 1, most, num_top)
         first, reading = await self._encode(lambda: self._prepare_chat(body, sampling))
         call = Call(request.state.request_id, [first], self._max_wait_s)
-        return self._answer(body, ChatForm(call, self._name, self._tokenizer, reading))
+        name = body.model or self._name
+        return self._answer(body, ChatForm(call, name, self._tokenizer, reading))
 
     async def tokenize(self, request: Request) -> Json:
         """Encode a text, or a conversation by its template."""
@@ -235,7 +241,8 @@ class _Service:
 
     def _prepare_chat(self, body: ChatBody, sampling: Sampling) -> tuple[Pending, Reading]:
         """Encode a conversation, and plan how its outputs are split; in the encoding thread."""
-        tokenizer, prepare = self._tokenizer, self.stepper.engine.prepare
+        tokenizer = self._tokenizer
+        prepare = partial(self.stepper.engine.prepare, adapter=self._adapter(body))
         template = str(template_of(tokenizer) or "")
         form, grammar = body.calls_format(template), body.grammar()
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools if body.asks_tools]
@@ -278,14 +285,26 @@ class _Service:
             raise of_value(error) from error
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._name):
-            told = f"The model `{name}` does not exist: {self._name!r} is served"
+        if name not in (None, self._name, *self.stepper.engine.adapters):
+            served = ", ".join(map(repr, self._names))
+            told = f"The model `{name}` does not exist: {served} is served"
             raise HttpError(404, told, param="model", code="model_not_found")
 
-    def _model(self) -> Json:
+    @property
+    def _names(self) -> list[str]:
+        """Names of the model and its adapters."""
+        return [self._name, *self.stepper.engine.adapters]
+
+    def _adapter(self, body: Generation) -> str | None:
+        """Return the adapter that a request's model names; None for the base."""
+        return None if body.model == self._name else body.model
+
+    def _model(self, name: str) -> Json:
         room = self.stepper.engine.runner.max_seq_len
-        about = {"object": "model", "owned_by": "torch_hybrid", "max_model_len": room}
-        return {"id": self._name, "created": self._created, **about}
+        about: Json = {"object": "model", "owned_by": "torch_hybrid", "max_model_len": room}
+        if name != self._name:
+            about["parent"] = self._name
+        return {"id": name, "created": self._created, **about}
 
     @property
     def _tokenizer(self) -> Tokenizer:

@@ -194,8 +194,8 @@ class Stepper:
             self._steps.enqueue(call.firsts)
         except CapacityError as full:
             self._tell(call.fail, HttpError(429, str(full), code="queue_full"))
-        except UnsupportedError as unsupported:
-            self._tell(call.fail, HttpError(400, str(unsupported)))
+        except (UnsupportedError, ValueError) as refused:
+            self._tell(call.fail, HttpError(400, str(refused)))
         else:
             self._live |= set(call.requests)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.step import Step
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.layers.adapted import AdapterSite, Factors
 from torch_hybrid.layers.integers import dtype_of
 from torch_hybrid.models.architecture import Architecture
 from torch_hybrid.models.checkpoint.update import Origins, Weights, checked_update
@@ -71,6 +73,18 @@ class HybridModel(nn.Module):
         self._no_masks = dict.fromkeys(types) if family.hf_takes_masks else None
         self._step_argument = family.hf_step_argument
         self._token_arguments = family.hf_token_arguments
+
+    def adapter_sites(self) -> list[AdapterSite]:
+        """List the linear layers that adapters may change."""
+        from torch_hybrid.models.adapters import adapter_sites  # makes a model once more
+
+        return adapter_sites(self)
+
+    def read_adapter(self, folder: Path, max_rank: int) -> list[list[Factors]]:
+        """Read an adapter of at most this rank, for each part of each site."""
+        from torch_hybrid.models.adapters import read_for_sites
+
+        return read_for_sites(self, folder, max_rank)
 
     def new_weights(self, weights: Weights | nn.Module, *, partial: bool) -> Callable[[], None]:
         """Check new weights, and return the function that writes them.

@@ -38,6 +38,7 @@ from torch_hybrid.serving.stream import Stream
 if TYPE_CHECKING:
     import asyncio
 
+    from torch_hybrid.caches.adapter import Adapter
     from torch_hybrid.graphs.runner import Runner
 
 ResultT = TypeVar("ResultT")
@@ -76,6 +77,8 @@ class Engine(Shown):
         speculate: draft tokens, and verify several of them in one step; the runner needs
             ``max_drafts``. Tokens are the same as without, but for what other company changes.
             Steps that may have drafts do not run ahead.
+        adapters: folders of adapters (LoRA), by the names under which requests ask for them; the
+            runner needs ``max_adapters``. See ``Runner.load_adapter``.
 
     Raises:
         TypeError: ``prefix_cache`` is of another kind.
@@ -97,6 +100,7 @@ class Engine(Shown):
         prefix_cache: bool | PrefixCache = False,
         processor: Processor | None = None,
         speculate: Speculation | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     ) -> None:
         if max_waiting is not None and max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1 or None, got {max_waiting}")
@@ -143,6 +147,8 @@ class Engine(Shown):
         self._arriving: deque[Request] = deque()  # queued, not yet handed to the scheduler
         self._next_deadline = math.inf  # the earliest deadline of all requests
         self._seconds = 0.0
+        for name, folder in (adapters or {}).items():
+            self.load_adapter(name, folder)
 
     def facts(self) -> Mapping[str, str]:
         """Choose the counts of ``stats`` and the model's name for ``repr``."""
@@ -161,6 +167,7 @@ class Engine(Shown):
         *,
         stream: Literal[False] = ...,
         timeout_s: float | None = ...,
+        adapter: str | Sequence[str | None] | None = ...,
     ) -> Stream[Output]: ...
 
     @overload
@@ -171,6 +178,7 @@ class Engine(Shown):
         *,
         stream: Literal[True],
         timeout_s: float | None = ...,
+        adapter: str | Sequence[str | None] | None = ...,
     ) -> Stream[TokenEvent]: ...
 
     def generate(
@@ -180,6 +188,7 @@ class Engine(Shown):
         *,
         stream: bool = False,
         timeout_s: float | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> Stream[Output] | Stream[TokenEvent]:
         """Serve prompts together; yield each output as its request finishes.
 
@@ -197,22 +206,31 @@ class Engine(Shown):
             stream: yield an event for each token instead; a request's last event has its output.
             timeout_s: seconds from the first iteration after which an unfinished request ends with
                 the tokens that it has.
+            adapter: name of a loaded adapter for all prompts, or one for each; None: the base.
 
         Raises:
             TypeError: a prompt or ``sampling`` is of another kind; nothing has been started then.
-            ValueError: a prompt cannot be served; nothing has been started then.
+            ValueError: a prompt cannot be served, or an adapter is not loaded; nothing has been
+                started then.
             CapacityError: while iterating: more requests than may wait, or sequences held elsewhere
-                leave no room.
+                leave no room, or requests want more adapters than the runner has slots.
         """
         chosen = as_prompts(prompts)
         samplings = [sampling] * len(chosen) if not isinstance(sampling, Sequence) else sampling
         if len(samplings) != len(chosen):
             raise ValueError(f"sampling must have {len(chosen)} entries, got {len(samplings)}")
+        if adapter is None or isinstance(adapter, str):
+            adapter = [adapter] * len(chosen)
+        if len(adapter) != len(chosen):
+            raise ValueError(f"adapter must have {len(chosen)} entries, got {len(adapter)}")
         _check_timeout(timeout_s)
         requests: list[Request] = []
-        for index, (prompt, each) in enumerate(zip(chosen, samplings, strict=True)):
+        of_prompts = zip(chosen, samplings, adapter, strict=True)
+        for index, (prompt, each, name) in enumerate(of_prompts):
             try:
-                requests += self._intake.requests(prompt, each, index=index, stream=stream)
+                requests += self._intake.requests(
+                    prompt, each, index=index, stream=stream, adapter=name
+                )
             except (TypeError, ValueError) as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"prompt {index}: {error}") from error
@@ -235,6 +253,7 @@ class Engine(Shown):
         timeout_s: float | None = None,
         on_event: OnEvent | None = None,
         queue: asyncio.Queue[TokenEvent] | None = None,
+        adapter: str | None = None,
     ) -> Request:
         """Queue one prompt; ``step`` then returns its events, and its output with the last one.
 
@@ -250,6 +269,7 @@ class Engine(Shown):
                 ends.
             queue: gets each event in the event loop that runs where ``submit`` is called. For event
                 loops of other threads, use ``on_event``.
+            adapter: name of a loaded adapter; None: the base.
 
         Returns:
             The request; its ``output`` is set when it ends.
@@ -259,20 +279,26 @@ class Engine(Shown):
             ValueError: the prompt is empty, holds an unknown token or, with ``max_new_tokens``, is
                 longer than a sequence can be; texts are used without a tokenizer; the grammar is
                 wrong, or asks for more than is supported; the queue is bounded, no event loop runs,
-                or there are two readers.
+                or there are two readers; or the adapter is not loaded.
             UnsupportedError: grammars need a package that is missing, or another tokenizer.
-            CapacityError: ``max_waiting`` requests wait already.
+            CapacityError: ``max_waiting`` requests wait already, or others use all slots of
+                adapters.
         """
         _check_timeout(timeout_s)
         reader = reader_of(on_event, queue)
-        first = self.prepare(prompt, sampling, stream=stream)
+        first = self.prepare(prompt, sampling, stream=stream, adapter=adapter)
         for request in first.samples:
             request.on_event = reader
         self._queue(first.samples, timeout_s)
         return first
 
     def prepare(
-        self, prompt: Prompt, sampling: Sampling = GREEDY, *, stream: bool = False
+        self,
+        prompt: Prompt,
+        sampling: Sampling = GREEDY,
+        *,
+        stream: bool = False,
+        adapter: str | None = None,
     ) -> Request:
         """Encode and check one prompt as ``submit`` does, without queueing it.
 
@@ -282,6 +308,7 @@ class Engine(Shown):
             prompt: one prompt, as ``generate`` takes it.
             sampling: how tokens are chosen and when the request ends.
             stream: give events their text as it comes.
+            adapter: name of a loaded adapter; None: the base.
 
         Returns:
             The request, for one call of ``enqueue``.
@@ -290,7 +317,9 @@ class Engine(Shown):
             TypeError: the prompt or ``sampling`` is of another kind.
             ValueError: the prompt cannot be served; see ``submit``.
         """
-        first, *others = self._intake.requests(prompt, sampling, index=0, stream=stream)
+        first, *others = self._intake.requests(
+            prompt, sampling, index=0, stream=stream, adapter=adapter
+        )
         first.others = tuple(others)
         return first
 
@@ -298,7 +327,9 @@ class Engine(Shown):
         """Queue prepared requests with all their samples, or none; ``step`` returns their events.
 
         Raises:
-            CapacityError: with these, more than ``max_waiting`` requests would wait.
+            CapacityError: with these, more than ``max_waiting`` requests would wait, or requests
+                want more adapters than the runner has slots.
+            ValueError: an adapter was unloaded meanwhile.
         """
         self._queue([sample for first in requests for sample in first.samples], None)
 
@@ -368,6 +399,29 @@ class Engine(Shown):
                 drafts=DraftCounts() if self._speculator is None else self._speculator.counts,
             )
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
+        return self.runner.adapters
+
+    def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Load an adapter (LoRA) from a folder, between two steps; see ``Runner.load_adapter``."""
+        self.runner.load_adapter(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a loaded adapter, between two steps.
+
+        Raises:
+            ValueError: no adapter of that name is loaded, or unfinished requests have it.
+            UnsupportedError: the runner has ``max_adapters=0``.
+        """
+        self.runner.unload_adapter(name)
+
+    def adapters_in_use(self) -> set[Adapter]:
+        """List the adapters of unfinished requests, which stay resident."""
+        requests = (*self._arriving, *self._scheduler.running, *self._scheduler.waiting)
+        return {request.adapter for request in requests if request.adapter is not None}
+
     @in_turn
     def save_prefixes(self, path: str | os.PathLike[str]) -> int:
         """Write the prefix cache to a file, for ``load_prefixes`` of another process.
@@ -434,12 +488,22 @@ class Engine(Shown):
                     f"{num_waiting} requests wait already and {len(requests)} more "
                     f"came: at most max_waiting = {self.max_waiting} may wait"
                 )
+            self._use_adapters(requests)
             if timeout_s is not None:
                 deadline = time.monotonic() + timeout_s
                 for request in requests:
                     request.deadline = deadline
             self._arriving += requests
             self.turn.soon(self._arrive)
+
+    def _use_adapters(self, requests: Sequence[Request]) -> None:
+        """Make the adapters of requests resident, all or none of the requests get theirs."""
+        names = dict.fromkeys(r.adapter_name for r in requests if r.adapter_name is not None)
+        if names:
+            found = {each.name: each for each in self.runner.use_adapters(names, self)}
+            for request in requests:
+                if request.adapter_name is not None:
+                    request.adapter = found[request.adapter_name]
 
     def _arrive(self) -> None:
         """Hand queued requests to the scheduler; an interrupted one is cancelled."""

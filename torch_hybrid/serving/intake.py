@@ -55,7 +55,13 @@ class Intake:
         self._grammars: Compiler | None = None  # made by the first grammar
 
     def requests(
-        self, prompt: Prompt, sampling: Sampling, *, index: int, stream: bool
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        index: int,
+        stream: bool,
+        adapter: str | None = None,
     ) -> list[Request]:
         """Make a request for each of the ``sampling.n`` outputs of a prompt.
 
@@ -64,6 +70,7 @@ class Intake:
             sampling: how tokens are chosen and when a request ends.
             index: index of the prompt in its call.
             stream: whether events carry text.
+            adapter: name of the adapter; None: the base.
 
         Raises:
             TypeError: the prompt or ``sampling`` is of another kind.
@@ -72,6 +79,10 @@ class Intake:
         """
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling must be a th.Sampling, got {sampling!r}")
+        if adapter is not None and adapter not in self.runner.adapters:
+            raise ValueError(
+                f"no adapter {adapter!r} is loaded; loaded are {sorted(self.runner.adapters)}"
+            )
         packed = plain_ints(prompt) if isinstance(prompt, list) else None
         if packed is None and is_conversation(prompt):
             prompt = read_messages(prompt, self._template, self._sight)
@@ -107,6 +118,7 @@ class Intake:
                 packed=packed,
                 message_end=message_end,
                 images=images,
+                adapter_name=adapter,
             )
             for sample in range(sampling.n)
         ]

@@ -27,6 +27,7 @@ from torch_hybrid.sampling.grammar import Matcher
 from torch_hybrid.serving.detokenizer import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
+    from torch_hybrid.caches.adapter import Adapter
     from torch_hybrid.caches.sequence import Sequence as HeldSequence
     from torch_hybrid.serving.images import Images
 
@@ -76,6 +77,8 @@ class Request:
     is_finite: bool = True  # no step had NaN or infinite logits after its tokens
     deadline: float = math.inf  # by time.monotonic, in seconds
     images: Images | None = None  # of the prompt, shared by its samples
+    adapter_name: str | None = None
+    adapter: Adapter | None = None  # from the time that the request is queued
     sequence: HeldSequence | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -112,9 +115,15 @@ class Request:
 
     @property
     def path(self) -> array[int]:
-        """History of type "q" for the prefix cache; hashes of images replace placeholders."""
+        """History of type "q" for the prefix cache; hashes of images replace placeholders.
+
+        Paths of different adapters differ from the first number on.
+        """
         prompt = self.packed if self.images is None else self.images.path
-        return prompt + array("q", self.tokens)
+        path = prompt + array("q", self.tokens)
+        if self.adapter is not None:
+            path[0] ^= self.adapter.number << 40  # no token id is as large
+        return path
 
     @property
     def needs_prompt_logits(self) -> bool:

@@ -155,7 +155,7 @@ class StepLoop:
             self.prefixes.begin(chosen.admitted, chosen.starts)
             return
         for request in chosen.admitted:
-            (request.sequence,) = self.runner.new_sequences(1)
+            (request.sequence,) = self.runner.new_sequences(1, adapter=request.adapter_name)
 
     def _preempt(self, requests: Sequence[Request]) -> None:
         """Free preempted requests, which wait again; the prefix cache may keep snapshots."""

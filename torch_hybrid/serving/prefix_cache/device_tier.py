@@ -79,14 +79,18 @@ class DeviceTier:
         return snapshot
 
     def copies(self) -> list[tuple[list[int], HostCopy]]:
-        """Copy all committed prefixes, on the device and on the host, with their tokens."""
+        """Copy all committed prefixes, on the device and on the host, with their tokens.
+
+        Those of adapters are left out, which another process may have by other names.
+        """
         copies = [
             (node.all_tokens, self._cache.snapshots.to_host(node.snapshot))
             for node in self._nodes
             if node.snapshot is not None and node.maker is None
         ]
         away = ((node.all_tokens, node.on_host) for node in self.host.nodes)
-        return copies + [(tokens, copy) for tokens, copy in away if copy is not None]
+        copies += [(tokens, copy) for tokens, copy in away if copy is not None]
+        return [(tokens, copy) for tokens, copy in copies if copy.adapter is None]
 
     def clear(self) -> None:
         """Release all snapshots, and drop all copies on the host."""

@@ -168,7 +168,10 @@ class Prefixes:
                 snapshot = self._return(request, length)
                 length = 0 if snapshot is None else length
             (request.sequence,) = self.runner.new_sequences(
-                1, start=snapshot, length=None if snapshot is None else length
+                1,
+                start=snapshot,
+                length=None if snapshot is None else length,
+                adapter=request.adapter_name,
             )
             self._note_start(request, length)
 

@@ -1,0 +1,124 @@
+"""Implementation "triton": a program takes a row, which so has the bits that it has alone."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.lora.op import Lora
+
+_BLOCK_R, _BLOCK_I, _BLOCK_O = 16, 128, 256
+
+
+def lora(x: Lora) -> Tensor:
+    """Launch ``torch_hybrid::lora``."""
+    out = x.empty()
+    if not out.numel():
+        return out
+    _, num_parts, most, depth = x.a.shape
+    num_tokens, width = x.base.shape
+    inner = x.base.new_empty(num_tokens, num_parts, most, dtype=torch.float32)
+    _lora_inner_kernel[(num_tokens, num_parts, triton.cdiv(most, _BLOCK_R))](
+        x.x,
+        x.a,
+        x.ranks,
+        x.slots,
+        inner,
+        x.x.stride(0),
+        K=depth,
+        P=num_parts,
+        R=most,
+        BLOCK_R=_BLOCK_R,
+        BLOCK_I=_BLOCK_I,
+        num_warps=4,
+    )
+    _lora_outer_kernel[(num_tokens, triton.cdiv(width, _BLOCK_O))](
+        x.base,
+        inner,
+        x.b,
+        x.ranks,
+        x.starts,
+        x.slots,
+        out,
+        x.base.stride(0),
+        N=width,
+        P=num_parts,
+        R=most,
+        BLOCK_O=_BLOCK_O,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def _lora_inner_kernel(
+    x: tl.tensor,
+    a: tl.tensor,
+    ranks: tl.tensor,
+    slots: tl.tensor,
+    inner: tl.tensor,
+    stride_x: tl.tensor,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+) -> None:
+    """Multiply a row by BLOCK_R rows of its adapter's first factor in a program."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + token)
+    if slot > 0:
+        place = (slot.to(tl.int64) - 1) * P + part
+        rank = tl.load(ranks + place)
+        first = tl.program_id(2) * BLOCK_R
+        if first < rank:
+            row = first + tl.arange(0, BLOCK_R)
+            index = tl.arange(0, BLOCK_I)
+            p_a = a + (place * R + row)[:, None] * K
+            acc = tl.zeros([BLOCK_R, BLOCK_I], dtype=tl.float32)
+            for begin in range(0, K, BLOCK_I):
+                mask = begin + index < K
+                b_x = tl.load(x + token * stride_x + begin + index, mask=mask, other=0.0)
+                mask_a = (row < rank)[:, None] & mask[None, :]
+                b_a = tl.load(p_a + begin + index[None, :], mask=mask_a, other=0.0)
+                acc += b_a.to(tl.float32) * b_x.to(tl.float32)[None, :]
+            tl.store(inner + (token * P + part) * R + row, tl.sum(acc, 1), mask=row < rank)
+
+
+@triton.jit
+def _lora_outer_kernel(
+    base: tl.tensor,
+    inner: tl.tensor,
+    b: tl.tensor,
+    ranks: tl.tensor,
+    starts: tl.tensor,
+    slots: tl.tensor,
+    out: tl.tensor,
+    stride_base: tl.tensor,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+) -> None:
+    """Add multiples of the rows of a second factor to BLOCK_O columns of a row in a program."""
+    token = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * BLOCK_O
+    column = begin + tl.arange(0, BLOCK_O)
+    mask = column < N
+    b_base = tl.load(base + token * stride_base + column, mask=mask)
+    acc = b_base.to(tl.float32)
+    slot = tl.load(slots + token)
+    if slot > 0:
+        adapter = slot.to(tl.int64) - 1
+        for part in range(P):
+            first, last = tl.load(starts + part), tl.load(starts + part + 1)
+            if (first < begin + BLOCK_O) & (begin < last):
+                own = (column >= first) & (column < last)
+                p_inner = inner + (token * P + part) * R
+                for r in range(tl.load(ranks + adapter * P + part)):
+                    row = tl.load(b + (adapter * R + r) * N + column, mask=own, other=0.0)
+                    added = tl.load(p_inner + r) * row.to(tl.float32)
+                    acc = tl.where(own, acc + added, acc)
+    tl.store(out + token * N + column, acc.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,205 @@
+"""Adapters of peft, unmerged, several in one batch: each sequence has peft's own logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_hybrid as th
+from tests.graphs.as_traced import run_as_traced
+from tests.models.oracle import ask, make_texts
+from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_model
+from torch_hybrid.graphs.stepping.adapters import adapter_bytes
+from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.layers.side_by_side import SideBySide
+from torch_hybrid.ranks import Ranks, linear_of
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+TEXTS = make_texts([11, 6])
+SIZES = {"max_seqs": 6, "max_tokens": 384, "kv_tokens": 1600, "max_adapters": 2}
+# peft refuses an adapter of this layer beside those of these models.
+_NO_OUT_PROJ = ("mamba", "falcon_mamba", "mamba2", "falcon_h1", "falcon_h1_norm", "nemotron_h")
+# Layers of which transformers takes the weight alone, or divides it where it is not trained: an
+# unmerged adapter is lost there, or weighs more. What they mean is the merged model.
+_MERGED = ("mamba", "falcon_mamba", "jamba", "rwkv")
+# By the names of layers of an MLP, peft adapts experts too.
+_WITH_EXPERTS = ("qwen3_next", "deepseek_v3")
+# Seeds of models whose routers are near no tie.
+_SEEDS = {"granitemoehybrid": 3}
+
+
+def targets(model: nn.Module, family: str) -> list[str]:
+    """All linear layers of the text model that can have an adapter."""
+    barred = ["kv_b_proj", "visual", "shared_transf"]
+    barred += ["out_proj"] * (family in _NO_OUT_PROJ)
+    barred += ["lm_head"] * (family in _MERGED)  # which would change a tied embedding too
+    barred += ["gate_proj", "up_proj", "down_proj"] * (family in _WITH_EXPERTS)
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and not any(each in name for each in barred)
+    ]
+
+
+def save_adapter(folder: Path, family: str, seed: int, **options: Any) -> Any:
+    """Write an adapter of random factors to a folder; return peft's model with it."""
+    base = make_tiny(family)
+    options = {"target_modules": targets(base, family), "r": 4, "lora_alpha": 8, **options}
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **options)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def make_tiny(family: str) -> Any:
+    return make_model(family, seed=_SEEDS.get(family, 0), **FEWEST_LAYERS.get(family, {}))
+
+
+def oracle_of(model: Any, family: str) -> list[Tensor]:
+    if family in _MERGED:
+        model = model.merge_and_unload()
+    return ask(model, TEXTS).logits
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_logits_are_those_of_peft(family: str, tmp_path: Path) -> None:
+    first = save_adapter(tmp_path / "a", family, seed=1)
+    second = save_adapter(tmp_path / "b", family, seed=2, use_rslora=True, r=3)
+    expected = [oracle_of(first, family), oracle_of(second, family)]
+    expected.append(ask(make_tiny(family), TEXTS).logits)
+    runner = th.Runner(th.adapt(make_tiny(family)), compile=False, **SIZES)
+    for name in "ab":
+        runner.load_adapter(name, tmp_path / name)
+    seqs = [runner.new_sequences(2, adapter=name) for name in ("a", "b", None)]
+    flat = [seq for own in seqs for seq in own]
+    prompts = runner.extend(flat, [text[:-1] for text in TEXTS] * 3).clone()
+    steps = runner.extend(flat, [text[-1:] for text in TEXTS] * 3)
+    for logits, place in ((prompts, -2), (steps, -1)):
+        wanted = torch.stack([own[place] for oracle in expected for own in oracle])
+        scale = wanted.abs().max()
+        assert (wanted[:2] - wanted[4:]).abs().max() > 0.1 * scale
+        assert (logits - wanted).abs().max() < 1e-4 * scale
+
+
+def mixed(
+    runner: th.Runner, names: list[str | None], *, alone: bool = False, by_token: bool = False
+) -> list[Tensor]:
+    """Logits of a prompt and two decode steps of a sequence for each name, in one batch or each by
+    itself."""
+    seqs = [runner.new_sequences(1, adapter=name)[0] for name in names]
+    text = TEXTS[0][-3:] if by_token else TEXTS[0]
+    found = []
+    for tokens in (text[:-2], text[-2:-1], text[-1:]):
+        batches = [[seq] for seq in seqs] if alone else [seqs]
+        rows = [runner.extend(own, [tokens] * len(own)).clone() for own in batches]
+        found.append(torch.cat(rows))
+    runner.free(seqs)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in "ab"}
+    for seed, folder in enumerate(made.values()):
+        save_adapter(folder, "qwen3_5", seed=seed)
+    return made
+
+
+def make_runner(folders: dict[str, Path], model: Any = None, **options: Any) -> th.Runner:
+    model = th.adapt(make_tiny("qwen3_5")) if model is None else model
+    runner = th.Runner(model, **{"compile": False, **SIZES, **options})
+    for name, folder in folders.items():
+        runner.load_adapter(name, folder)
+    return runner
+
+
+NAMES = ["a", None, "b", "a"]
+
+
+def test_batch_invariant(folders: dict[str, Path]) -> None:
+    runner = make_runner(folders, batch_invariant=True)
+    for together, apart in zip(mixed(runner, NAMES), mixed(runner, NAMES, alone=True), strict=True):
+        assert torch.equal(together, apart)
+
+
+def test_compiled_steps(folders: dict[str, Path]) -> None:
+    """In halves, with adapters and without, each by a graph of its own; the latter's is a plain
+    runner's."""
+    options = {"prefill": False, "two_batch_overlap": "on", "cuda_graphs": "on"}
+    expected = mixed(make_runner(folders), NAMES, by_token=True)
+    with run_as_traced():
+        runner = make_runner(folders, compile=True, **options)
+        for logits, wanted in zip(mixed(runner, NAMES, by_token=True), expected, strict=True):
+            torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+        plain = make_runner({}, compile=True, max_adapters=0, **options)
+        both = (mixed(each, [None], by_token=True) for each in (runner, plain))
+        assert all(map(torch.equal, *both))
+    report, alike = runner.report(), plain.report()
+    assert report.recompiles == 0
+    with_adapters = {name for name in report.graphs if name.endswith("adapters")}
+    assert report.graphs.keys() - with_adapters == alike.graphs.keys()
+    for name, graph in report.graphs.items():
+        has_op = any(op.startswith("lora[") for op in graph.ops)
+        assert has_op == (name in with_adapters)
+        if not has_op:
+            assert graph.ops == alike.graphs[name].ops
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_quantized_base(folders: dict[str, Path], weights: str) -> None:
+    """What an adapter adds is not rounded: errors are the base's own."""
+    exact = make_runner(folders)
+    model = th.adapt(make_tiny("qwen3_5"))
+    th.quantize(model, weights)
+    rounded = make_runner(folders, model)
+    errors = {
+        name: max(
+            (a - b).norm() / b.norm()
+            for a, b in zip(mixed(rounded, [name]), mixed(exact, [name]), strict=True)
+        )
+        for name in (None, "a", "b")
+    }
+    assert min(errors.values()) > 1e-3
+    assert max(errors.values()) < 2 * errors[None]
+
+
+def test_projections_in_parts(folders: dict[str, Path]) -> None:
+    """Of which only some rows are quantized, for example: the parts have adapters of their own."""
+    expected = mixed(make_runner(folders), NAMES)
+    model = th.adapt(make_tiny("qwen3_5"))
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNet):
+            weights = module.in_proj.weight.split([70, module.in_proj.out_features - 70])
+            module.in_proj = SideBySide([linear_of(weight) for weight in weights])
+    for logits, wanted in zip(mixed(make_runner(folders, model), NAMES), expected, strict=True):
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_bytes_of_the_pools(folders: dict[str, Path]) -> None:
+    """``kv_tokens="auto"`` leaves room for them."""
+    runner = make_runner(folders)
+    pools = runner._adapted.layers.pools
+    assert sum(pool[name].nbytes for pool in pools for name in "ab") == adapter_bytes(
+        runner.model, SIZES["max_adapters"], 16
+    )
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "zamba"])
+def test_layers_that_can_have_no_adapter(family: str, tmp_path: Path) -> None:
+    targets = {"deepseek_v3": "kv_b_proj", "zamba": "q_proj"}[family]
+    save_adapter(tmp_path, family, seed=1, target_modules=[targets])
+    runner = th.Runner(th.adapt(make_tiny(family)), compile=False, **SIZES)
+    with pytest.raises(th.UnsupportedError, match=rf"adapts .*{targets}, which is not served: "):
+        runner.load_adapter("a", tmp_path)
+
+
+def test_models_that_take_none() -> None:
+    model = th.adapt(make_tiny("qwen3_5"))
+    model.ranks = Ranks(rank=0, size=2, group_name="")
+    with pytest.raises(th.UnsupportedError, match="several ranks share are not served"):
+        th.Runner(model, compile=False, **SIZES)

@@ -1,0 +1,195 @@
+"""Reading of adapters (LoRA) from folders as peft writes them.
+
+What peft knows beside plain low-rank products is refused by name: a field of the config that
+changes what is computed, and a tensor that is no factor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.layers.adapted import Factors
+from torch_hybrid.models.adapter_places import Part, Places
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Fields of peft's config that change nothing of what an adapter computes once it is trained, or
+# that are read here.
+_HARMLESS = frozenset(
+    {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"}
+    | {"revision", "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha"}
+    | {"lora_dropout", "use_rslora", "layers_to_transform", "layers_pattern", "rank_pattern"}
+    | {"alpha_pattern", "megatron_core", "eva_config", "qalora_group_size", "runtime_config"}
+    | {"ensure_weight_tying", "loftq_config", "lora_ga_config", "corda_config", "velora_config"}
+    | {"modules_to_save", "target_parameters"}  # what they name shows in the tensors
+)
+# Starts of training that leave the base as it is.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_OF_TEXT = re.compile(r"^model\.(?:language_model|llm)\.|^language_model\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """Factors of one layer: a [rank, inputs], and b [outputs, rank] with the adapter's scale."""
+
+    a: Tensor
+    b: Tensor
+
+
+def read_adapter(folder: Path, max_rank: int) -> dict[str, LowRank]:
+    """Read an adapter's factors, by the names of the layers of transformers that they adapt.
+
+    Raises:
+        ValueError: the folder has no adapter, its files are damaged or incomplete, numbers are not
+            finite, or a rank is larger than ``max_rank``.
+        UnsupportedError: the adapter is none of plain low-rank products.
+    """
+    config = _read_config(folder)
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in _read_tensors(folder).items():
+        found = _FACTOR.fullmatch(name)
+        if found is None:
+            if name.endswith(".base_layer.weight"):  # peft writes the base's beside embeddings
+                continue
+            raise UnsupportedError(
+                f"{name} in {folder / _WEIGHTS} is no factor of a linear layer: only those are "
+                f"served"
+            )
+        if re.search(r"\.experts(\.base_layer)*$", found[1]):
+            raise UnsupportedError(
+                f"{name} in {folder / _WEIGHTS} is of the experts of a mixture: adapters of those "
+                f"are not served"
+            )
+        halves.setdefault(_OF_TEXT.sub("model.", found[1]), {})[found[2]] = tensor
+    return {name: _low_rank(name, own, config, folder, max_rank) for name, own in halves.items()}
+
+
+def largest_rank(folder: Path) -> int:
+    """Read the largest rank of an adapter's factors from its config.
+
+    Raises:
+        ValueError, UnsupportedError: as ``read_adapter`` does.
+    """
+    config = _read_config(folder)
+    return max(map(int, [config["r"], *(config.get("rank_pattern") or {}).values()]))
+
+
+def factors_of(read: Mapping[str, LowRank], parts: tuple[Part, ...]) -> list[Factors]:
+    """Bring the factors of layers of transformers into the rows of one of our layers."""
+    found: list[Factors] = []
+    for part in parts:
+        own = read.get(part.source)
+        if own is None:
+            found.append(None)
+        else:
+            found.append((own.a, own.b.double()[part.rows] * part.factors[:, None]))
+    return found
+
+
+def check_targets(read: Mapping[str, LowRank], places: Places, folder: Path) -> None:
+    """Raise unless a model has all layers that an adapter adapts, in the same shapes.
+
+    Raises:
+        ValueError: a layer is not there, or has another shape.
+        UnsupportedError: a layer can have no adapter.
+    """
+    for name, own in read.items():
+        if name not in places.shapes:
+            raise ValueError(f"{folder} adapts {name}, which the model does not have")
+        shape = (own.b.shape[0], own.a.shape[1])
+        if shape != places.shapes[name]:
+            raise ValueError(
+                f"{folder} is of another base: it adapts {name} of shape {[*shape]}, and the model "
+                f"has {[*places.shapes[name]]}"
+            )
+        if name in places.refused:
+            raise UnsupportedError(
+                f"{folder} adapts {name}, which is not served: {places.refused[name]}"
+            )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / _CONFIG
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read an adapter's config from {path}: {error}") from error
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedError(
+            f"{path} is of peft_type {config.get('peft_type')!r}: only LORA is served"
+        )
+    start = config.pop("init_lora_weights", True)
+    if start not in _PLAIN_STARTS:
+        raise UnsupportedError(
+            f"{path} has init_lora_weights {start!r}, which changes the base's weights: convert "
+            f"the adapter to a plain one by peft first"
+        )
+    if config.get("bias") == "none":
+        del config["bias"]
+    for name, value in config.items():
+        if value and name not in _HARMLESS:
+            raise UnsupportedError(f"{path} has {name} {value!r}, which is not served")
+    return config
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = folder / _WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"{folder} has no weights of an adapter: there is no {_WEIGHTS}")
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot read the adapter in {path}: {error}") from error
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} in {path} has NaN or infinite values")
+    return tensors
+
+
+def _low_rank(
+    name: str, halves: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path, max_rank: int
+) -> LowRank:
+    path = folder / _WEIGHTS
+    if halves.keys() != {"A", "B"}:
+        raise ValueError(f"{path} has one of two factors of {name} alone")
+    a, b = halves["A"], halves["B"]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        raise UnsupportedError(
+            f"{path} has factors {[*a.shape]} and {[*b.shape]} of {name}, which are no matrices "
+            f"of one rank"
+        )
+    rank = a.shape[0]
+    if rank > max_rank:
+        raise ValueError(
+            f"{path} has rank {rank} in {name}, and the runner's max_lora_rank is {max_rank}"
+        )
+    if rank != _chosen(config.get("rank_pattern"), name, config["r"]):
+        raise UnsupportedError(
+            f"{path} has rank {rank} in {name}, and its config says "
+            f"{_chosen(config.get('rank_pattern'), name, config['r'])}: stacks of experts are not "
+            f"served"
+        )
+    alpha = _chosen(config.get("alpha_pattern"), name, config["lora_alpha"])
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return LowRank(a=a, b=(b.double() * scale).to(torch.float64))
+
+
+def _chosen(pattern: Mapping[str, Any] | None, name: str, otherwise: Any) -> Any:
+    """Look up a layer in a pattern of names, as peft does."""
+    for key, value in (pattern or {}).items():
+        if re.match(rf"(.*\.)?({key})$", name):
+            return value
+    return otherwise
