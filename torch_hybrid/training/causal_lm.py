@@ -159,7 +159,7 @@ class CausalLM(nn.Module):
         """Run the model's own forward, and compute logits and loss with a server's bits."""
         outputs: Any = super().forward(**inputs)
         logits = served_logits(self, outputs.logits, inputs, server)
-        outputs.logits = _kept(logits, logits_to_keep)
+        outputs.logits = kept_rows(logits, logits_to_keep)
         if labels is not None:
             targets = _next_of(labels) if shift_labels is None else shift_labels
             known = targets.flatten() != IGNORED
