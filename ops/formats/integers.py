@@ -118,7 +118,8 @@ def dequantized(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         block = group_of(weight, scales)
         scales = _fp4_scales(scales, block, compute)
         groups = _fp4_numbers(weight).to(compute).unflatten(-1, (scales.shape[-1], block))
-        return (groups * scales[..., None]).flatten(-2).to(dtype)
+        scaled: Tensor = groups * scales[..., None]
+        return scaled.flatten(-2).to(dtype)
     if weight.dtype == INT8:
         return (weight.to(compute) * scales.to(compute)[..., None]).to(dtype)
     stored = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2).to(compute)
@@ -154,7 +155,9 @@ def _fp4_scales(stored: Tensor, block: int, dtype: torch.dtype) -> Tensor:
         scales, factor = stored.split([stored.shape[-1] - FACTOR_BYTES, FACTOR_BYTES], -1)
         shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=stored.device)
         bits = (factor.to(torch.int32) << shifts).sum(-1, keepdim=True, dtype=torch.int32)
-        return scales.view(torch.float8_e4m3fn).to(dtype) * bits.view(torch.float32).to(dtype)
+        factors: Tensor = bits.view(torch.float32).to(dtype)
+        made: Tensor = scales.view(torch.float8_e4m3fn).to(dtype) * factors
+        return made
     wide = stored.to(torch.int32)
     # The first is a denormal float; the last one stands for NaN.
     bits = (wide << 23) | ((wide == 0) | (wide == 255)).to(torch.int32) << 22
@@ -197,8 +200,8 @@ def _fp4_scales_near(groups: Tensor, block: int) -> tuple[Tensor, Tensor]:
     top = largest.amax(-1, keepdim=True) if largest.numel() else largest.sum(-1, keepdim=True)
     factor = _not_zero(top / (_LARGEST_FP4 * _LARGEST_E4M3))
     stored = []
-    for top in (_LARGEST_FP4, 4.0):  # that the largest number becomes
-        scales = (largest / top / factor).clamp(max=_LARGEST_E4M3).to(torch.float8_e4m3fn)
+    for becomes in (_LARGEST_FP4, 4.0):  # of the largest number
+        scales = (largest / becomes / factor).clamp(max=_LARGEST_E4M3).to(torch.float8_e4m3fn)
         stored.append(torch.cat((scales.view(torch.uint8), factor.view(torch.uint8)), -1))
     return stored[0], stored[1]
 

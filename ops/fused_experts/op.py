@@ -142,10 +142,12 @@ class FusedExperts(Op):
             if scales is None:
                 needed = f"{name}_scales must be given where the other scales are"
                 raise ValueError(f"{needed}, got None")
+        scaled = []
         for (name, num_parts), (weight, scales) in zip(parts.items(), given, strict=True):
             assert scales is not None
             stored_weights.check_scales(weight, scales, f"{name}_scales", num_parts=num_parts)
-        stored_weights.check_alike("gate_up_scales and down_scales", given)
+            scaled.append((weight, scales))
+        stored_weights.check_alike("gate_up_scales and down_scales", scaled)
 
     def check_indices(self) -> None:
         """Raise ValueError unless each id is an expert's, or their number, which means none."""

@@ -44,7 +44,8 @@ def chunk_bytes(group: int) -> int:
 @triton.constexpr_function
 def chunk_of(group: int) -> int:
     """Return how many weights a thread loads at once."""
-    return chunk_bytes(group) * (2 if group else 1)
+    loaded: int = chunk_bytes(group)
+    return loaded * (2 if group else 1)
 
 
 @triton.constexpr_function
