@@ -176,7 +176,17 @@ def in_fp4(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
     flat = weight.flatten(0, -2)
     numbers = flat.new_empty((len(flat), depth // 8), dtype=FP4)
     scales = flat.new_empty((len(flat), num_scales(depth, block, FP4)), dtype=torch.uint8)
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=weight.device)
+    if weight.device.type == "cpu" and compiler_missing() is None:
+        quantize(flat, numbers, scales, block)
+    else:
+        _fill_fp4(flat, numbers, scales, block)
+    leading = weight.shape[:-1]
+    return numbers.view(*leading, depth // 8), scales.view(*leading, scales.shape[-1])
+
+
+def _fill_fp4(flat: Tensor, numbers: Tensor, scales: Tensor, block: int) -> None:
+    depth = flat.shape[-1]
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=flat.device)
     for rows in _stretches(flat):
         groups = flat[rows].float().unflatten(-1, (depth // block, block))
         first, second = _fp4_scales_near(groups, block)
@@ -187,8 +197,6 @@ def in_fp4(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
         first[:, : depth // block][is_better] = second[:, : depth // block][is_better]
         numbers[rows] = (codes.view(len(codes), depth // 8, 8) << shifts).sum(-1, dtype=FP4)
         scales[rows] = first
-    leading = weight.shape[:-1]
-    return numbers.view(*leading, depth // 8), scales.view(*leading, scales.shape[-1])
 
 
 def _fp4_scales_near(groups: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -216,9 +224,12 @@ def _nearest_fp4(groups: Tensor, stored: Tensor, block: int) -> tuple[Tensor, Te
     sizes = scaled.abs().clamp_(max=_LARGEST_FP4)
     step = torch.exp2((sizes >= 2).int() + (sizes >= 4) - 1.0)
     steps = (sizes / step).round_()
-    error = (steps * step).copysign_(scaled).mul_(scales).sub_(groups).square_().sum(-1)
+    error = (steps * step).copysign_(scaled).mul_(scales).sub_(groups).square_()
+    while error.shape[-1] > 1:  # in this order on every machine
+        first_half, second_half = error.chunk(2, -1)
+        error = first_half + second_half
     codes = steps.add_(2 * step.log2_().add_(1)).to(torch.int32)
-    return codes.add_(scaled < 0, alpha=8), error
+    return codes.add_(scaled < 0, alpha=8), error.squeeze(-1)
 
 
 def in_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:

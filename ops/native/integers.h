@@ -210,7 +210,7 @@ struct Fp4 : Int4 {
   static TH_INLINE f32x16 lanes_of(const uint8_t* scales) {
     std::conditional_t<GROUP == 16, int64_t, int32_t> bytes;  // a vector would pass through memory
     std::memcpy(&bytes, scales, sizeof(bytes));
-#ifdef __SSE2__
+#ifdef __AVX__
     const __m128i read = GROUP == 16 ? _mm_cvtsi64_si128(bytes) : _mm_cvtsi32_si128(int(bytes));
     const __m128i twice = _mm_unpacklo_epi8(read, read);
     const u8x16 by_lane = (u8x16)(GROUP == 16 ? twice : _mm_unpacklo_epi16(twice, twice));
@@ -253,7 +253,7 @@ struct Fp4 : Int4 {
     }
     static TH_INLINE i8x16 twice(u8x16 codes) {
       constexpr i8x16 VALUES = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-#if defined(__SSSE3__)
+#if defined(__AVX__)
       return (i8x16)_mm_shuffle_epi8((__m128i)VALUES, (__m128i)codes);
 #elif defined(__aarch64__)
       return (i8x16)vqtbl1q_s8((int8x16_t)VALUES, (uint8x16_t)codes);

@@ -27,6 +27,7 @@ from torch_hybrid.ops.formats.integers import (
     NVFP4,
     _fill_4_bits,
     _fill_8_bits,
+    _fill_fp4,
     dequantized,
     in_4_bits,
     in_8_bits,
@@ -264,6 +265,28 @@ def test_integers_of_our_kernel_are_those_of_torch(dtype: torch.dtype):
             (dequantized(*pair, torch.float32) - weight).square().sum() for pair in (made, expected)
         )
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [MXFP4, NVFP4])
+def test_fp4_of_our_kernel_has_the_bits_of_torch(block: int, dtype: torch.dtype):
+    info = torch.finfo(dtype)
+    rows = torch.randn(64, 416, dtype=torch.float64)
+    rows[8] *= info.max / 6
+    rows[9] *= info.tiny
+    rows[10] *= info.tiny / 64  # subnormal
+    rows[11:14] *= torch.logspace(-60, 20, 416, base=2, dtype=torch.float64)
+    rows[14] = rows[7, 64:192] = 0
+    rows[15, :208], rows[15, 300] = -0.0, info.max
+    rows[16:40] = torch.randint(-28, 29, (24, 416)) / 4  # between two numbers of FP4
+    rows[40] = info.smallest_normal * info.eps  # the least there is
+    weight = rows.clamp(info.min, info.max).to(dtype)
+    for part in (weight, weight[:, :32], weight[:, 5:101], weight[:0], weight[:, :0]):
+        numbers, scales = in_fp4(part, block)
+        expected = torch.empty_like(numbers), torch.empty_like(scales)
+        _fill_fp4(part, *expected, block)
+        assert torch.equal(scales, expected[1])
+        assert torch.equal(numbers, expected[0])
 
 
 def test_the_demo_still_recalls_with_integers():
