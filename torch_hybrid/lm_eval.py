@@ -47,7 +47,7 @@ class HybridLM(TemplateLM):  # type: ignore[misc]  # without lm_eval it is Any
         pretrained: folder of a checkpoint with its tokenizer, or a hub id.
         dtype: format of the weights.
         device: device of the model; "auto" takes CUDA where it is.
-        weights: "auto", "int8" or "int4": format in which weights are kept.
+        weights: "auto", "int8", "int4", "mxfp4" or "nvfp4": format in which weights are kept.
         max_seqs: most sequences of a step.
         max_tokens: most tokens of a step.
         kv_tokens: tokens that all sequences hold together, as ``Runner`` takes it.
