@@ -10,7 +10,9 @@ from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
 
-_INSTEAD = "; weights='int8', 'int4', 'mxfp4' or 'nvfp4' quantizes a checkpoint of floats as it is read"
+_INSTEAD = (
+    "; weights='int8', 'int4', 'mxfp4' or 'nvfp4' quantizes a checkpoint of floats as it is read"
+)
 # Reasons by the names of methods in configs.
 _REASONS = {
     "bitsandbytes": "its numbers of 4 bits are picked from a table (NF4)",
