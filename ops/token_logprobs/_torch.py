@@ -13,7 +13,7 @@ _ROWS = 256  # of a chunk, whose log-probabilities exist at once
 
 def token_logprobs_forward(x: TokenLogprobsForward) -> Tensor:
     """Pick log-probabilities."""
-    out, tokens = x.empty(), x.tokens.unsqueeze(-1)
+    out, tokens = x.empty(), x.token_ids.unsqueeze(-1)
     for made, logits, token in zip(*_chunks(out, x.logits, tokens), strict=True):
         made.copy_(log_softmax(logits).gather(-1, token).squeeze(-1))
     return out
@@ -23,7 +23,7 @@ def token_logprobs_backward(x: TokenLogprobsBackward) -> Tensor:
     """Make the gradient of logits."""
     out, given = x.empty(), x.dlogprobs.unsqueeze(-1)
     for made, logits, token, d in zip(
-        *_chunks(out, x.logits, x.tokens.unsqueeze(-1), given), strict=True
+        *_chunks(out, x.logits, x.token_ids.unsqueeze(-1), given), strict=True
     ):
         shares = log_softmax(logits).exp_().mul_(-d)
         made.copy_(shares.scatter_add_(-1, token, d))

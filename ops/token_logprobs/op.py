@@ -27,7 +27,7 @@ class TokenLogprobsForward(Op):
 
     Args:
         logits: [T, V], float dtype.
-        tokens: [T] int64 from 0 to V - 1.
+        token_ids: [T] int64 from 0 to V - 1.
         impl: "torch".
 
     Returns:
@@ -35,14 +35,14 @@ class TokenLogprobsForward(Op):
     """
 
     logits: Annotated[Tensor, Rows("V")]
-    tokens: Annotated[Tensor, Dense("T", dtype=torch.int64)]
+    token_ids: Annotated[Tensor, Dense("T", dtype=torch.int64)]
 
     def check_indices(self) -> None:
         """Raise ValueError for a token that is not in the vocabulary."""
         size = self.logits.shape[1]
-        if self.tokens.numel() and (self.tokens.min() < 0 or self.tokens.max() >= size):
-            came = [int(self.tokens.min()), int(self.tokens.max())]
-            raise ValueError(f"tokens must be from 0 to {size - 1}, got {came}")
+        if self.token_ids.numel() and (self.token_ids.min() < 0 or self.token_ids.max() >= size):
+            came = [int(self.token_ids.min()), int(self.token_ids.max())]
+            raise ValueError(f"token_ids must be from 0 to {size - 1}, got {came}")
 
     def empty(self) -> Tensor:
         """Make the result, not filled yet."""
@@ -55,7 +55,7 @@ class TokenLogprobsBackward(TokenLogprobsForward):
     """Gradient of logits: ``d (onehot(token) - softmax(logits))`` for each row.
 
     Args:
-        logits: [T, V]. tokens: [T] int64. As of the forward.
+        logits: [T, V]. token_ids: [T] int64. As of the forward.
         dlogprobs: [T] float32 gradient of what it returned.
         impl: "torch".
 
@@ -78,9 +78,9 @@ token_logprobs_backward = define(
 
 
 def _gradients(ctx: Any, dlogprobs: Tensor) -> tuple[Tensor, None]:
-    logits, tokens = ctx.saved_tensors
+    logits, token_ids = ctx.saved_tensors
     impl = ctx.options["impl"]
-    return token_logprobs_backward(logits, tokens, dlogprobs.contiguous(), impl=impl), None
+    return token_logprobs_backward(logits, token_ids, dlogprobs.contiguous(), impl=impl), None
 
 
 token_logprobs_forward = define(

@@ -18,7 +18,10 @@ GIVEN = {op: call_of(op) for op in CALLS}
 # What an error calls an argument, where that is not its name.
 CALLED = {"head_sizes": "head 0", "head_offsets": "head 0"}
 # Rows may lie apart in it, and ids of experts may have 64 bits.
-MAY_LIE_APART, MAY_BE_LONG = {"page_table"}, {"expert_ids", "head_sizes", "head_offsets", "targets"}
+MAY_LIE_APART, MAY_BE_LONG = (
+    {"page_table"},
+    {"expert_ids", "token_ids", "head_sizes", "head_offsets", "targets"},
+)
 READS_THE_END_ALONE = {"store_latents"}  # of offsets
 
 

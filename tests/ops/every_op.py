@@ -382,7 +382,7 @@ def _cross_entropy(by: str) -> _Made:
 def _token_logprobs(by: str) -> _Made:
     logits, tokens = torch.randn(9, 37), torch.arange(9)
     more = (torch.randn(9),) if by == "backward" else ()
-    return (logits, tokens, *more), {}, {"tokens": (0, 37)}
+    return (logits, tokens, *more), {}, {"token_ids": (0, 37)}
 
 
 def _gated_norm(by: str) -> _Made:

@@ -154,7 +154,7 @@ def test_preemption_recomputes_to_the_same_tokens():
     sampling = Sampling(max_new_tokens=24, temperature=1.0, seed=2)
     made = []
     new_sequences = runner.new_sequences
-    runner.new_sequences = lambda n: made.append(n) or new_sequences(n)
+    runner.new_sequences = lambda n, **of: made.append(n) or new_sequences(n, **of)
     outputs = list(Engine(runner).generate([[1] * 4, [2] * 4, [3] * 4], sampling))
     assert len(made) > 3, "the pool is small enough that something is preempted"
     for output in outputs:

@@ -182,7 +182,7 @@ def test_nothing_is_preempted_under_a_step_that_is_under_way():
     sampling = Sampling(max_new_tokens=24, temperature=1.0, seed=2)
     made = []
     new_sequences = runner.new_sequences
-    runner.new_sequences = lambda n: made.append(n) or new_sequences(n)
+    runner.new_sequences = lambda n, **of: made.append(n) or new_sequences(n, **of)
     outputs = list(ahead(runner).generate([[1] * 4, [2] * 4, [3] * 4], sampling))
     assert len(made) > 3, "the pool is small enough that something is preempted"
     for output in outputs:

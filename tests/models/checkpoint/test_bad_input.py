@@ -255,7 +255,7 @@ def test_quantized_weights_without_a_word_in_the_config(
     [
         ("bitsandbytes", ": its numbers of 4 bits are picked from a table (NF4)"),
         ("modelopt", ": NVFP4 has 4-bit floats"),
-        ("something_new", "; weights='int8' or 'int4' makes integers"),
+        ("something_new", "; weights='int8', 'int4', 'mxfp4' or 'nvfp4' quantizes a"),
     ],
 )
 def test_a_quantized_checkpoint(

@@ -102,4 +102,5 @@ def test_bytes_are_widened_eight_at_a_time() -> None:
         command = ["objdump", "-d", str(library)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert "vpmovsxbd" in text
-        assert "vpinsrd" not in text
+        functions = text.split("\n\n")  # those of FP4 load a block's two scales together so
+        assert not [each for each in functions if "vpinsrd" in each and "multiply_fp4" not in each]

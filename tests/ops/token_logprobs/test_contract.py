@@ -49,5 +49,5 @@ def test_a_row_has_the_bits_that_it_has_alone(dtype: torch.dtype, vocab: int, de
 
 def test_a_token_outside_the_vocabulary_is_refused():
     logits, tokens = make_rows(torch.float32)
-    with pytest.raises(ValueError, match=r"tokens must be from 0 to 1020, got \[1, 1021\]"):
+    with pytest.raises(ValueError, match=r"token_ids must be from 0 to 1020, got \[1, 1021\]"):
         th.token_logprobs(logits, tokens.index_fill(0, torch.tensor([7]), 1021))
