@@ -639,3 +639,6 @@ def test_bits_of_a_server_and_a_trainer(run, checkpoint, monkeypatch):
     code, out, _ = run("check-bits", checkpoint, *options)
     assert code == 1
     assert "part at token" in out
+    code, _, err = run("check-bits", "/nowhere")
+    assert code == 2
+    assert "cannot read a model from /nowhere" in err

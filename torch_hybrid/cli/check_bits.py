@@ -35,10 +35,17 @@ class Compared:
 
 
 def trainer_and_server(path: str, dtype: Any, device: str, **options: Any) -> tuple[Any, Runner]:
-    """Load a checkpoint as a trainer, and serve its weights."""
+    """Load a checkpoint as a trainer, and serve its weights.
+
+    Raises:
+        ValueError: there is none.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+    except OSError as error:
+        raise ValueError(f"cannot read a model from {path}: {error}") from error
     trainer = make_trainable(model, batch_invariant=options)
     return trainer, Runner(adapt_shared(trainer), batch_invariant=True, **options)
 
