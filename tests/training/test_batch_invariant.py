@@ -16,7 +16,7 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.devices import needs_cuda
 from tests.serving.test_batch_invariant import PROMPTS, SIZES
-from tests.tiny_models import cast
+from tests.tiny_models import VOCAB_SIZE, cast
 from tests.training.twins import FAMILIES, flattened, furthest, grads, make_pair, make_rows
 
 EAGER = {"compile": False}
@@ -122,6 +122,13 @@ def test_a_graph_of_the_trainer(mode: str):
     assert torch.equal(made.logits, expected.logits)
     torch.testing.assert_close(made.loss, expected.loss)
     made.loss.backward()
+
+
+def test_the_op_is_what_its_schema_says():
+    trainer, [row] = make_trainer(), make_rows([20])
+    logits = torch.randn(1, 20, VOCAB_SIZE, requires_grad=True)
+    given = (logits, row, torch.tensor([0, 12, 20], dtype=torch.int32), trainer.server.number)
+    torch.library.opcheck(torch.ops.torch_hybrid.served_logits.default, given)
 
 
 def test_adapters_and_checkpointing():

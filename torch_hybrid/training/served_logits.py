@@ -67,11 +67,10 @@ class ServedLogits:
             for step in _steps(ends, runner.max_tokens, runner.max_seqs):
                 new = [end for end, _, _ in step if end not in live]
                 live |= zip(new, runner.new_sequences(len(new)), strict=True)
-                seqs, tokens_of = (
-                    [live[end] for end, _, _ in step],
-                    [given[a:b] for _, a, b in step],
+                seqs, new_tokens = zip(
+                    *((live[end], given[a:b]) for end, a, b in step), strict=True
                 )
-                parts.append(runner.extend(seqs, tokens_of, logits="all").clone())
+                parts.append(runner.extend(seqs, new_tokens, logits="all").clone())
                 runner.free([live.pop(end) for end, _, b in step if b == end])
         finally:
             runner.free([*live.values()])  # of a step that failed
