@@ -14,7 +14,7 @@ from typing import Protocol, Self
 from weakref import WeakSet
 
 from torch_hybrid.backends.select import Backends, Choice, select
-from torch_hybrid.caches.adapter import Adapter
+from torch_hybrid.caches.adapter import Adapter, check_loaded
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.step import AdaptableModel, Model
@@ -106,8 +106,7 @@ class Adapters:
         Raises:
             ValueError: there is none of this name.
         """
-        if name not in self._known:
-            raise ValueError(f"no adapter {name!r} is loaded; loaded are {sorted(self._known)}")
+        check_loaded(name, self._known)
         return self._known[name]
 
     def read(self, folder: Path) -> ReadAdapter:

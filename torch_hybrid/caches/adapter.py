@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,12 @@ class Adapter:
     stamp: tuple[int, ...] = ()
     slot: int = 0
     last_used: int = 0
+
+
+def check_loaded(name: str, loaded: Collection[str]) -> None:
+    """Raise ValueError unless an adapter of this name is among the loaded ones."""
+    if name not in loaded:
+        raise ValueError(f"no adapter {name!r} is loaded; loaded are {sorted(loaded)}")
 
 
 def slot_of(adapter: Adapter | None) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torch_hybrid.caches.adapter import check_loaded
 from torch_hybrid.host.ints import int_tensor, packed_ints, plain_ints
 from torch_hybrid.sampling import LogitsRules, RandomNumbers, Sampling
 from torch_hybrid.sampling.grammar import Compiler, Matcher
@@ -79,10 +80,8 @@ class Intake:
         """
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling must be a th.Sampling, got {sampling!r}")
-        if adapter is not None and adapter not in self.runner.adapters:
-            raise ValueError(
-                f"no adapter {adapter!r} is loaded; loaded are {sorted(self.runner.adapters)}"
-            )
+        if adapter is not None:
+            check_loaded(adapter, self.runner.adapters)
         packed = plain_ints(prompt) if isinstance(prompt, list) else None
         if packed is None and is_conversation(prompt):
             prompt = read_messages(prompt, self._template, self._sight)
