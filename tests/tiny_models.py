@@ -472,35 +472,7 @@ def zaya(**options: Any) -> nn.Module:
     return tf.ZayaForCausalLM(tf.ZayaConfig(**{**sizes, **options}))
 
 
-def inkling(**options: Any) -> nn.Module:
-    """A window that ends inside of pages, biases that end before texts do, heads of another number
-    and width in layers with windows, and growth that begins within texts."""
-    count = options.get("num_hidden_layers", 4)
-    sizes = {
-        **SIZES,
-        **NO_SPECIAL_TOKENS,
-        "layer_types": (["hybrid_sliding", "hybrid"] * count)[:count],
-        "mlp_layer_types": (["dense", "sparse", "sparse"] * count)[:count],
-        "head_dim": 32,
-        "swa_num_attention_heads": 8,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 16,
-        "sliding_window_size": 37,
-        "d_rel": 8,
-        "rel_extent": 50,
-        "log_scaling_n_floor": 20,
-        "log_scaling_alpha": 0.3,
-        "n_routed_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "route_scale": 1.5,
-        "logits_mup_width_multiplier": 2.0,
-    }
-    return tf.InklingForCausalLM(tf.InklingTextConfig(**{**sizes, **options}))
-
-
-INKLING2 = {
-    "unpadded_vocab_size": VOCAB_SIZE,
+INKLING = {
     "head_dim": 32,
     "swa_num_attention_heads": 8,
     "swa_num_key_value_heads": 2,
@@ -514,6 +486,27 @@ INKLING2 = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "route_scale": 1.5,
+}
+
+
+def inkling(**options: Any) -> nn.Module:
+    """A window that ends inside of pages, biases that end before texts do, heads of another number
+    and width in layers with windows, and growth that begins within texts."""
+    count = options.get("num_hidden_layers", 4)
+    sizes = {
+        **SIZES,
+        **NO_SPECIAL_TOKENS,
+        "layer_types": (["hybrid_sliding", "hybrid"] * count)[:count],
+        "mlp_layer_types": (["dense", "sparse", "sparse"] * count)[:count],
+        **INKLING,
+        "logits_mup_width_multiplier": 2.0,
+    }
+    return tf.InklingForCausalLM(tf.InklingTextConfig(**{**sizes, **options}))
+
+
+INKLING2 = {
+    "unpadded_vocab_size": VOCAB_SIZE,
+    **INKLING,
     "qk_l2_clip_threshold": 3.0,
     "rel_l2_clip_threshold": 1.5,
     "n_layers_per_attn_res_block": 3,
