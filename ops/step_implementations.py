@@ -21,6 +21,7 @@ from torch_hybrid.ops.implementations import (
 EXTEND = frozenset({"extend"})
 NO_STORE = frozenset({"no_store"})  # so of sequences, too, whose states are not stored
 VERIFY = frozenset({"verify"})  # drafts after the first token, too; see ``ops.verify``
+OPEN = frozenset({"open"})  # by chunks that stay open between steps; see ``delta_rule/open_chunk``
 
 
 def composed_of(launcher: str) -> Implementation:
@@ -46,6 +47,7 @@ def step_implementations(
     composed: str,
     torch_form: str = "",
     has_invariant: bool = False,
+    opens_chunks: bool = False,
 ) -> dict[str, Implementation]:
     """Define the implementations of a step's op: each is the function of the op's name in a module.
 
@@ -58,9 +60,11 @@ def step_implementations(
         torch_form: launcher in torch, unless a module has it as Triton's has.
         has_invariant: whether there is a Triton form that gives a token the bits that it has in any
             call: the launcher's with ``is_invariant``.
+        opens_chunks: whether the Triton form keeps chunks open.
     """
     package = f"torch_hybrid.ops.{folder}"
-    triton = in_triton(f"{package}._triton_step_{step}:{op}", limits=limits, features=VERIFY)
+    able = VERIFY | OPEN if opens_chunks else VERIFY
+    triton = in_triton(f"{package}._triton_step_{step}:{op}", limits=limits, features=able)
     forms = {
         "cpp": in_cpp(
             f"{package}._cpu_step_{step}.cpp:{op}",

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 # Read when torch's thread pool and transformers are first loaded: before any other import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -14,7 +15,13 @@ import hypothesis
 import pytest
 import torch
 
-from tests.ops.triton_interpreter import INTERPRETED
+from tests.ops.triton_interpreter import (
+    INTERPRETED,
+    Interpreter,
+    interpreter_process,
+    make_faster,
+    round_products_once,
+)
 from torch_hybrid.ops.triton.devices import interpreted
 
 # By default everything is looked at for garbage again and again: a tenth of the time of imports,
@@ -39,6 +46,23 @@ def small_heap() -> None:
     takes a second where the compiler has run."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_and_exact_interpreter() -> Iterator[None]:
+    """Where this process interprets."""
+    with pytest.MonkeyPatch.context() as patch:
+        if interpreted():
+            make_faster(patch)
+            round_products_once(patch)
+        yield
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """A process that interprets Triton kernels; started by the first test that asks for it."""
+    with interpreter_process() as process:
+        yield process
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

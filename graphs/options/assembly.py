@@ -41,7 +41,11 @@ from torch_hybrid.graphs.options.check_options import (
     kept_table,
     runs_one_mode,
 )
-from torch_hybrid.graphs.options.measure_kv_tokens import KvRoom, measure_room
+from torch_hybrid.graphs.options.measure_kv_tokens import (
+    KvRoom,
+    measure_room,
+    sizes_without_pages,
+)
 from torch_hybrid.graphs.options.measure_overlap import Trial, measure_overlap, policy_of
 from torch_hybrid.graphs.options.options import MakeTrial, Options, artefact_facts
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
@@ -252,6 +256,7 @@ def assemble(decided: Decided, owner: object) -> RunnerParts:
 def _make_cache(decided: Decided) -> HybridCache:
     """Allocate the pools of all layers; set the dequantization scales of FP8 keys and values."""
     options = decided.options
+    sizes = sizes_without_pages(decided.model, options, decided.table, decided.backends)
     cache = HybridCache(
         decided.table,
         max_seqs=options.max_seqs,
@@ -261,6 +266,7 @@ def _make_cache(decided: Decided) -> HybridCache:
         device=decided.device,
         max_snapshots=options.max_snapshots,
         num_drafts=options.max_drafts,
+        opens_chunks=sizes.opens_chunks,
     )
     if options.kv_scales is not None:
         cache.set_scales(options.kv_scales)

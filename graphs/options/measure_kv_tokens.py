@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from torch_hybrid.backends.delta_rules import opens_chunks
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.caches.pools import pool_cost
 from torch_hybrid.caches.room import byte_count, free_bytes
@@ -58,15 +59,6 @@ def measure_room(
     ``table`` has keys and values in ``kv_dtype``. Raises as ``choose_kv_tokens`` does.
     """
     page_size = options.page_size
-    sizes = PoolSizes(
-        num_pages=0,
-        page_size=page_size,
-        num_slots=options.max_seqs,
-        num_snapshots=options.max_snapshots if table.has_states else 0,
-        dtype=model.dtype,
-        device=model.device,
-        num_drafts=options.max_drafts,
-    )
 
     def make(prefix_rows: int) -> TrialRunner:
         return make_trial(
@@ -85,7 +77,7 @@ def measure_room(
     longest: int | None = getattr(model, "max_positions", None)
     return choose_kv_tokens(
         table,
-        sizes,
+        sizes_without_pages(model, options, table, backends),
         make,
         most=None if longest is None else options.max_seqs * longest,
         prefix_rows=backends.prefix.token_budget or 0,
@@ -93,6 +85,22 @@ def measure_room(
         ranks=model.ranks,
         beside=adapter_bytes(model, options.max_adapters, options.max_lora_rank),
     )
+
+
+def sizes_without_pages(
+    model: Model, options: Options, table: LayerTable, backends: Backends
+) -> PoolSizes:
+    """Give the sizes of a runner's pools, all but the number of pages."""
+    sizes = PoolSizes(
+        num_pages=0,
+        page_size=options.page_size,
+        num_slots=options.max_seqs,
+        num_snapshots=options.max_snapshots if table.has_states else 0,
+        dtype=model.dtype,
+        device=model.device,
+        num_drafts=options.max_drafts,
+    )
+    return replace(sizes, opens_chunks=opens_chunks(table, sizes, backends))
 
 
 def choose_kv_tokens(

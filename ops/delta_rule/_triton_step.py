@@ -12,6 +12,7 @@ second prepared: q and k convolved and normed, v convolved, the step size, the d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,27 +72,9 @@ def launch_step(x: DeltaStep, rule: Rule) -> Tensor:
     sizes = {"H": num_k_heads, "HV": num_v_heads, "K": head_dim_k, "V": head_dim_v}
     sizes |= {"DRAFTS": num_drafts, "BY_CHANNEL": rule.by_channel}
     early = launches_early(x.qkv.device)
-    block = triton.next_power_of_2(max(head_dim_k, head_dim_v))
-    block_v = triton.next_power_of_2(head_dim_v)
-
-    width = x.qkv.shape[1] + x.b.shape[1] + x.a.shape[1]
-    prepared = x.state.new_empty(num_seqs, 1 + 2 * num_drafts, width)
-    num_heads = max(1, PREPARED_CHANNELS // block)
-    num_blocks = triton.cdiv(2 * num_k_heads + num_v_heads, num_heads)
-    num_blocks += 1 + triton.cdiv(x.a.shape[1], num_heads * block)
-    bind(_prepare_kernel, x, rule)[(num_blocks * num_seqs,)](
-        prepared=prepared,
-        **sizes,
-        HEADS=num_heads,
-        BLOCK=block,
-        BLOCK_HEADS=triton.next_power_of_2(num_v_heads),
-        SILU=x.activation == "silu",
-        EARLY=early,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+    prepared = launch_prepare(x, rule, sizes, early=early)
     of_warp = rows_of_warp(head_dim_k)
-    num_rows = min(block_v, STATE_WARPS * of_warp)
+    num_rows = min(triton.next_power_of_2(head_dim_v), STATE_WARPS * of_warp)
     num_blocks = triton.cdiv(head_dim_v, num_rows)
     bind(_walk_kernel, x)[(num_blocks * num_v_heads * num_seqs,)](
         prepared=prepared,
@@ -107,6 +90,29 @@ def launch_step(x: DeltaStep, rule: Rule) -> Tensor:
     )
     launch_norm(out, x, rule, early=early)
     return out
+
+
+def launch_prepare(x: DeltaStep, rule: Rule, sizes: Mapping[str, int], *, early: bool) -> Tensor:
+    """Prepare the inputs of each sequence's tokens, replayed ones included -> [N, M, R]."""
+    num_seqs, num_drafts = x.state_indices.shape[0], sizes["DRAFTS"]
+    width = x.qkv.shape[1] + x.b.shape[1] + x.a.shape[1]
+    prepared = x.state.new_empty(num_seqs, 1 + 2 * num_drafts, width)
+    block = triton.next_power_of_2(max(sizes["K"], sizes["V"]))
+    num_heads = max(1, PREPARED_CHANNELS // block)
+    num_blocks = triton.cdiv(2 * sizes["H"] + sizes["HV"], num_heads)
+    num_blocks += 1 + triton.cdiv(x.a.shape[1], num_heads * block)
+    bind(_prepare_kernel, x, rule)[(num_blocks * num_seqs,)](
+        prepared=prepared,
+        **sizes,
+        HEADS=num_heads,
+        BLOCK=block,
+        BLOCK_HEADS=triton.next_power_of_2(sizes["HV"]),
+        SILU=x.activation == "silu",
+        EARLY=early,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return prepared
 
 
 def launch_norm(out: Tensor, x: DeltaStep, rule: Rule, *, early: bool) -> None:

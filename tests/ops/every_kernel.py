@@ -147,6 +147,12 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         several = make_inputs(replace(step, **LENGTHS), dtype)
         options = several.options() | {"impl": "triton_invariant"}
         yield f"{op.__name__}, any lengths", partial(run, op, several.args(), options)
+    inputs = gdn_step.make_inputs(gdn_one, dtype)
+    nothing = gdn_step.make_inputs(replace(gdn_one, lengths=(0,) * 3, num_padding_tokens=0), dtype)
+    for what, held in (("open chunks", inputs), ("closing", nothing)):
+        options = held.options() | {"chunk": gdn_step.chunk_of(held, fill=0.0)}
+        call = partial(run, delta_rule.gated_delta_step, held.args(), options)
+        yield f"gated_delta_step, {what}", call
     for gate in ("before_norm", "no_norm"):
         mamba2 = ssd_step_cases.Case(lengths=(1, 0, 1), num_padding_tokens=3, gate=gate, **ODD)
         inputs = ssd_step_cases.make_inputs(mamba2, dtype)

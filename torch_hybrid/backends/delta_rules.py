@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.recurrent import CONVOLUTION, OpChoice, Recurrence, chunked_rule
+from torch_hybrid.backends.select import Backends
+from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.delta_rule import op, op_step_gated, op_step_kimi
-from torch_hybrid.specs import DeltaRuleSpec, KimiDeltaSpec
+from torch_hybrid.ops.step_implementations import OPEN
+from torch_hybrid.specs import DeltaRuleSpec, KimiDeltaSpec, LayerTable
+
+
+def opens_chunks(table: LayerTable, sizes: PoolSizes, backends: Backends) -> bool:
+    """Tell whether decode keeps chunks of gated delta rules open (``ops/delta_rule/open_chunk``).
+
+    It does where the implementation can. It stores a state for each token where drafts are
+    verified, and where a token has its bits in any batch.
+    """
+    specs = {entry.spec for entry in table.of_kind(DeltaRuleSpec.kind)}
+    if not specs or sizes.num_drafts or backends.batch_invariant:
+        return False
+    (op, choice), *_ = GATED_DELTA_RULE.choose(specs, sizes, backends, Mode.DECODE)
+    return op.implementations[choice.impl].capability.features >= OPEN
 
 
 def sizes_of(spec: DeltaRuleSpec | KimiDeltaSpec) -> dict[str, int]:

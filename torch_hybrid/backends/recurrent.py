@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from torch_hybrid.backends.mode import LayerForm, Mode, OneForm
@@ -23,11 +24,11 @@ from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation, Need
 from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE, RECURRENT, of_form
 from torch_hybrid.ops.core.registration import REGISTERED
 from torch_hybrid.ops.replay import Replay, Segments
-from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, VERIFY
+from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, OPEN, VERIFY
 from torch_hybrid.ops.verify import StepOp, verify_by_replay
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry
-from torch_hybrid.specs.pools import RECORDS, STATE_RECORDS
+from torch_hybrid.specs.pools import OPEN_CHUNK, RECORDS, STATE_RECORDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,12 +314,27 @@ def run_mixer(
     """
     if plan.accepted is not None:
         x = replace(x, records=cache[RECORDS], accepted=plan.accepted)
+    if OPEN_CHUNK in cache:
+        given: dict[str, Any] = {"chunk": cache[OPEN_CHUNK]}
+        x = _closed(op, x, given) if x.impl == COMPOSED else replace(x, **given)
     if x.impl == COMPOSED:
         planned = planned_for(plan.planned, sizes)
         x = replace(x, parts=Parts(impls=plan.statics.impls, planned=planned, replay=plan.replay))
     elif plan.replay is not None:  # it takes several tokens, and verifies in two calls
         return verify_by_replay(op, x, plan.replay)
     return op(x)
+
+
+def _closed(op: Callable[..., Tensor], x: StepT, chunk: dict[str, Any]) -> StepT:
+    """Close the open chunks of a step's sequences, which then start from their own slots."""
+    known = x.implementations.items()
+    opening = next(name for name, each in known if each.capability.features >= OPEN)
+    nothing: dict[str, Any] = {name: getattr(x, name)[:0] for name in (*x.recorded, *x.read)}
+    nothing["cu_seqlens"] = torch.zeros_like(x.cu_seqlens)
+    op(replace(x, **nothing, **chunk, impl=opening))
+    starts = torch.where(x.initial_indices > 0, x.state_indices, 0)
+    own: dict[str, Any] = {"initial_indices": starts}
+    return replace(x, **own)
 
 
 def convolve(

@@ -43,6 +43,7 @@ class HybridCache:
         max_snapshots: slots for the states of snapshots. A model without states needs none: only
             pages limit its snapshots.
         num_drafts: the most drafts of a sequence.
+        opens_chunks: whether decode keeps chunks open, as ``opens_chunks`` of the backends tells.
 
     Raises:
         ValueError: a size is too small to hold anything.
@@ -61,6 +62,7 @@ class HybridCache:
         device: torch.device | str = "cpu",
         max_snapshots: int = 0,
         num_drafts: int = 0,
+        opens_chunks: bool = False,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -79,6 +81,7 @@ class HybridCache:
             dtype=dtype,
             device=torch.device(device),
             num_drafts=num_drafts,
+            opens_chunks=opens_chunks,
         )
         check_pools(self.sizes, self.costs())
         self.slots = Allocator(max_seqs, unit="sequence slot", limit="max_seqs")

@@ -58,7 +58,7 @@ class PoolCopies:
         for entry in table.entries:
             tensors = pools[entry.kind][entry.index]
             for name, pool in entry.spec.pools().items():
-                if pool.per == "slot":
+                if pool.per == "slot" or (pool.per == "open" and name in tensors):
                     self._states.append(tensors[name])
                 elif pool.per == "page":
                     self._pages[min(pool.planes, 1)].append(tensors[name].view(torch.uint8))

@@ -17,18 +17,20 @@ LayerCache = dict[str, Tensor]  # by the names of the spec's pools
 def make_pools(spec: LayerSpec, sizes: PoolSizes) -> LayerCache:
     """Make a tensor for each pool of a layer, filled as the spec says, each with its own storage.
 
-    The shape is ``[num_slots + num_snapshots + 1, *shape]`` per slot, with ``num_drafts`` before
-    ``shape`` per draft, ``[num_pages + 1, page_size / tokens, *shape]`` per page, or ``shape`` per
-    layer. A pool of several ``planes`` has them as its first dimension. Slot 0 and page 0 are null:
-    nobody owns them.
+    The shape is ``[num_slots + num_snapshots + 1, *shape]`` per slot, open or not, with
+    ``num_drafts`` before ``shape`` per draft, ``[num_pages + 1, page_size / tokens, *shape]`` per
+    page, or ``shape`` per layer. A pool of several ``planes`` has them as its first dimension. Slot
+    0 and page 0 are null: nobody owns them.
 
     Raises:
         UnsupportedError: the tokens that share a row do not divide a page.
     """
-    wanted = {
-        n: pool for n, pool in spec.pools().items() if pool.per != "draft" or sizes.num_drafts
-    }
-    return {name: _make_pool(pool, sizes) for name, pool in wanted.items()}
+    return {name: _make_pool(pool, sizes) for name, pool in _wanted(spec, sizes).items()}
+
+
+def _wanted(spec: LayerSpec, sizes: PoolSizes) -> dict[str, Pool]:
+    given = {"draft": sizes.num_drafts > 0, "open": sizes.opens_chunks}
+    return {name: pool for name, pool in spec.pools().items() if given.get(pool.per, True)}
 
 
 def _make_pool(pool: Pool, sizes: PoolSizes) -> Tensor:
@@ -39,11 +41,11 @@ def _make_pool(pool: Pool, sizes: PoolSizes) -> Tensor:
 def pool_cost(spec: LayerSpec, sizes: PoolSizes) -> PoolCost:
     """Count the bytes that a token and a sequence take in the pools of a layer."""
     cost: Counter[str] = Counter()
-    for pool in spec.pools().values():
+    for pool in _wanted(spec, sizes).values():
         cost[pool.per] += pool.nbytes(sizes.dtype)
     return PoolCost(
         per_token=cost["page"],
-        per_sequence=cost["slot"] + sizes.num_drafts * cost["draft"],
+        per_sequence=cost["slot"] + cost["open"] + sizes.num_drafts * cost["draft"],
         per_layer=cost["layer"],
     )
 
@@ -57,6 +59,7 @@ def _shape(pool: Pool, sizes: PoolSizes) -> tuple[int, ...]:
     num_slots = sizes.num_slots + sizes.num_snapshots + 1
     rows: dict[str, tuple[int, ...]] = {
         "slot": (num_slots,),
+        "open": (num_slots,),
         "page": (sizes.num_pages + 1, sizes.page_size // pool.tokens),
         "draft": (num_slots, sizes.num_drafts),
         "layer": (),

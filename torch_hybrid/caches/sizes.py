@@ -18,6 +18,7 @@ class PoolSizes:
     device: torch.device
     num_snapshots: int = 0  # further slots, of snapshots
     num_drafts: int = 0  # the most drafts of a sequence
+    opens_chunks: bool = False  # decode keeps chunks open, where layers have such a form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

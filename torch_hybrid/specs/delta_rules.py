@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
+import torch
+
+from torch_hybrid.ops.delta_rule.open_chunk import open_chunk_size
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.layer import Divided, layer_spec
-from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state
+from torch_hybrid.specs.pools import OPEN_CHUNK, RECORDS, Pool, conv_and_state
 
 
 @layer_spec()
@@ -61,11 +64,15 @@ class DeltaRuleSpec(Divided):
     def pools(self) -> dict[str, Pool]:
         """Declare the convolution's last inputs, the state, and ``[q | k | v | b | a]`` of drafts.
 
-        Each has its own storage.
+        And records of an open chunk. Each has its own storage.
         """
         width = self.conv_channels + 2 * self.num_v_heads
-        pools = conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
-        return {**pools, RECORDS: Pool((width,), per="draft")}
+        heads = self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
+        return {
+            **conv_and_state(self.conv_width, self.conv_channels, self.state_shape),
+            OPEN_CHUNK: Pool((open_chunk_size(*heads),), per="open", dtype=torch.float32),
+            RECORDS: Pool((width,), per="draft"),
+        }
 
 
 @layer_spec()

@@ -14,6 +14,7 @@ SCALES = "scales"  # pool of the dequantization scales of an FP8 cache
 # Pools of the inputs of drafts, which accepted drafts are replayed from (``ops.verify``): of a
 # layer's only op or its convolution, and of the recurrence after a convolution.
 RECORDS, STATE_RECORDS = "records", "state_records"
+OPEN_CHUNK = "chunk"  # pool of the tokens since a state was stored (``ops/delta_rule/open_chunk``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,9 @@ class Pool:
 
     Attributes:
         shape: shape of one entry.
-        per: owner of an entry: a sequence ("slot"), a token in a page ("page"), a draft of a
-            sequence ("draft"; no tensor without drafts), or the layer ("layer").
+        per: owner of an entry: a sequence ("slot"; "open" where decode keeps chunks open, else no
+            tensor), a token in a page ("page"), a draft of a sequence ("draft"; no tensor without
+            drafts), or the layer ("layer").
         dtype: dtype; None is the model's.
         planes: size of a leading dimension; 0 is none.
         fill: initial value.
@@ -31,7 +33,7 @@ class Pool:
     """
 
     shape: tuple[int, ...]
-    per: Literal["slot", "page", "draft", "layer"]
+    per: Literal["slot", "open", "page", "draft", "layer"]
     dtype: torch.dtype | None = None
     planes: int = 0
     fill: float = 0.0

@@ -12,8 +12,10 @@ import torch
 
 from tests.ops.delta_rule.step_cases import Case
 from tests.ops.delta_rule.step_family import Family
+from tests.ops.delta_rule.step_gated_cases import chunk_of
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, orders_of_sums
 from tests.ops.triton_resources import assert_all_fit, resources_of
+from torch_hybrid.ops.step_implementations import OPEN
 
 
 def record_launches(
@@ -23,10 +25,11 @@ def record_launches(
     dtype: torch.dtype,
     *,
     verify: bool = False,
+    opens: bool = False,
     impl: str = "triton",
 ) -> dict[str, Launch]:
     """What the launcher launches for inputs of a case, on tensors without memory, of a decode step
-    or of one that verifies drafts."""
+    or of one that verifies drafts; with ``opens``, by open chunks, and to close them."""
     inputs = family.make_inputs(case, dtype)
     laid_out_alike = {
         each: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -34,7 +37,7 @@ def record_launches(
         if x is not None
     }
     args = replace(inputs, **laid_out_alike).args()
-    drafts: dict[str, torch.Tensor] = {}
+    drafts = {"chunk": chunk_of(replace(inputs, **laid_out_alike))} if opens else {}
     if verify:
         width = sum(laid_out_alike[each].shape[1] for each in ("qkv", "b", "a"))
         records = laid_out_alike["qkv"].new_empty(len(inputs.state), 3, width)
@@ -42,6 +45,9 @@ def record_launches(
     given = family.value(*args, **drafts, **inputs.options(), impl=impl)
     with launches_on(target) as launches:
         family.implementations[impl].load()(given)
+        if opens:
+            nothing = {name: getattr(given, name)[:0] for name in inputs.PER_TOKEN}
+            family.implementations[impl].load()(replace(given, **nothing))
     return launches
 
 
@@ -64,12 +70,15 @@ def sums_of_warps(launch: Launch) -> set[str]:
 
 def check_fit(family: Family, shapes: Mapping[str, tuple[Case, torch.dtype]], table: Path) -> None:
     """No kernel spills, by model; those of steps of any lengths at the first model's sizes."""
+    steps = {"decode": {}, "verify": {"verify": True}}
+    if family.implementations["triton"].capability.features >= OPEN:
+        steps["open"] = {"opens": True}
     rows = [
-        resources_of(launch, target, f"{label} {'verify' if verify else 'decode'} 64")
+        resources_of(launch, target, f"{label} {step} 64")
         for label, (case, dtype) in shapes.items()
         for target in SHARED_LIMITS
-        for verify in (False, True)
-        for launch in record_launches(family, target, case, dtype, verify=verify).values()
+        for step, how in steps.items()
+        for launch in record_launches(family, target, case, dtype, **how).values()
     ]
     label, (case, _) = next(iter(shapes.items()))
     rows += [
