@@ -1,5 +1,5 @@
-"""Implementations "triton" and "triton_invariant": launches of ``_triton_step.py`` and
-``_triton_step_extend.py``."""
+"""Implementations "triton" and "triton_invariant": launches of ``_triton_step.py``,
+``_triton_step_open.py`` and ``_triton_step_extend.py``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.delta_rule._triton_step import Rule, launch_step
 from torch_hybrid.ops.delta_rule._triton_step_extend import launch_extend
+from torch_hybrid.ops.delta_rule._triton_step_open import launch_open_step
 from torch_hybrid.ops.delta_rule.op_step_kimi import KimiDeltaStep
 
 
@@ -17,6 +18,8 @@ def kimi_delta_step(x: KimiDeltaStep, *, is_invariant: bool = False) -> Tensor:
     rule = Rule(
         norm=_gated_norm, norm_eps=x.norm_eps, lower_bound=x.gate_lower_bound, by_channel=True
     )
+    if x.chunk is not None:
+        return launch_open_step(x, rule)
     return launch_extend(x, rule) if is_invariant else launch_step(x, rule)
 
 

@@ -1,4 +1,4 @@
-"""The gated delta rule's decode step by open chunks (``open_chunk.py``), and their closing.
+"""Delta rules' decode steps by open chunks (``open_chunk.py``), and their closing.
 
 A step is three launches, as in ``_triton_step.py``; the second reads states and records, and
 stores a state when the chunk is full. Closing stores the states of all sequences in one launch.
@@ -24,7 +24,7 @@ from torch_hybrid.ops.delta_rule._triton_step import (
     pieces_of_row,
     read_states,
 )
-from torch_hybrid.ops.delta_rule.op_step_gated import GatedDeltaStep
+from torch_hybrid.ops.delta_rule.op_step import DeltaStep
 from torch_hybrid.ops.delta_rule.open_chunk import OPEN_TOKENS, RING, rows_of_block
 from torch_hybrid.ops.triton.conv_step import last_inputs, leave_inputs
 from torch_hybrid.ops.triton.devices import launches_early
@@ -36,7 +36,7 @@ _TOKENS: tl.constexpr = tl.constexpr(OPEN_TOKENS)
 _RING: tl.constexpr = tl.constexpr(RING)
 
 
-def launch_open_step(x: GatedDeltaStep, rule: Rule) -> Tensor:
+def launch_open_step(x: DeltaStep, rule: Rule) -> Tensor:
     """Run a token of each sequence that has one; without any token, close all chunks."""
     out = torch.empty_like(x.z, memory_format=torch.contiguous_format)
     num_seqs = x.state_indices.shape[0]
@@ -45,19 +45,15 @@ def launch_open_step(x: GatedDeltaStep, rule: Rule) -> Tensor:
     _, num_v_heads, head_dim_v, head_dim_k = x.state.shape
     rows = rows_of_block(head_dim_v)
     sizes = {"H": x.widths[0] // head_dim_k, "HV": num_v_heads, "K": head_dim_k, "V": head_dim_v}
-    tile: dict[str, Any] = sizes | {
-        "PIECES": triton.cdiv(head_dim_k, PIECE),
-        "LANES": PIECE,
-        "ROWS": rows,
-    }
-    tile |= {"num_warps": max(1, rows // _ROWS_OF_WARP), "enable_fp_fusion": False}
+    sizes |= {"BY_CHANNEL": rule.by_channel}
+    tile: dict[str, Any] = sizes | {"PIECES": triton.cdiv(head_dim_k, PIECE), "LANES": PIECE}
+    tile |= {"ROWS": rows, "num_warps": max(1, rows // _ROWS_OF_WARP), "enable_fp_fusion": False}
     grid = (triton.cdiv(head_dim_v, rows) * num_v_heads * num_seqs,)
     early = launches_early(x.qkv.device)
     if not len(x.qkv):
         bind(_close_kernel, x)[grid](CHANNELS=_CHANNELS, **tile)
         return out
-    of_inputs = sizes | {"DRAFTS": 0, "BY_CHANNEL": False}
-    prepared = launch_prepare(x, rule, of_inputs, early=early)
+    prepared = launch_prepare(x, rule, sizes | {"DRAFTS": 0}, early=early)
     bind(_open_kernel, x)[grid](
         prepared=prepared,
         out=out,
@@ -87,20 +83,55 @@ def _records_of(
     K: tl.constexpr,
     V: tl.constexpr,
     ROWS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ) -> tl.tuple:
-    """Point to a slot's keys, and to the values, decays and mark of a block of a head's rows."""
+    """Point to a slot's keys, values, decays, totals and mark of a block of a head's rows."""
     BLOCKS: tl.constexpr = (V + ROWS - 1) // ROWS
+    D: tl.constexpr = K if BY_CHANNEL else 1
     KEYS: tl.constexpr = H * _RING * K
-    VALUES: tl.constexpr = HV * BLOCKS * _RING * ROWS
-    DECAYS: tl.constexpr = HV * BLOCKS * _RING
+    VALUES: tl.constexpr = KEYS + HV * BLOCKS * _RING * ROWS
+    DECAYS: tl.constexpr = VALUES + HV * _RING * D
+    TOTALS: tl.constexpr = DECAYS + HV * _RING * D
     own = head * BLOCKS + block
     p_slot = chunk + slot * stride
     return (
         p_slot + head // (HV // H) * _RING * K,
         p_slot + KEYS + own * _RING * ROWS,
-        p_slot + KEYS + VALUES + own * _RING,
-        p_slot + KEYS + VALUES + DECAYS + own,
+        p_slot + VALUES + head * _RING * D,
+        p_slot + DECAYS + head * _RING * D,
+        p_slot + TOTALS + own,
     )
+
+
+@triton.jit
+def _pieces_or_one(
+    p: tl.tensor,
+    is_there: tl.tensor,
+    K: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+) -> tl.tuple:
+    """Load decays, in pieces as states are held, or the one of a head; 1 unless ``is_there``."""
+    pieces = ()
+    if BY_CHANNEL:
+        for piece in tl.static_range(PIECES):
+            index = piece * LANES + tl.arange(0, LANES)
+            b_d = tl.load(p + index, mask=is_there & (index < K), other=1.0)[None, :]
+            pieces = pieces + (b_d,)  # type: ignore[assignment]  # noqa: RUF005
+    else:
+        pieces = (tl.load(p, mask=is_there, other=1.0),)  # type: ignore[assignment]
+    return pieces
+
+
+@triton.jit
+def _scaled(parts: tl.tuple, factors: tl.tuple, PIECES: tl.constexpr) -> tl.tuple:
+    """Multiply pieces by pieces, or by one factor."""
+    scaled = ()
+    for piece in tl.static_range(PIECES):
+        b_x = parts[piece] * factors[piece % len(factors)]
+        scaled = scaled + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
+    return scaled
 
 
 @triton.jit
@@ -124,33 +155,36 @@ def _load_states(
 
 
 @triton.jit
-def _add_record(
+def _advance_by_records(
     states: tl.tuple,
     p_k: tl.tensor,
-    b_u: tl.tensor,
-    is_there: tl.tensor,
+    p_u: tl.tensor,
+    p_decay: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    row: tl.tensor,
     K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     LANES: tl.constexpr,
     PIECES: tl.constexpr,
 ) -> tl.tuple:
-    """Add a record to rows of a head's state: a value times its key, 0 unless ``is_there``."""
-    lane = tl.arange(0, LANES)
-    added = ()
-    for piece in tl.static_range(PIECES):
-        index = piece * LANES + lane
-        b_k = tl.load(p_k + index, mask=is_there & (index < K), other=0.0)
-        b_s = tl.fma(b_u[:, None], b_k[None, :], states[piece])
-        added = added + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
-    return added
-
-
-@triton.jit
-def _decay_states(states: tl.tuple, decay: tl.tensor, PIECES: tl.constexpr) -> tl.tuple:
-    """Multiply rows of a head's state by a decay."""
-    decayed = ()
-    for piece in tl.static_range(PIECES):
-        decayed = decayed + (states[piece] * decay,)  # type: ignore[assignment]  # noqa: RUF005
-    return decayed
+    """Advance rows of a head's state by the tokens of its open chunk."""
+    D: tl.constexpr = K if BY_CHANNEL else 1
+    for i in tl.range(_TOKENS, loop_unroll_factor=2):
+        is_there = i < count
+        place = (first + i) % _RING
+        b_u = tl.load(p_u + place * ROWS + row, mask=is_there, other=0.0)
+        decays = _pieces_or_one(p_decay + place * D, is_there, K, BY_CHANNEL, LANES, PIECES)
+        advanced = ()
+        for piece in tl.static_range(PIECES):
+            index = piece * LANES + tl.arange(0, LANES)
+            b_k = tl.load(p_k + place * K + index, mask=is_there & (index < K), other=0.0)
+            b_s = states[piece] * decays[piece % len(decays)]
+            b_s = tl.fma(b_u[:, None], b_k[None, :], b_s)
+            advanced = advanced + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
+        states = advanced
+    return states
 
 
 @triton.jit
@@ -167,6 +201,7 @@ def _open_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     PIECES: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -178,14 +213,15 @@ def _open_kernel(
     Grid: V / ROWS times heads times sequences. Registers: the rows, in PIECES pieces of LANES
     columns, and the chunk's keys and values. Pipeline: states and records are loaded before the
     launch before has ended. Memory: the state is stored if the chunk is full, or if it began in
-    another slot. A record goes where none is read; keys go there from the first program that has
-    them, all else is of one program alone.
+    another slot. A record goes where none is read; the first program of a head stores its decays,
+    and the first of a key head the key.
 
     Every program waits for the launch before, as in ``_walk_kernel``.
     """
     if EARLY:
         gdc_launch_dependents()
-    R: tl.constexpr = 2 * H * K + HV * V + 2 * HV
+    D: tl.constexpr = K if BY_CHANNEL else 1
+    C: tl.constexpr = 2 * H * K + HV * V
     BLOCKS: tl.constexpr = (V + ROWS - 1) // ROWS
     pid = tl.program_id(0)
     seq = pid // (BLOCKS * HV)
@@ -201,8 +237,8 @@ def _open_kernel(
         tile = index_v[:, None] * K + tl.arange(0, LANES)[None, :]
         p_state = state + (initial * HV + head) * V * K + tile
         states = _load_states(p_state, mask & (initial != 0), K, LANES, PIECES)
-        p_k, p_u, p_decay, p_mark = _records_of(
-            chunk, initial, head, block, stride_chunk, H, HV, K, V, ROWS
+        p_k, p_u, p_decay, p_total, p_mark = _records_of(
+            chunk, initial, head, block, stride_chunk, H, HV, K, V, ROWS, BY_CHANNEL
         )
         mark = tl.load(p_mark, mask=initial != 0, other=0.0).to(tl.int32)
         first = mark // (2 * _RING)
@@ -210,66 +246,87 @@ def _open_kernel(
         i = tl.arange(0, _TOKENS)
         at = (first + i) % _RING
         column = tl.arange(0, BLOCK_K)
-        is_live = i < count
-        inside = is_live[:, None] & (column < K)[None, :]
-        b_k = tl.load(p_k + at[:, None] * K + column[None, :], mask=inside, other=0.0)
-        b_u = tl.load(p_u + at[:, None] * ROWS + row[None, :], mask=is_live[:, None], other=0.0)
-        later = tl.load(p_decay + (first + i + 1) % _RING, mask=i + 1 < count, other=1.0)
-        weights = tl.associative_scan(later, 0, _times, reverse=True)
-        total = tl.load(p_decay + first, mask=count > 0, other=1.0)
-        total *= tl.sum(tl.where(i == 0, weights, 0.0), 0)
+        channel = column if BY_CHANNEL else tl.arange(0, 1)
+        is_live = (i < count)[:, None]
+        b_k = tl.load(
+            p_k + at[:, None] * K + column[None, :],
+            mask=is_live & (column < K)[None, :],
+            other=0.0,
+        )
+        b_u = tl.load(p_u + at[:, None] * ROWS + row[None, :], mask=is_live, other=0.0)
+        p_later = p_decay + (first + i + 1) % _RING * D
+        if BY_CHANNEL:
+            p_later = p_later[:, None] + channel[None, :]
+            inside = (i + 1 < count)[:, None] & (channel < D)[None, :]
+            later = tl.load(p_later, mask=inside, other=1.0)
+            b_k *= tl.associative_scan(later, 0, _times, reverse=True)
+        else:
+            later = tl.load(p_later, mask=i + 1 < count, other=1.0)
+            weights = tl.associative_scan(later, 0, _times, reverse=True)
         if (count == _TOKENS) | (initial != slot):
-            states = _decay_states(states, total, PIECES)
-            weight = total * 0.0 + 1.0
-            for j in tl.range(_TOKENS, loop_unroll_factor=2):
-                is_there = _TOKENS - 1 - j < count
-                place = (first + _TOKENS - 1 - j) % _RING
-                b_v = tl.load(p_u + place * ROWS + row, mask=is_there & mask, other=0.0)
-                b_v *= weight
-                states = _add_record(states, p_k + place * K, b_v, is_there, K, LANES, PIECES)
-                weight *= tl.load(p_decay + place, mask=is_there, other=1.0)
+            states = _advance_by_records(
+                states, p_k, p_u, p_decay, first, count, row, K, ROWS, BY_CHANNEL, LANES, PIECES
+            )
             p_left = state + (slot * HV + head) * V * K + tile
             leave_states(p_left, states, mask & (slot != 0), K, LANES, PIECES, "evict_first")
             first = (first + count) % _RING
             count = 0
-            total = 1.0
             b_k = tl.zeros_like(b_k)
             b_u = tl.zeros_like(b_u)
-        p_row = prepared + seq.to(tl.int64) * R
+        last = (first + count + _RING - 1) % _RING
+        totals = _pieces_or_one(p_total + last * D, count > 0, K, BY_CHANNEL, LANES, PIECES)
+        p_row = prepared + seq.to(tl.int64) * (C + HV + HV * D)
         p_q = p_row + head // (HV // H) * K
 
         if EARLY:
             gdc_wait()
         parts_k, b_v, beta, decays = inputs_of_head(
-            p_row, head, index_v, mask, H, HV, K, V, False, LANES, PIECES
+            p_row, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES
         )
         b_q = tl.load(p_q + column, mask=column < K, other=0.0)
         b_key = tl.load(p_q + H * K + column, mask=column < K, other=0.0)
-        total = total * decays[0] + tl.zeros_like(b_v)
-        weights *= decays[0]
-        of_k = weights * tl.sum(b_k * b_key[None, :], 1)
-        of_q = weights * tl.sum(b_k * b_q[None, :], 1)
+        b_decay = tl.load(p_row + C + HV + head * D + channel, mask=channel < D, other=0.0)
+        totals = _scaled(totals, decays, len(totals))
+        if BY_CHANNEL:
+            b_k *= b_decay[None, :]
+        of_k = tl.sum(b_k * b_key[None, :], 1)
+        of_q = tl.sum(b_k * b_q[None, :], 1)
+        if not BY_CHANNEL:
+            weights *= decays[0]
+            of_k *= weights
+            of_q *= weights
         read_k = tl.sum(b_u * of_k[:, None], 0)
         read_q = tl.sum(b_u * of_q[:, None], 0)
-        read_k = tl.fma(read_states(states, parts_k, PIECES), total, read_k)
         parts_q = pieces_of_row(p_q, K, LANES, PIECES)
-        read_q = tl.fma(read_states(states, parts_q, PIECES), total, read_q)
+        if BY_CHANNEL:
+            read_k += read_states(states, _scaled(parts_k, totals, PIECES), PIECES)
+            read_q += read_states(states, _scaled(parts_q, totals, PIECES), PIECES)
+        else:
+            read_k += read_states(states, parts_k, PIECES) * totals[0]
+            read_q += read_states(states, parts_q, PIECES) * totals[0]
         b_new = beta * (b_v - read_k)
         b_o = tl.fma(tl.sum(b_q * b_key, 0) + tl.zeros_like(b_new), b_new, read_q)
         p_out = out + (token * HV + head) * V + index_v
         tl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask)
 
-        p_k, p_u, p_decay, p_mark = _records_of(
-            chunk, slot, head, block, stride_chunk, H, HV, K, V, ROWS
+        p_k, p_u, p_decay, p_total, p_mark = _records_of(
+            chunk, slot, head, block, stride_chunk, H, HV, K, V, ROWS, BY_CHANNEL
         )
         place = (first + count) % _RING
         is_kept = slot != 0
         tl.debug_barrier()  # all threads of this program have read its mark
         tl.store(p_u + place * ROWS + row, tl.where(mask, b_new, 0.0), mask=is_kept)
-        tl.store(p_decay + place, decays[0], mask=is_kept)
         tl.store(p_mark, (first * (2 * _RING) + count + 1).to(tl.float32), mask=is_kept)
-        is_keeper = (block == 0) & (head % (HV // H) == 0) & is_kept
-        tl.store(p_k + place * K + column, b_key, mask=is_keeper & (column < K))
+        if (block == 0) & is_kept:
+            tl.store(p_decay + place * D + channel, b_decay, mask=channel < D)
+            for piece in tl.static_range(len(totals)):
+                if BY_CHANNEL:
+                    index = piece * LANES + tl.arange(0, LANES)[None, :]
+                    tl.store(p_total + place * D + index, totals[piece], mask=index < K)
+                else:
+                    tl.store(p_total + place, totals[piece])
+            if head % (HV // H) == 0:
+                tl.store(p_k + place * K + column, b_key, mask=column < K)
 
     if EARLY:
         gdc_wait()
@@ -288,6 +345,7 @@ def _close_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     W: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     PIECES: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -310,8 +368,8 @@ def _close_kernel(
     mask = index_v < V
     initial = tl.load(initial_indices + seq).to(tl.int64)
     slot = tl.load(state_indices + seq).to(tl.int64)
-    p_k, p_u, p_decay, p_mark = _records_of(
-        chunk, initial, head, block, stride_chunk, H, HV, K, V, ROWS
+    p_k, p_u, p_decay, _, p_mark = _records_of(
+        chunk, initial, head, block, stride_chunk, H, HV, K, V, ROWS, BY_CHANNEL
     )
     mark = tl.load(p_mark, mask=initial != 0, other=0.0).to(tl.int32)
     first = mark // (2 * _RING)
@@ -319,11 +377,9 @@ def _close_kernel(
     if (slot != 0) & (initial != 0) & ((count > 0) | (initial != slot)):
         tile = index_v[:, None] * K + tl.arange(0, LANES)[None, :]
         states = _load_states(state + (initial * HV + head) * V * K + tile, mask, K, LANES, PIECES)
-        for i in range(count):
-            place = (first + i) % _RING
-            states = _decay_states(states, tl.load(p_decay + place), PIECES)
-            b_u = tl.load(p_u + place * ROWS + row)
-            states = _add_record(states, p_k + place * K, b_u, True, K, LANES, PIECES)
+        states = _advance_by_records(
+            states, p_k, p_u, p_decay, first, count, row, K, ROWS, BY_CHANNEL, LANES, PIECES
+        )
         p_left = state + (slot * HV + head) * V * K + tile
         leave_states(p_left, states, mask, K, LANES, PIECES, "evict_first")
         if initial != slot:
@@ -333,8 +389,8 @@ def _close_kernel(
                 inside = (own < SHARE) & (channel < C)
                 rows = last_inputs(conv_state + initial * (W - 1) * C + channel, inside, C, W)
                 leave_inputs(conv_state + slot * (W - 1) * C + channel, rows, inside, C, W)
-    p_k, p_u, p_decay, p_mark = _records_of(
-        chunk, slot, head, block, stride_chunk, H, HV, K, V, ROWS
+    _, _, _, _, p_mark = _records_of(
+        chunk, slot, head, block, stride_chunk, H, HV, K, V, ROWS, BY_CHANNEL
     )
     tl.debug_barrier()  # all threads of this program have read its mark
     tl.store(p_mark, 0.0, mask=slot != 0)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation
-from torch_hybrid.ops.core.declare import Cpp, Pool, define, like
+from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.declare import Cpp, define, like
 from torch_hybrid.ops.delta_rule.op_step import CPP_SIZES, CPP_VALUES, DeltaStep
-from torch_hybrid.ops.delta_rule.open_chunk import open_chunk_size
-from torch_hybrid.ops.step_implementations import OPEN, step_implementations
+from torch_hybrid.ops.step_implementations import step_implementations
 
 GATES = ("silu", "sigmoid")
 
@@ -55,12 +51,6 @@ class GatedDeltaStep(DeltaStep):
         A_log, dt_bias: [HV], each in qkv's dtype or in float32.
         beta_scale: of the step size; 2 where negative eigenvalues are allowed, else 1.
         gate: the activation of the output's gate, "silu" or "sigmoid".
-        chunk: [S, R] float32 records of tokens since states were stored, R as ``open_chunk_size``
-            says; None stores states in each call. **Mutated**: slots ``state_indices``. A slot's
-            state is then that of ``state`` and its records together. Not with drafts.
-
-    With ``chunk`` a call with no token at all (T = 0) closes chunks: the slots ``state_indices`` of
-    both pools receive what sequences start from, and have no records. Other ops read states so.
 
     Returns:
         [T, HV V] in qkv's dtype; rows of padding tokens are exactly 0.
@@ -74,27 +64,12 @@ class GatedDeltaStep(DeltaStep):
     beta_scale: float = field(kw_only=True)
     norm_eps: float = field(kw_only=True)
     gate: str = field(default="silu", kw_only=True)
-    chunk: Annotated[Tensor | None, Pool("R_", dtype=torch.float32)] = field(
-        default=None, kw_only=True
-    )
-
-    def features(self) -> frozenset[str]:
-        """List what an implementation must have, for drafts and for open chunks."""
-        return DeltaStep.features(self) | (NO_FEATURES if self.chunk is None else OPEN)
 
     def check(self) -> None:
         """Raise ValueError for an unknown option, and for records without counts."""
         DeltaStep.check(self)
         if self.gate not in GATES:
             raise ValueError(f"gate must be one of {list(GATES)}, got {self.gate!r}")
-        if self.chunk is None:
-            return
-        if self.records is not None:
-            raise ValueError("chunk must be None in a step that verifies drafts, got a tensor")
-        _, num_v_heads, v_dim, k_dim = self.state.shape
-        size = open_chunk_size(self.widths[0] // k_dim, num_v_heads, k_dim, v_dim)
-        if self.chunk.shape[1] != size:
-            raise ValueError(f"chunk must have {size} numbers a slot, got {self.chunk.shape[1]}")
 
 
 gated_delta_step = define(

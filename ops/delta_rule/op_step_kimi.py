@@ -21,6 +21,7 @@ IMPLEMENTATIONS = step_implementations(
     composed="torch_hybrid.ops.delta_rule._composed:kimi_delta",
     torch_form="torch_hybrid.ops.delta_rule._composed:kimi_delta_in_torch",
     has_invariant=True,
+    opens_chunks=True,
 )
 
 
@@ -60,6 +61,7 @@ class KimiDeltaStep(DeltaStep):
     """
 
     implementations: ClassVar[Mapping[str, Implementation]] = IMPLEMENTATIONS
+    by_channel: ClassVar[bool] = True
 
     a: Annotated[Tensor, Rows("HV * K")]
     dt_bias: Annotated[Tensor, Dense("HV", "K", or_float32=True, counts=False)]

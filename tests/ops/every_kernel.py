@@ -36,6 +36,7 @@ from tests.ops.delta_rule import step_gated_cases as gdn_step
 from tests.ops.delta_rule import step_kimi_cases as kda_step
 from tests.ops.delta_rule.backward import make_backward
 from tests.ops.delta_rule.cases import Case as DeltaCase
+from tests.ops.delta_rule.step_cases import chunk_of
 from tests.ops.fused_experts import cases as experts
 from tests.ops.fused_experts import training as experts_training
 from tests.ops.gated_pooling import cases as pooling
@@ -147,12 +148,10 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         several = make_inputs(replace(step, **LENGTHS), dtype)
         options = several.options() | {"impl": "triton_invariant"}
         yield f"{op.__name__}, any lengths", partial(run, op, several.args(), options)
-    inputs = gdn_step.make_inputs(gdn_one, dtype)
-    nothing = gdn_step.make_inputs(replace(gdn_one, lengths=(0,) * 3, num_padding_tokens=0), dtype)
-    for what, held in (("open chunks", inputs), ("closing", nothing)):
-        options = held.options() | {"chunk": gdn_step.chunk_of(held, fill=0.0)}
-        call = partial(run, delta_rule.gated_delta_step, held.args(), options)
-        yield f"gated_delta_step, {what}", call
+        none = make_inputs(replace(step, lengths=(0,) * 3, num_padding_tokens=0), dtype)
+        for what, held in (("open chunks", make_inputs(step, dtype)), ("closing", none)):
+            options = held.options() | {"chunk": chunk_of(held, fill=0.0)}
+            yield f"{op.__name__}, {what}", partial(run, op, held.args(), options)
     for gate in ("before_norm", "no_norm"):
         mamba2 = ssd_step_cases.Case(lengths=(1, 0, 1), num_padding_tokens=3, gate=gate, **ODD)
         inputs = ssd_step_cases.make_inputs(mamba2, dtype)

@@ -15,16 +15,20 @@ from torch_hybrid.specs import DeltaRuleSpec, KimiDeltaSpec, LayerTable
 
 
 def opens_chunks(table: LayerTable, sizes: PoolSizes, backends: Backends) -> bool:
-    """Tell whether decode keeps chunks of gated delta rules open (``ops/delta_rule/open_chunk``).
+    """Tell whether decode keeps chunks of delta rules open (``ops/delta_rule/open_chunk``).
 
     It does where the implementation can. It stores a state for each token where drafts are
     verified, and where a token has its bits in any batch.
     """
-    specs = {entry.spec for entry in table.of_kind(DeltaRuleSpec.kind)}
-    if not specs or sizes.num_drafts or backends.batch_invariant:
+    if sizes.num_drafts or backends.batch_invariant:
         return False
-    (op, choice), *_ = GATED_DELTA_RULE.choose(specs, sizes, backends, Mode.DECODE)
-    return op.implementations[choice.impl].capability.features >= OPEN
+    rules = {DeltaRuleSpec.kind: GATED_DELTA_RULE, KimiDeltaSpec.kind: KIMI_DELTA_ATTENTION}
+    able = []
+    for kind in rules.keys() & {*table.kinds}:
+        specs = {entry.spec for entry in table.of_kind(kind)}
+        (op, choice), *_ = rules[kind].choose(specs, sizes, backends, Mode.DECODE)
+        able.append(op.implementations[choice.impl].capability.features >= OPEN)
+    return all(able) and bool(able)
 
 
 def sizes_of(spec: DeltaRuleSpec | KimiDeltaSpec) -> dict[str, int]:

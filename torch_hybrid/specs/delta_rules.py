@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-import torch
-
 from torch_hybrid.ops.delta_rule.open_chunk import open_chunk_size
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.layer import Divided, layer_spec
-from torch_hybrid.specs.pools import OPEN_CHUNK, RECORDS, Pool, conv_and_state
+from torch_hybrid.specs.pools import OPEN_CHUNK, RECORDS, Pool, conv_and_state, open_chunk
 
 
 @layer_spec()
@@ -70,7 +68,7 @@ class DeltaRuleSpec(Divided):
         heads = self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
         return {
             **conv_and_state(self.conv_width, self.conv_channels, self.state_shape),
-            OPEN_CHUNK: Pool((open_chunk_size(*heads),), per="open", dtype=torch.float32),
+            OPEN_CHUNK: open_chunk(open_chunk_size(*heads, by_channel=False)),
             RECORDS: Pool((width,), per="draft"),
         }
 
@@ -116,8 +114,12 @@ class KimiDeltaSpec(Divided):
     def pools(self) -> dict[str, Pool]:
         """Declare the convolution's last inputs, the state, and ``[q | k | v | b | f]`` of drafts.
 
-        Each has its own storage.
+        And records of an open chunk. Each has its own storage.
         """
         width = self.conv_channels + self.num_heads + self.k_channels
-        pools = conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
-        return {**pools, RECORDS: Pool((width,), per="draft")}
+        heads = self.num_heads, self.num_heads, self.head_k_dim, self.head_v_dim
+        return {
+            **conv_and_state(self.conv_width, self.conv_channels, self.state_shape),
+            OPEN_CHUNK: open_chunk(open_chunk_size(*heads, by_channel=True)),
+            RECORDS: Pool((width,), per="draft"),
+        }

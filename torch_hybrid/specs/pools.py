@@ -58,6 +58,11 @@ def conv_and_state(width: int, channels: int, state_shape: tuple[int, ...]) -> d
     return {"conv": conv, "state": Pool(state_shape, per="slot", dtype=torch.float32)}
 
 
+def open_chunk(size: int) -> Pool:
+    """Declare the records of an open chunk, of that many numbers."""
+    return Pool((size,), per="open", dtype=torch.float32)
+
+
 def records_of(convolved: int, width: int) -> dict[str, Pool]:
     """Declare the inputs of drafts: of a convolution, and of the recurrence after it."""
     widths = {RECORDS: convolved, STATE_RECORDS: width}

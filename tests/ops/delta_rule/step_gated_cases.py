@@ -5,10 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from tests.ops.delta_rule.step_cases import Case, Inputs, random_inputs
-from torch_hybrid.ops.delta_rule.open_chunk import open_chunk_size
 
 case = partial(Case, options=(("beta_scale", 1.0),))
 
@@ -39,11 +37,3 @@ CASES = {
 def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
     """Inputs with a decay for each value head."""
     return random_inputs(case, dtype, seed, by_channel=False)
-
-
-def chunk_of(inputs: Inputs, fill: float = torch.nan) -> Tensor:
-    """Records of all slots, of which nobody has any."""
-    _, num_v_heads, v_dim, k_dim = inputs.state.shape
-    num_k_heads = (inputs.qkv.shape[1] - num_v_heads * v_dim) // (2 * k_dim)
-    size = open_chunk_size(num_k_heads, num_v_heads, k_dim, v_dim)
-    return inputs.state.new_full((len(inputs.state), size), fill)

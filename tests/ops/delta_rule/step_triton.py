@@ -10,12 +10,10 @@ from pathlib import Path
 
 import torch
 
-from tests.ops.delta_rule.step_cases import Case
+from tests.ops.delta_rule.step_cases import Case, chunk_of
 from tests.ops.delta_rule.step_family import Family
-from tests.ops.delta_rule.step_gated_cases import chunk_of
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, orders_of_sums
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.step_implementations import OPEN
 
 
 def record_launches(
@@ -70,9 +68,7 @@ def sums_of_warps(launch: Launch) -> set[str]:
 
 def check_fit(family: Family, shapes: Mapping[str, tuple[Case, torch.dtype]], table: Path) -> None:
     """No kernel spills, by model; those of steps of any lengths at the first model's sizes."""
-    steps = {"decode": {}, "verify": {"verify": True}}
-    if family.implementations["triton"].capability.features >= OPEN:
-        steps["open"] = {"opens": True}
+    steps = {"decode": {}, "verify": {"verify": True}, "open": {"opens": True}}
     rows = [
         resources_of(launch, target, f"{label} {step} 64")
         for label, (case, dtype) in shapes.items()

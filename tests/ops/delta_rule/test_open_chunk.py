@@ -1,4 +1,4 @@
-"""The gated delta rule's step by open chunks: the states and outputs of one that stores each."""
+"""Delta rules' steps by open chunks: the states and outputs of steps that store each."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.delta_rule.step_cases import Case, Inputs
-from tests.ops.delta_rule.step_gated_cases import CASES, chunk_of
-from tests.ops.delta_rule.step_gated_family import FAMILY
+from tests.ops.delta_rule.step_cases import Case, Inputs, chunk_of
+from tests.ops.delta_rule.step_family import Family
+from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
 from tests.ops.recurrent_triton import on_device
 from tests.ops.triton_interpreter import interprets
-from torch_hybrid.ops.delta_rule import gated_delta_step
 from torch_hybrid.ops.delta_rule.open_chunk import OPEN_TOKENS
 from torch_hybrid.ops.triton.devices import interpreted
 
 NUM_STEPS = 2 * OPEN_TOKENS + 3
 SLOTS = 8
-CONTRACT = "test_open_chunk and plays and (three or odd) and not cuda"
+CONTRACT = "test_open_chunk and plays and not gpu"
 test_in_the_interpreter = interprets(CONTRACT)
 needs_interpreter = pytest.mark.skipif(not interpreted(), reason="runs in the interpreter")
-of_each_shape = pytest.mark.parametrize("name", ["three_value_heads", "odd_dims"])
 
 
-def steps(case: Case, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+def steps(family: Family, case: Case, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """What the steps of a play change: a token of two sequences, from the fourth step on of three.
 
     The second sequence starts from its slot 2 once more in the sixth step, and goes on in slot 5.
@@ -39,7 +38,7 @@ def steps(case: Case, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         slots = [1, 2 if step < 5 else 5, 3]
         starts = [slots[0], 2 if step < 6 else 5, slots[2]]
         lengths = (1, 1, int(step > 2))
-        inputs = FAMILY.make_inputs(replace(case, lengths=lengths), dtype, seed=step)
+        inputs = family.make_inputs(replace(case, lengths=lengths), dtype, seed=step)
         initial = [start if count else 0 for start, count in zip(starts, seen, strict=True)]
         yield {
             **{name: getattr(inputs, name) for name in (*Inputs.PER_TOKEN, "cu_seqlens")},
@@ -57,16 +56,16 @@ def with_slots(inputs: Inputs) -> Inputs:
     return replace(inputs, **pools)
 
 
-def play(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
+def play(family: Family, case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
     """Steps by open chunks, and then a closing: outputs and states are as exact as those of the
     reference or, on a GPU, of steps that store each state, and slots that nobody owns keep their
     bits."""
-    first = with_slots(FAMILY.make_inputs(case, dtype))
+    first = with_slots(family.make_inputs(case, dtype))
     exact, rounded = first.exact(), first.copy()
     own, storing = (on_device(first.copy(), device) for _ in range(2))
     chunk = chunk_of(own)
     errors = []
-    for changes in steps(case, dtype):
+    for changes in steps(family, case, dtype):
         floats = {n: x.double() for n, x in changes.items() if x.is_floating_point()}
         moved = {name: x.to(device) for name, x in changes.items()}
         exact = replace(exact, **changes | floats)
@@ -75,11 +74,11 @@ def play(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
             replace(own, **moved),
             replace(storing, **moved),
         )
-        expected, usual = FAMILY.by_reference(exact), FAMILY.by_reference(rounded)
-        stored = usual if device == "cpu" else FAMILY.run(storing, "triton").cpu()
-        out = gated_delta_step(*own.args(), **own.options(), chunk=chunk, impl="triton").cpu()
+        expected, usual = family.by_reference(exact), family.by_reference(rounded)
+        stored = usual if device == "cpu" else family.run(storing, "triton").cpu()
+        out = family.op(*own.args(), **own.options(), chunk=chunk, impl="triton").cpu()
         errors.append([error(x, expected) for x in (out, usual, stored)])
-    close(own, chunk)
+    close(family, own, chunk)
     own = on_device(own, "cpu")
     live = rounded.state_indices.long()
     of_states = [error(x.state[live], exact.state[live]) for x in (own, rounded)]
@@ -96,38 +95,47 @@ def error(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).abs().max() / exact.abs().max())
 
 
-def close(inputs: Inputs, chunk: Tensor) -> None:
+def close(family: Family, inputs: Inputs, chunk: Tensor) -> None:
     """Close the chunks of all sequences, which have started."""
     nothing = {name: x[:0] for name, x in inputs.tokens(slice(None)).items()}
     no_tokens = {"cu_seqlens": torch.zeros_like(inputs.cu_seqlens)}
     given = replace(inputs, **nothing, **no_tokens, initial_indices=inputs.state_indices)
-    out = gated_delta_step(*given.args(), **given.options(), chunk=chunk, impl="triton")
+    out = family.op(*given.args(), **given.options(), chunk=chunk, impl="triton")
     assert out.shape == (0, inputs.z.shape[1])
 
 
 @needs_interpreter
-@of_each_shape
-def test_plays(name: str):
-    play(CASES[name], torch.float32)
+@pytest.mark.parametrize(
+    ("family", "name"), [(GATED, "three_value_heads"), (KIMI, "odd_dims")], ids=["gated", "kimi"]
+)
+def test_plays(family: Family, name: str):
+    play(family, family.cases[name], torch.float32)
 
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CASES)
-def test_plays_on_a_gpu(name: str, dtype: torch.dtype):
-    play(CASES[name], dtype, "cuda")
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        pytest.param(family, case, id=f"{family.op.__name__}-{name}")
+        for family in (GATED, KIMI)
+        for name, case in family.cases.items()
+    ],
+)
+def test_plays_on_a_gpu(family: Family, case: Case, dtype: torch.dtype):
+    play(family, case, dtype, "cuda")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"width": 64}, "chunk must have 928 numbers a slot, got 64"),
+        ({"width": 64}, "chunk must have 960 numbers a slot, got 64"),
         ({"impl": "cpp"}, "open"),
         ({"records": True}, "chunk must be None in a step that verifies drafts, got a tensor"),
     ],
 )
 def test_errors(changes: dict[str, Any], message: str):
-    inputs = FAMILY.mixed(lengths=(1, 1), num_padding_tokens=0)
+    inputs = GATED.mixed(lengths=(1, 1), num_padding_tokens=0)
     chunk = chunk_of(inputs)[:, : changes.get("width")]
     given: dict[str, Any] = {"chunk": chunk.contiguous(), "impl": changes.get("impl", "triton")}
     if "records" in changes:
@@ -135,4 +143,4 @@ def test_errors(changes: dict[str, Any], message: str):
         given |= {"records": inputs.qkv.new_zeros(len(inputs.state), 2, width)}
         given |= {"accepted": torch.zeros_like(inputs.state_indices)}
     with pytest.raises(ValueError, match=re.escape(message)):
-        gated_delta_step(*inputs.args(), **inputs.options(), **given)
+        GATED.op(*inputs.args(), **inputs.options(), **given)
