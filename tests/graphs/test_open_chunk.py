@@ -15,16 +15,21 @@ from torch_hybrid import Backends, Runner
 from torch_hybrid.ops.delta_rule.open_chunk import OPEN_TOKENS
 from torch_hybrid.ops.triton.devices import interpreted
 
-STEP = "decode gated_delta_step"
+# A family for each op, with heads of the sizes at which Triton's form serves.
 HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
-HEADS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+HEADS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_hidden_layers": 2}
+FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
+    "gated_delta_step": ("qwen3_next_dense", HEADS),
+    "kimi_delta_step": ("kimi_linear", {"linear_num_heads": 2, "linear_head_dim": 128}),
+}
 test_in_the_interpreter = interprets("test_open_chunk and history and interpreted")
 needs_interpreter = pytest.mark.skipif(not interpreted(), reason="runs in the interpreter")
 
 
-def make_runner(impl: str, device: str = "cpu", **options: Any) -> Runner:
-    model = make_hybrid("qwen3_next_dense", num_hidden_layers=2, **HEADS).to(device)
-    backends = Backends(ops={STEP: impl})
+def make_runner(impl: str, op: str, device: str = "cpu", **options: Any) -> Runner:
+    family, heads = FAMILIES[op]
+    model = make_hybrid(family, **heads).to(device)
+    backends = Backends(ops={f"decode {op}": impl})
     sizes = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 512, "page_size": 8}
     return Runner(model, **sizes, max_snapshots=3, backends=backends, **options)
 
@@ -84,16 +89,18 @@ def run_history(pair: Pair) -> None:
 
 @needs_interpreter
 def test_history_interpreted() -> None:
-    run_history(Pair(*(make_runner(impl, compile=False) for impl in ("triton", "composed"))))
+    op = "gated_delta_step"
+    run_history(Pair(*(make_runner(impl, op, compile=False) for impl in ("triton", "composed"))))
 
 
 @needs_cuda
-def test_history_on_a_gpu() -> None:
-    run_history(Pair(*(make_runner(impl, "cuda") for impl in ("triton", "composed"))))
+@pytest.mark.parametrize("op", FAMILIES)
+def test_history_on_a_gpu(op: str) -> None:
+    run_history(Pair(*(make_runner(impl, op, "cuda") for impl in ("triton", "composed"))))
 
 
 def test_no_chunks_where_a_step_stores_each_state() -> None:
     """On a CPU: its implementations have no such form."""
-    runner = make_runner("auto", compile=False)
+    runner = make_runner("auto", "gated_delta_step", compile=False)
     assert not runner.cache.sizes.opens_chunks
     assert "chunk" not in runner.cache.pools["gated_delta_rule"][0]
