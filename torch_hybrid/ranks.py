@@ -215,10 +215,19 @@ class SummedLinear(nn.Linear):
             device="meta",
         )
         self.weight, self.bias, self.ranks = weight, bias, ranks  # type: ignore[assignment]
+        self.product = Product()  # an adapter of the layer adds to it
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., inputs of this rank] to [..., outputs], the same bits on every rank."""
-        return self.ranks.sum(super().forward(x))
+        return self.ranks.sum(self.product(x, self.weight, self.bias))
+
+
+class Product(nn.Module):
+    """Product of rows and a weight, of which the ranks have parts that are not summed yet."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply x [..., inputs] and weight [outputs, inputs], and add the bias."""
+        return F.linear(x, weight, bias)
 
 
 def own_means(means: Tensor) -> Tensor:
