@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
+from tests.models import fp8_checkpoint
+from tests.models.checkpoint.test_block_fp8 import OPTIONS as FP8_OPTIONS
 from tests.models.oracle import ask, make_texts
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_model
 from torch_hybrid.graphs.stepping.adapters import adapter_bytes
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.layers.side_by_side import SideBySide
 from torch_hybrid.ranks import linear_of
 
@@ -195,6 +199,33 @@ def test_a_quantized_base(folders: dict[str, Path], weights: str) -> None:
     }
     assert min(errors.values()) > 1e-3
     assert max(errors.values()) < 2 * errors[None]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+def test_a_base_of_fp8(family: str, tmp_path: Path) -> None:
+    """Peft's logits on what the base's weights are worth."""
+    options = {**fp8_checkpoint.SIZES, **FP8_OPTIONS[family]}
+    twin = fp8_checkpoint.save(make_model(family, **options), tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(twin)
+    oracle = oracle_of(save_adapter(tmp_path / "a", family, seed=1, base=base), family)
+    runner = th.Runner(th.from_pretrained(tmp_path, dtype=torch.float32), compile=False, **SIZES)
+    assert any(isinstance(module, ScaledLinear) for module in runner.model.modules())
+    runner.load_adapter("a", tmp_path / "a")
+    logits = runner.extend(runner.new_sequences(2, adapter="a"), TEXTS)
+    wanted = torch.stack([own[-1] for own in oracle])
+    assert (logits - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.slow
+def test_steps_of_an_artefact(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Steps with adapters are read back, by a runner whose pools lie elsewhere."""
+    found = []
+    for is_loaded in (False, True):
+        options = {"prefill": False, "artefact": tmp_path / "steps", "saved_modules": False}
+        runner = make_runner(folders, compile=True, **options)
+        found.append(mixed(runner, NAMES, by_token=True))
+        assert [g.is_loaded for g in runner.report().graphs.values()] == [is_loaded]
+    assert all(map(torch.equal, *found))
 
 
 def test_projections_in_parts(folders: dict[str, Path]) -> None:
