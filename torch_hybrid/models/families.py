@@ -17,6 +17,7 @@ from torch_hybrid.models import (  # noqa: F401 (each defines its families)
     inkling2,
     inkling2_loop,
     jamba,
+    jet_nemotron,
     kimi_linear,
     lara_mini,
     lfm,

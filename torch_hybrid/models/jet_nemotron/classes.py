@@ -1,0 +1,214 @@
+"""Jet-Nemotron as a model of transformers: Qwen2 with other mixers in its linear layers.
+
+Published configs and names of weights are those of NVlabs/Jet-Nemotron. The model runs whole texts;
+a runner serves it. Importing this registers the classes with transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Model, Qwen2RMSNorm
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.functional import gated_delta_rule
+from torch_hybrid.models.jet_nemotron.family import block_spec
+from torch_hybrid.packing import Packing
+
+_LAYER_TYPES = {"jet": "linear_attention", "attn": "full_attention", "swa": "sliding_attention"}
+
+
+class JetNemotronConfig(Qwen2Config):  # type: ignore[misc]
+    """Config of a model, by the names of its ``config.json``; types of layers by transformers'."""
+
+    model_type = "jet_nemotron"
+
+    layer_types: list[str] | None = None
+    efficient_attention_config: dict[str, Any] | None = None
+
+    def __post_init__(self, **options: Any) -> None:
+        if self.layer_types is not None:
+            self.layer_types = [_LAYER_TYPES.get(name, name) for name in self.layer_types]
+        window = (self.efficient_attention_config or {}).get("swa")
+        if window is not None:
+            self.use_sliding_window, self.sliding_window = True, window["window_size"]
+        self.use_cache = False  # transformers has none for these layers
+        super().__post_init__(**options)
+
+
+class JetRMSNorm(Qwen2RMSNorm):  # type: ignore[misc]
+    """RMSNorm that is rounded once, after its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., dim] in float32."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = wide.square().mean(-1, keepdim=True)
+        normed: Tensor = self.weight * (wide * torch.rsqrt(mean + self.variance_epsilon))
+        return normed.to(x.dtype)
+
+
+class FilterGenerator(nn.Module):
+    """Projection of each token to the filters of its channels, oldest tap first: [..., C W]."""
+
+    def __init__(self, dim: int, rank: int, outputs: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, rank, bias=False, dtype=None, device=None)
+        self.w2 = nn.Linear(rank, outputs, dtype=None, device=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., dim] to [..., outputs]."""
+        filters: Tensor = self.w2(F.silu(self.w1(x)))
+        return filters
+
+
+class DynamicConvolution(nn.Module):
+    """Causal convolution of channels by filters of each token, and SiLU."""
+
+    def __init__(self, dim: int, rank: int, channels: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.kernel_generator = FilterGenerator(dim, rank, channels * width)
+
+    def forward(self, values: Tensor, x: Tensor) -> Tensor:
+        """Convolve values [B, T, C] by the filters that x [B, T, dim] gives."""
+        filters = self.kernel_generator(x).unflatten(-1, (-1, self.width))
+        past = F.pad(values, (0, 0, self.width - 1, 0)).unfold(1, self.width, 1)
+        return F.silu((past * filters).sum(-1))
+
+
+class JetBlock(nn.Module):
+    """A linear layer's mixer, with its weights by their published names."""
+
+    def __init__(self, config: JetNemotronConfig) -> None:
+        super().__init__()
+        self.spec = spec = block_spec(config)
+        dim = config.hidden_size
+
+        def linear(outputs: int) -> nn.Linear:
+            return nn.Linear(dim, outputs, bias=False, dtype=None, device=None)
+
+        self.q_proj, self.k_proj = linear(spec.k_channels), linear(spec.k_channels)
+        self.v_proj, self.g_proj = linear(spec.v_channels), linear(spec.v_channels)
+        self.b_proj, self.a_proj = linear(spec.num_heads), linear(spec.num_heads)
+        self.A_log = nn.Parameter(torch.zeros(spec.num_heads, dtype=None, device=None))
+        self.dt_bias = nn.Parameter(torch.zeros(spec.num_heads, dtype=None, device=None))
+        self.dynamic_conv1d = DynamicConvolution(
+            dim, spec.filter_rank, spec.v_channels, spec.conv_width
+        )
+        self.o_norm = nn.RMSNorm(spec.head_v_dim, spec.norm_eps, dtype=None, device=None)
+        self.o_proj = nn.Linear(spec.v_channels, dim, bias=False, dtype=None, device=None)
+
+    def forward(self, hidden_states: Tensor, **_options: object) -> tuple[Tensor, None]:
+        """Map [B, T, dim] to [B, T, dim] and no attention weights."""
+        x, spec = hidden_states, self.spec
+        wide = torch.promote_types(x.dtype, torch.float32)
+        v = self.dynamic_conv1d(self.v_proj(x), x)
+        q, k = F.silu(self.q_proj(x)), F.silu(self.k_proj(x))
+        step = F.softplus(self.a_proj(x).to(wide) + self.dt_bias.to(wide))
+        g = -self.A_log.to(wide).exp() * step
+        beta = self.b_proj(x).to(wide).sigmoid()
+        # The batch's texts, one after the other.
+        q, k, v, z = (
+            part.unflatten(-1, (spec.num_heads, -1)).flatten(0, 1)
+            for part in (q, k, v, self.g_proj(x))
+        )
+        offsets = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+        packing = Packing(offsets, len(x), num_tokens=x.shape[0] * x.shape[1])
+        o, _ = gated_delta_rule(
+            *(q, k, v, g.flatten(0, 1), beta.flatten(0, 1)),
+            packing,
+            qk_l2norm=True,
+            output_final_state=False,
+        )
+        normed = self.o_norm(o.to(wide)) * F.silu(z.to(wide))
+        out: Tensor = self.o_proj(normed.to(x.dtype).unflatten(0, x.shape[:2]).flatten(2))
+        return out, None
+
+
+class JetNemotronDecoderLayer(Qwen2DecoderLayer):  # type: ignore[misc]
+    """A decoder layer of any type."""
+
+    def __init__(self, config: JetNemotronConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        assert config.layer_types is not None
+        if config.layer_types[layer_idx] == "linear_attention":
+            self.self_attn = JetBlock(config)
+        self.input_layernorm = JetRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = JetRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class JetNemotronModel(Qwen2Model):  # type: ignore[misc]
+    """The model without its head."""
+
+    def __init__(self, config: JetNemotronConfig) -> None:
+        super().__init__(config)
+        layers = (JetNemotronDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
+        self.norm = JetRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """Run the layers over whole texts, or over the tokens of a step of a runner's.
+
+        Raises:
+            UnsupportedError: texts are padded, or continue others.
+        """
+        if not isinstance(attention_mask, dict):
+            continues = options.pop("cache", None), options.pop("past_key_values", None)
+            options["use_cache"] = False
+            is_padded = attention_mask is not None and not bool(attention_mask.all())
+            if is_padded or any(past is not None for past in continues):
+                raise UnsupportedError(
+                    "transformers runs whole texts of Jet-Nemotron alone, without padding or a "
+                    "cache: th.adapt(model) is served"
+                )
+            if inputs_embeds is None:
+                inputs_embeds, input_ids = self.embed_tokens(input_ids), None
+            attention_mask = self._masks(inputs_embeds)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **options,
+        )
+
+    def _masks(self, x: Tensor) -> dict[str, Tensor | None]:
+        """Make what is added to the scores of each type of layer, [1, 1, T, T]."""
+        place = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)
+        behind = place[:, None] - place
+        window = self.config.sliding_window or x.shape[1]
+        nothing = x.new_zeros(behind.shape)
+        least = torch.finfo(x.dtype).min
+        return {
+            "linear_attention": None,
+            "full_attention": nothing.masked_fill(behind < 0, least)[None, None],
+            "sliding_attention": nothing.masked_fill((behind < 0) | (behind >= window), least)[
+                None, None
+            ],
+        }
+
+
+class JetNemotronForCausalLM(Qwen2ForCausalLM):  # type: ignore[misc]
+    """The model and its head."""
+
+    config_class = JetNemotronConfig
+
+    def __init__(self, config: JetNemotronConfig) -> None:
+        super().__init__(config)
+        self.model = JetNemotronModel(config)
+        self.post_init()
+        self.generation_config.use_cache = False
+
+
+AutoConfig.register("jet_nemotron", JetNemotronConfig, exist_ok=True)
+AutoModelForCausalLM.register(JetNemotronConfig, JetNemotronForCausalLM, exist_ok=True)
