@@ -46,6 +46,7 @@ FAMILIES = (
     "xlstm",
     "rwkv",
     "zaya",
+    "jet_nemotron",
 )
 FAMILIES = tuple(family for family in FAMILIES if family in BUILDERS)
 OURS = (*FAMILIES, "ring_2_5")  # with those that transformers has no class for

@@ -53,13 +53,14 @@ FAMILIES: dict[str, Family] = {
     for model_type in family.model_types
 }
 
-# Hybrids that transformers has and this package has no op for.
+# Hybrids that this package has no op for.
 NOT_SERVED = {
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
     **dict.fromkeys(
         ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "another tower before Qwen3.5's text part"
     ),
     "deepseek_v4": "compressors of keys and values, with states of their own",
+    "kimi_k3": "experts with an activation (SiTU) that no op has",
 }
 
 

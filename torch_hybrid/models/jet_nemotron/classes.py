@@ -73,11 +73,15 @@ class DynamicConvolution(nn.Module):
         self.width = width
         self.kernel_generator = FilterGenerator(dim, rank, channels * width)
 
-    def forward(self, values: Tensor, x: Tensor) -> Tensor:
-        """Convolve values [B, T, C] by the filters that x [B, T, dim] gives."""
-        filters = self.kernel_generator(x).unflatten(-1, (-1, self.width))
-        past = F.pad(values, (0, 0, self.width - 1, 0)).unfold(1, self.width, 1)
-        return F.silu((past * filters).sum(-1))
+    def forward(self, values: Tensor, x: Tensor, packing: Packing) -> Tensor:
+        """Convolve values [T, C] by the filters that x [T, dim] gives."""
+        filters = self.kernel_generator(x).unflatten(-1, (-1, self.width)).unbind(-1)
+        mixed = values * filters[-1]
+        for back in range(1, self.width):
+            rows = F.pad(values, (0, 0, back, 0))[: len(values)]
+            is_there = (packing.positions >= back)[:, None]
+            mixed = mixed + torch.where(is_there, rows, 0.0) * filters[-1 - back]
+        return F.silu(mixed)
 
 
 class JetBlock(nn.Module):
@@ -102,31 +106,32 @@ class JetBlock(nn.Module):
         self.o_norm = nn.RMSNorm(spec.head_v_dim, spec.norm_eps, dtype=None, device=None)
         self.o_proj = nn.Linear(spec.v_channels, dim, bias=False, dtype=None, device=None)
 
-    def forward(self, hidden_states: Tensor, **_options: object) -> tuple[Tensor, None]:
-        """Map [B, T, dim] to [B, T, dim] and no attention weights."""
-        x, spec = hidden_states, self.spec
+    def forward(
+        self, hidden_states: Tensor, *, packing: Packing | None = None, **_options: object
+    ) -> tuple[Tensor, None]:
+        """Map [B, T, dim] to [B, T, dim] and no attention weights.
+
+        ``packing`` is that of all B * T tokens; without one, each row is a text.
+        """
+        if packing is None:
+            num_texts, length = hidden_states.shape[:2]
+            texts = torch.arange(num_texts + 1, dtype=torch.int32, device=hidden_states.device)
+            packing = Packing(texts * length, num_texts, num_tokens=num_texts * length)
+        return self.mixed(hidden_states.flatten(0, 1), packing).view(hidden_states.shape), None
+
+    def mixed(self, x: Tensor, packing: Packing) -> Tensor:
+        """Map tokens [T, dim] to [T, dim]."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        v = self.dynamic_conv1d(self.v_proj(x), x)
+        v = self.dynamic_conv1d(self.v_proj(x), x, packing)
         q, k = F.silu(self.q_proj(x)), F.silu(self.k_proj(x))
         step = F.softplus(self.a_proj(x).to(wide) + self.dt_bias.to(wide))
-        g = -self.A_log.to(wide).exp() * step
-        beta = self.b_proj(x).to(wide).sigmoid()
-        # The batch's texts, one after the other.
-        q, k, v, z = (
-            part.unflatten(-1, (spec.num_heads, -1)).flatten(0, 1)
-            for part in (q, k, v, self.g_proj(x))
-        )
-        offsets = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device) * x.shape[1]
-        packing = Packing(offsets, len(x), num_tokens=x.shape[0] * x.shape[1])
-        o, _ = gated_delta_rule(
-            *(q, k, v, g.flatten(0, 1), beta.flatten(0, 1)),
-            packing,
-            qk_l2norm=True,
-            output_final_state=False,
-        )
-        normed = self.o_norm(o.to(wide)) * F.silu(z.to(wide))
-        out: Tensor = self.o_proj(normed.to(x.dtype).unflatten(0, x.shape[:2]).flatten(2))
-        return out, None
+        g, beta = -self.A_log.to(wide).exp() * step, self.b_proj(x).to(wide).sigmoid()
+        heads = (self.spec.num_heads, -1)
+        q, k, v, z = (part.unflatten(-1, heads) for part in (q, k, v, self.g_proj(x)))
+        o, _ = gated_delta_rule(q, k, v, g, beta, packing, qk_l2norm=True, output_final_state=False)
+        gated = self.o_norm(o.to(wide)) * F.silu(z.to(wide))
+        out: Tensor = self.o_proj(gated.to(x.dtype).flatten(1))
+        return out
 
 
 class JetNemotronDecoderLayer(Qwen2DecoderLayer):  # type: ignore[misc]

@@ -80,6 +80,7 @@ TWINS: dict[str, type[Twin]] = {
     "RwkvSelfAttention": TimeMix,
     "RwkvFeedForward": ChannelMix,
     "ZayaCCAProjection": ConvolvedProjection,
+    "JetBlock": KnowsPackings,
     "BailingMoeV2_5LinearAttention": KnowsPackings,
     "BailingMoeV2_5Attention": KnowsPackings,
 }
