@@ -604,6 +604,29 @@ def jet_nemotron(**options: Any) -> nn.Module:
     return JetNemotronForCausalLM(JetNemotronConfig(**{**sizes, **options}))
 
 
+def kimi_k3(**options: Any) -> nn.Module:
+    """Blocks of two layers, experts of a narrower latent, and softcaps that values come near to."""
+    from torch_hybrid.models.kimi_k3.classes import KimiK3ForCausalLM, KimiK3TextConfig
+
+    linear = {"num_heads": 4, "head_dim": 20, "short_conv_kernel_size": 4}
+    sizes = {
+        **SIZES,
+        **LATENT,
+        **KIMI_EXPERTS,
+        **LINEAR_FIRST,
+        **NO_SPECIAL_TOKENS,
+        "num_hidden_layers": 5,
+        "layer_types": [*["linear_attention", "full_attention"] * 2, "linear_attention"],
+        "hidden_act": "situ",
+        "activation_situ_beta": 1.5,
+        "activation_situ_linear_beta": 2.5,
+        "routed_expert_hidden_size": 48,
+        "attn_res_block_size": 2,
+        "linear_attn_config": {**linear, "use_full_rank_gate": True, "gate_lower_bound": -5.0},
+    }
+    return KimiK3ForCausalLM(KimiK3TextConfig(**{**sizes, **options}))
+
+
 # Families that the installed transformers does not have: their cases are left out.
 _YOUNGER_THAN_5_20 = {
     "lfm3": "Lfm3Config",

@@ -235,6 +235,19 @@ def own_means(means: Tensor) -> Tensor:
     return means
 
 
+class OwnColumns(nn.Module):
+    """A linear layer of this rank's stretch of inputs, which every rank has whole."""
+
+    def __init__(self, part: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.part, self.ranks = part, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., inputs] to [..., outputs], which are to be summed over the ranks."""
+        out: Tensor = self.part(x.chunk(self.ranks.size, dim=-1)[self.ranks.rank])
+        return out
+
+
 class SumOverRanks(nn.Module):
     """A module whose output is summed over the ranks; of several outputs, the first."""
 

@@ -40,7 +40,7 @@ _SEEDS = {"granitemoehybrid": 3}
 
 def targets(model: nn.Module, family: str) -> list[str]:
     """All linear layers of the text model that can have an adapter, and the embedding."""
-    barred = ["visual"]
+    barred = ["visual", "_res_proj"]  # of those, Kimi-K3 takes the weights alone
     barred += ["out_proj"] * (family in _NO_OUT_PROJ)
     embedding = model.get_input_embeddings()
     if family in _MERGED:  # which would change embedding and head, where they are one weight
@@ -65,7 +65,8 @@ def norms(model: nn.Module) -> list[str]:
         and not isinstance(module, nn.LayerNorm)
         and all(weight.shape == (width,) for weight in module.parameters())
     ]
-    barred = ("visual", "self_attn.norm", "embed_norm")  # MiniMax's is part of our mixer
+    # MiniMax's is part of our mixer, those of Kimi-K3 of mixes of blocks.
+    barred = ("visual", "self_attn.norm", "embed_norm", "_res_norm")
     return [name for name in found if not any(each in name for each in barred)]
 
 

@@ -64,8 +64,6 @@ def test_unknown_model_type(checkpoint: Path):
 
 
 def test_a_hybrid_without_an_op_says_why(checkpoint: Path):
-    edit_config(checkpoint, model_type="kimi_k3", text_config={"model_type": "kimi_linear"})
-    assert "it has latent experts beside" in refusal(checkpoint, th.UnsupportedError)
     edit_config(checkpoint, model_type="nemo_speechlm", text_config=None)
     assert refusal(checkpoint, th.UnsupportedError) == (
         "model type 'nemo_speechlm' is not supported: it has speech to transcribe, of which its "

@@ -18,6 +18,7 @@ from torch_hybrid.models import (  # noqa: F401 (each defines its families)
     inkling2_loop,
     jamba,
     jet_nemotron,
+    kimi_k3,
     kimi_linear,
     lara_mini,
     lfm,
@@ -53,14 +54,13 @@ FAMILIES: dict[str, Family] = {
     for model_type in family.model_types
 }
 
-# Hybrids that this package does not serve, and what they have.
+# Hybrids that transformers has and this package has no op for.
 NOT_SERVED = {
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
     **dict.fromkeys(
         ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "another tower before Qwen3.5's text part"
     ),
     "deepseek_v4": "compressors of keys and values, with states of their own",
-    "kimi_k3": "latent experts beside residuals of blocks, which no class of ours joins",
 }
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Model, Qwen2RMSNorm
 
-from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.functional import gated_delta_rule
 from torch_hybrid.models.jet_nemotron.family import block_spec
+from torch_hybrid.models.whole_texts import causal_masks, packing_of_rows, take_whole_texts
 from torch_hybrid.packing import Packing
 
 _LAYER_TYPES = {"jet": "linear_attention", "attn": "full_attention", "swa": "sliding_attention"}
@@ -114,9 +114,7 @@ class JetBlock(nn.Module):
         ``packing`` is that of all B * T tokens; without one, each row is a text.
         """
         if packing is None:
-            num_texts, length = hidden_states.shape[:2]
-            texts = torch.arange(num_texts + 1, dtype=torch.int32, device=hidden_states.device)
-            packing = Packing(texts * length, num_texts, num_tokens=num_texts * length)
+            packing = packing_of_rows(hidden_states)
         return self.mixed(hidden_states.flatten(0, 1), packing).view(hidden_states.shape), None
 
     def mixed(self, x: Tensor, packing: Packing) -> Tensor:
@@ -169,38 +167,16 @@ class JetNemotronModel(Qwen2Model):  # type: ignore[misc]
             UnsupportedError: texts are padded, or continue others.
         """
         if not isinstance(attention_mask, dict):
-            continues = options.pop("cache", None), options.pop("past_key_values", None)
-            options["use_cache"] = False
-            is_padded = attention_mask is not None and not bool(attention_mask.all())
-            if is_padded or any(past is not None for past in continues):
-                raise UnsupportedError(
-                    "transformers runs whole texts of Jet-Nemotron alone, without padding or a "
-                    "cache: th.adapt(model) is served"
-                )
+            take_whole_texts(attention_mask, options)
             if inputs_embeds is None:
                 inputs_embeds, input_ids = self.embed_tokens(input_ids), None
-            attention_mask = self._masks(inputs_embeds)
+            attention_mask = causal_masks(inputs_embeds, self.config.sliding_window)
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             **options,
         )
-
-    def _masks(self, x: Tensor) -> dict[str, Tensor | None]:
-        """Make what is added to the scores of each type of layer, [1, 1, T, T]."""
-        place = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)
-        behind = place[:, None] - place
-        window = self.config.sliding_window or x.shape[1]
-        nothing = x.new_zeros(behind.shape)
-        least = torch.finfo(x.dtype).min
-        return {
-            "linear_attention": None,
-            "full_attention": nothing.masked_fill(behind < 0, least)[None, None],
-            "sliding_attention": nothing.masked_fill((behind < 0) | (behind >= window), least)[
-                None, None
-            ],
-        }
 
 
 class JetNemotronForCausalLM(Qwen2ForCausalLM):  # type: ignore[misc]
