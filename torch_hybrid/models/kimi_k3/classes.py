@@ -22,6 +22,7 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.kimi_linear.modeling_kimi_linear import (
@@ -249,7 +250,7 @@ class KimiK3DeltaAttention(nn.Module):
     def mixed(self, x: Tensor, packing: Packing) -> Tensor:
         """Map tokens [T, dim] to [T, dim]."""
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        weight = self.conv1d.weight.squeeze(1).to(x.dtype)
+        weight = self.conv1d.weight.squeeze(1).to(qkv.dtype)
         qkv, _ = causal_conv1d(
             qkv, weight, None, packing, activation="silu", output_final_state=False
         )
@@ -265,7 +266,7 @@ class KimiK3DeltaAttention(nn.Module):
         return out
 
 
-class KimiK3DecoderLayer(nn.Module):
+class KimiK3DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     """A decoder layer, whose inputs are mixed of the sums of earlier blocks."""
 
     def __init__(self, config: KimiK3TextConfig, layer_idx: int) -> None:

@@ -81,6 +81,7 @@ TWINS: dict[str, type[Twin]] = {
     "RwkvFeedForward": ChannelMix,
     "ZayaCCAProjection": ConvolvedProjection,
     "JetBlock": KnowsPackings,
+    "KimiK3DeltaAttention": KnowsPackings,
     "BailingMoeV2_5LinearAttention": KnowsPackings,
     "BailingMoeV2_5Attention": KnowsPackings,
 }
