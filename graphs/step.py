@@ -17,7 +17,8 @@ from torch_hybrid.backends.step import Plan, Step
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.graphs.passes.marks import in_half
-from torch_hybrid.layers.adapted import AdaptedLayers, AdapterSite, Factors
+from torch_hybrid.layers.adapted import AdaptedLayers
+from torch_hybrid.layers.adapter_sites import AdapterSite, Factors
 from torch_hybrid.pytrees import OnHost, register_value
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
@@ -96,12 +97,15 @@ class AdaptableModel(Model, Protocol):
     """Model whose linear layers adapters may change, one of several for each row.
 
     ``adapter_sites`` lists these layers. ``read_adapter`` reads an adapter of at most some rank
-    from a folder, as factors of each part of each site.
+    from a folder, as factors of each part of each site. With ``saved_modules``, adapters may have
+    weights in the place of the model's.
     """
 
-    def adapter_sites(self) -> Sequence[AdapterSite]: ...
+    def adapter_sites(self, *, saved_modules: bool) -> Sequence[AdapterSite]: ...
 
-    def read_adapter(self, folder: Path, max_rank: int) -> Sequence[Sequence[Factors]]: ...
+    def read_adapter(
+        self, folder: Path, max_rank: int, *, saved_modules: bool
+    ) -> Sequence[Sequence[Factors]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

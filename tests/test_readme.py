@@ -87,6 +87,7 @@ NAMES = {
     "previous_hidden": "heads that predict further tokens",
     "gated_delta_rule": "gated delta rule",
     "kimi_delta_attention": "Kimi delta attention",
+    "jet_block": "JetBlock",
     "mamba": "Mamba",
     "mamba2": "Mamba2",
     "lightning_attention": "lightning attention",

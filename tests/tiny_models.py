@@ -580,6 +580,53 @@ def xlstm(**options: Any) -> nn.Module:
     return tf.xLSTMForCausalLM(tf.xLSTMConfig(**{**sizes, **options}))
 
 
+def jet_nemotron(**options: Any) -> nn.Module:
+    """Layers by their published names, values that are wider than keys, a window that ends inside
+    of pages."""
+    from torch_hybrid.models.jet_nemotron.classes import JetNemotronConfig, JetNemotronForCausalLM
+
+    block = {
+        "num_heads": 4,
+        "head_dim": 12,
+        "expand_v": 2.6666666667,
+        "conv_size": 4,
+        "dconv_generator_reduction": 8,
+        "norm_eps": "1e-5",
+        "mode": "chunk",
+    }
+    sizes = {
+        **SIZES,
+        "num_hidden_layers": 5,
+        "layer_types": ["jet", "swa", "jet", "attn", "jet"],
+        "efficient_attention_config": {"jet": block, "swa": {"window_size": 37}},
+        "tie_word_embeddings": False,
+    }
+    return JetNemotronForCausalLM(JetNemotronConfig(**{**sizes, **options}))
+
+
+def kimi_k3(**options: Any) -> nn.Module:
+    """Blocks of two layers, experts of a narrower latent, and softcaps that values come near to."""
+    from torch_hybrid.models.kimi_k3.classes import KimiK3ForCausalLM, KimiK3TextConfig
+
+    linear = {"num_heads": 4, "head_dim": 20, "short_conv_kernel_size": 4}
+    sizes = {
+        **SIZES,
+        **LATENT,
+        **KIMI_EXPERTS,
+        **LINEAR_FIRST,
+        **NO_SPECIAL_TOKENS,
+        "num_hidden_layers": 5,
+        "layer_types": [*["linear_attention", "full_attention"] * 2, "linear_attention"],
+        "hidden_act": "situ",
+        "activation_situ_beta": 1.5,
+        "activation_situ_linear_beta": 2.5,
+        "routed_expert_hidden_size": 48,
+        "attn_res_block_size": 2,
+        "linear_attn_config": {**linear, "use_full_rank_gate": True, "gate_lower_bound": -5.0},
+    }
+    return KimiK3ForCausalLM(KimiK3TextConfig(**{**sizes, **options}))
+
+
 # Families that the installed transformers does not have: their cases are left out.
 _YOUNGER_THAN_5_20 = {
     "lfm3": "Lfm3Config",
@@ -603,12 +650,16 @@ EACH_KIND = tuple(
     family
     for family in (
         *("qwen3_next", "qwen4_exp", "glm5_next", "kimi_linear", "minimax", "falcon_h1", "jamba"),
-        *("lfm2", "recurrent_gemma", "zaya", "inkling2", "rwkv", "xlstm"),
+        *("lfm2", "recurrent_gemma", "zaya", "inkling2", "rwkv", "xlstm", "jet_nemotron"),
     )
     if family in BUILDERS
 )
 _TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _CONVOLUTION = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+_WINDOW = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+}
 # Layers of every kind that a family has, and no more of them.
 FEWEST_LAYERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(BUILDERS, _TWO),
@@ -635,10 +686,8 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["conv", "sliding_attention", "full_attention"],
     },
-    "lara_mini": {
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
-    },
+    "lara_mini": _WINDOW,
+    "jet_nemotron": _WINDOW,
     "zaya": {"num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"]},
     "inkling": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
     "inkling2": {"num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"]},
@@ -718,7 +767,11 @@ def randomize(model: nn.Module, seed: int) -> None:
             weight.copy_(normal(weight))
         elif "norm" in name or layer.endswith(_NORMS) or kind.endswith(_SCALES):
             weight.add_(0.2 * normal(weight))
-        elif "conv" in name and "proj" not in name:
+        elif (
+            "conv" in name
+            and "proj" not in name
+            and not name.endswith((".w1.weight", ".w2.weight"))
+        ):
             weight.copy_(0.4 * normal(weight))
         elif layer.endswith(".linear"):  # of a block without residuals, which magnifies rounding
             weight.copy_(0.3 * normal(weight) * weight.shape[-1] ** -0.5)

@@ -215,15 +215,37 @@ class SummedLinear(nn.Linear):
             device="meta",
         )
         self.weight, self.bias, self.ranks = weight, bias, ranks  # type: ignore[assignment]
+        self.product = Product()  # an adapter of the layer adds to it
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., inputs of this rank] to [..., outputs], the same bits on every rank."""
-        return self.ranks.sum(super().forward(x))
+        return self.ranks.sum(self.product(x, self.weight, self.bias))
+
+
+class Product(nn.Module):
+    """Product of rows and a weight, of which the ranks have parts that are not summed yet."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply x [..., inputs] and weight [outputs, inputs], and add the bias."""
+        return F.linear(x, weight, bias)
 
 
 def own_means(means: Tensor) -> Tensor:
     """Return the means of groups of channels unchanged: this rank holds whole groups."""
     return means
+
+
+class OwnColumns(nn.Module):
+    """A linear layer of this rank's stretch of inputs, which every rank has whole."""
+
+    def __init__(self, part: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.part, self.ranks = part, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., inputs] to [..., outputs], which are to be summed over the ranks."""
+        out: Tensor = self.part(x.chunk(self.ranks.size, dim=-1)[self.ranks.rank])
+        return out
 
 
 class SumOverRanks(nn.Module):

@@ -287,6 +287,7 @@ def _make_adapters(decided: Decided, cache: HybridCache) -> Adapters | None:
         cache,
         max_adapters=options.max_adapters,
         max_rank=options.max_lora_rank,
+        saved_modules=options.saved_modules,
     )
 
 

@@ -83,7 +83,12 @@ def measure_room(
         prefix_rows=backends.prefix.token_budget or 0,
         captures=captures,
         ranks=model.ranks,
-        beside=adapter_bytes(model, options.max_adapters, options.max_lora_rank),
+        beside=adapter_bytes(
+            model,
+            options.max_adapters,
+            options.max_lora_rank,
+            saved_modules=options.saved_modules,
+        ),
     )
 
 

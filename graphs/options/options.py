@@ -149,6 +149,12 @@ class Options:
     max_lora_rank: int = option(
         16, "Largest rank of an adapter's factors, up to 256.", in_artefact=True
     )
+    saved_modules: bool = option(
+        False,
+        """Take adapters that bring an output head, or norms, in the place of the model's (peft's
+        ``modules_to_save``). Each of ``max_adapters`` then has the memory of a head.""",
+        in_artefact=True,
+    )
     batch_invariant: bool = option(
         False,
         """Give logits after a token the same bits whatever else is in the batch, however the tokens

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Protocol, Self
 from weakref import WeakSet
 
+import torch
+
 from torch_hybrid.backends.select import Backends, Choice, select
 from torch_hybrid.caches.adapter import Adapter, check_loaded
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.step import AdaptableModel, Model
-from torch_hybrid.layers.adapted import AdaptedLayers, Factors
+from torch_hybrid.layers.adapted import AdaptedLayers
+from torch_hybrid.layers.adapter_sites import Factors
 from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.lora.op import IMPLEMENTATIONS
 
@@ -49,6 +52,7 @@ class Adapters:
     cache: HybridCache  # holds the sequences
     max_adapters: int  # number of slots
     max_rank: int  # largest rank
+    saved_modules: bool  # whether adapters may have weights in the place of the model's
 
     @classmethod
     def of(
@@ -58,6 +62,7 @@ class Adapters:
         *,
         max_adapters: int,
         max_rank: int,
+        saved_modules: bool,
     ) -> Self:
         """Make the pools of a runner.
 
@@ -66,7 +71,7 @@ class Adapters:
         """
         if not isinstance(model, AdaptableModel):
             raise UnsupportedError(f"max_adapters: {type(model).__name__} takes no adapters")
-        sites = model.adapter_sites()
+        sites = model.adapter_sites(saved_modules=saved_modules)
         layers = AdaptedLayers(sites, max_adapters, max_rank, device=model.device)
         return cls(
             model=model,
@@ -74,6 +79,7 @@ class Adapters:
             cache=cache,
             max_adapters=max_adapters,
             max_rank=max_rank,
+            saved_modules=saved_modules,
         )
 
     def choose(self, wanted: Backends) -> Choice:
@@ -116,7 +122,8 @@ class Adapters:
             ValueError, UnsupportedError: as ``Runner.load_adapter`` does.
         """
         stamp = _stamp(folder)
-        return ReadAdapter(folder, stamp, self.model.read_adapter(folder, self.max_rank))
+        factors = self.model.read_adapter(folder, self.max_rank, saved_modules=self.saved_modules)
+        return ReadAdapter(folder, stamp, factors)
 
     def add(self, name: str, read: ReadAdapter) -> None:
         """Put an adapter that was read into a slot, under a new name.
@@ -189,15 +196,16 @@ class Adapters:
         adapter.slot = slot
 
 
-def adapter_bytes(model: Model, max_adapters: int, max_rank: int) -> int:
+def adapter_bytes(model: Model, max_adapters: int, max_rank: int, *, saved_modules: bool) -> int:
     """Count the bytes of a runner's pools of adapters."""
     if not max_adapters or not isinstance(model, AdaptableModel):
         return 0
-    of_rank = sum(
-        site.dtype.itemsize * (len(site.widths) * site.inputs + sum(site.widths))
-        for site in model.adapter_sites()
+    nowhere = torch.device("meta")
+    return sum(
+        tensor.nbytes
+        for site in model.adapter_sites(saved_modules=saved_modules)
+        for tensor in site.pool(max_adapters, max_rank, nowhere).values()
     )
-    return max_adapters * max_rank * of_rank
 
 
 def _stamp(folder: Path) -> tuple[int, ...]:

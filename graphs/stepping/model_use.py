@@ -64,12 +64,12 @@ class ModelUse:
             runs_model: whether its modules' code runs.
         """
         with self._changed:
-            if runs_model and adapted is not self._adapted:
-                self._changed.wait_for(lambda: not self._num_running)
-                self._attach(model, adapted)
             if choices and choices != self._choices:
                 self._changed.wait_for(lambda: not self._num_running)
                 self._set_choices(model, choices)
+            if runs_model and adapted is not self._adapted:
+                self._changed.wait_for(lambda: not self._num_running)
+                self._attach(model, adapted)
             self._num_running += 1
         try:
             yield

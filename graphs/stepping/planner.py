@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_hybrid.backends.mode import MODES, LayerForm, Mode
 from torch_hybrid.backends.step import LayerBackend, forms_of, plan_all
 from torch_hybrid.batch import Batch, chained, pad_to, split
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.step import BatchPart, Inputs, Variant
 from torch_hybrid.graphs.stepping.buckets import Bucket, StepSizes, round_up
 from torch_hybrid.graphs.two_batch import OverlapPolicy, plan_split, rows_in_halves
@@ -52,7 +53,7 @@ class StepPlanner:
             for mode in self.modes
             if not (mode.num_chained and has_adapters)
             for in_halves in self._cuts_of(mode)
-            for forms in self._forms_of(mode)
+            for forms in self._forms_of(mode, has_adapters=has_adapters)
         }
 
     def table_width(self, num_pages: int) -> int:
@@ -259,12 +260,25 @@ class StepPlanner:
         halves = [True] if self.overlap.cuts(mode, *largest) else []
         return whole + halves
 
-    def _forms_of(self, mode: Mode) -> Iterator[dict[str, LayerForm]]:
-        """Enumerate the combinations of layer forms of a mode's steps, each form at its largest."""
+    def _forms_of(self, mode: Mode, *, has_adapters: bool) -> Iterator[dict[str, LayerForm]]:
+        """Enumerate the combinations of layer forms of a mode's steps, each form at its largest.
+
+        Raises:
+            UnsupportedError: a kind of layer has no form that takes adapters.
+        """
         backends = self._backends_of(mode)
         planned_as = self._planned_as(mode)
-        for forms in product(*(backend.forms(planned_as) for backend in backends.values())):
-            yield dict(zip(backends, forms, strict=True))
+        found = {kind: backend.forms(planned_as) for kind, backend in backends.items()}
+        if has_adapters:
+            for kind, forms in found.items():
+                found[kind] = tuple(form for form in forms if form.takes_adapters)
+                if not found[kind]:
+                    raise UnsupportedError(
+                        f"max_adapters: none of the forms {[form.name for form in forms]} of "
+                        f"{kind} takes adapters, which the absorbed form does"
+                    )
+        for each in product(*found.values()):
+            yield dict(zip(backends, each, strict=True))
 
 
 def _longest(parts: Sequence[Batch], mode: Mode) -> int:

@@ -35,6 +35,7 @@ from torch_hybrid.specs import (
     DeltaRuleSpec,
     IndexedAttentionSpec,
     IndexedLatentSpec,
+    JetBlockSpec,
     KimiDeltaSpec,
     LatentSpec,
     LayerSpec,
@@ -57,6 +58,7 @@ SPECS = [
     FULL,
     LINEAR,
     KimiDeltaSpec(num_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4),
+    JetBlockSpec(num_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4, filter_rank=8),
     Mamba2Spec(num_heads=2, head_dim=16, state_dim=16, num_groups=1, conv_width=4),
     MambaSpec(channels=16, state_dim=8, dt_rank=2, conv_width=4),
     LightningSpec(num_heads=2, head_dim=16),
@@ -226,7 +228,7 @@ def test_a_step_is_cut_where_no_chunk_is():
     for op in (gated_delta_rule, kimi_delta_attention, ssd, selective_scan):
         assert inspect.signature(op).parameters["chunk_size"].default == DEFAULT_CHUNK_SIZE
     sizes = {kind: backend.chunk_size for kind, backend in made.items()}
-    rules = {"gated_delta_rule", "kimi_delta_attention"}
+    rules = {"gated_delta_rule", "kimi_delta_attention", "jet_block"}
     chunked = rules | {"mamba", "mamba2", "lightning_attention", "mlstm"}
     assert sizes == {spec.kind: 32 if spec.kind in chunked else 0 for spec in SPECS}
     unequal = {str(size): SimpleNamespace(chunk_size=size) for size in (32, 0, 48)}

@@ -31,8 +31,8 @@ def run_rank(arguments, environment, log):
 class Ranks:
     """Processes of a server, by rank, with the variables that torchrun sets."""
 
-    def __init__(self, checkpoint, folder, port):
-        self._log, self._checkpoint = folder / "err", checkpoint
+    def __init__(self, checkpoint, folder, port, options=()):
+        self._log, self._checkpoint, self._options = folder / "err", checkpoint, options
         self._log.touch()
         self.processes = [self._start(rank, folder, port) for rank in range(2)]
         wait_for(lambda: "listening on" in self.log or not self.processes[0].is_alive())
@@ -44,7 +44,7 @@ class Ranks:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
         environment = {name: str(value) for name, value in {**ranks, **where}.items()}
         log = self._log if rank == 0 else folder / "err1"
-        arguments = ["serve", str(self._checkpoint), *OPTIONS]
+        arguments = ["serve", str(self._checkpoint), *OPTIONS, *self._options]
         process = FORKSERVER.Process(target=run_rank, args=(arguments, environment, log))
         process.start()
         return process
@@ -76,8 +76,14 @@ def checkpoint():
 
 
 @pytest.fixture
-def ranks(checkpoint, tmp_path, unused_port):
-    started = Ranks(checkpoint, tmp_path, unused_port)
+def options():
+    """More of the command line."""
+    return ()
+
+
+@pytest.fixture
+def ranks(checkpoint, tmp_path, unused_port, options):
+    started = Ranks(checkpoint, tmp_path, unused_port, options)
     yield started
     for process in started.processes:
         process.kill()
@@ -98,32 +104,60 @@ def running(ranks):
     return float(re.search(r"^vllm:num_requests_running{.*} (\S+)", metrics, re.MULTILINE)[1])
 
 
-def test_texts_are_those_of_one_rank(ranks, recall):
-    """Greedy and drawn, after a client that left; SIGTERM to all ends all of them well."""
-    left = http.client.HTTPConnection("127.0.0.1", ranks.port, timeout=LIMIT_S)
-    body = {"prompt": prompt_of(9), "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    left.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    answer = left.getresponse()
-    assert answer.status == 200
-    assert running(ranks) == 1
-    answer.close()
-    left.close()
-    wait_for(lambda: running(ranks) == 0)
-    runner = th.Runner(recall, max_seqs=4, max_tokens=64, kv_tokens=2048, compile=False)
-    engine = th.Engine(runner, transformers.AutoTokenizer.from_pretrained(RECALL))
-    for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5}):
-        prompts = [prompt_of(seed) for seed in range(3)]
-        body = {"prompt": prompts, "max_tokens": 12, **options}
-        status, text = ranks.ask("POST", "/v1/completions", body)
-        assert status == 200, text
-        expected = engine.generate(prompts, th.Sampling(max_new_tokens=12, **options))
-        texts = [output.text for output in sorted(expected, key=lambda output: output.index)]
-        assert [choice["text"] for choice in json.loads(text)["choices"]] == texts
-    body = {"prompt": prompt_of(1), "max_tokens": 12, "temperature": 1.0, "n": 3}
-    assert ranks.ask("POST", "/v1/completions", body)[0] == 200  # drawn without a seed
-    for process in ranks.processes:
-        process.terminate()
-    assert ranks.ends() == [0, 0], ranks.log
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """Folder of an adapter of the demo's model."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    folder = tmp_path_factory.mktemp("adapter")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(RECALL),
+        peft.LoraConfig(init_lora_weights=False, target_modules="all-linear", r=4),
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+class TestWithAnAdapter:
+    @pytest.fixture
+    def options(self, adapter):
+        return "--lora", f"other={adapter}"
+
+    def test_texts_are_those_of_one_rank(self, ranks, recall, adapter):
+        """Greedy and drawn, after a client that left; SIGTERM to all ends all of them well."""
+        left = http.client.HTTPConnection("127.0.0.1", ranks.port, timeout=LIMIT_S)
+        body = {"prompt": prompt_of(9), "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        left.request(
+            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+        )
+        answer = left.getresponse()
+        assert answer.status == 200
+        assert running(ranks) == 1
+        answer.close()
+        left.close()
+        wait_for(lambda: running(ranks) == 0)
+        sizes = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 2048, "max_adapters": 1}
+        runner = th.Runner(recall, compile=False, **sizes)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(RECALL)
+        engine = th.Engine(runner, tokenizer, adapters={"other": adapter})
+        drawn, found = {"temperature": 1.0, "seed": 5}, []
+        for options, name in (({"temperature": 0.0}, None), (drawn, None), (drawn, "other")):
+            prompts = [prompt_of(seed) for seed in range(3)]
+            body = {"prompt": prompts, "max_tokens": 12, **options}
+            body |= {} if name is None else {"model": name}
+            status, text = ranks.ask("POST", "/v1/completions", body)
+            assert status == 200, text
+            sampling = th.Sampling(max_new_tokens=12, **options)
+            expected = engine.generate(prompts, sampling, adapter=name)
+            texts = [output.text for output in sorted(expected, key=lambda output: output.index)]
+            found.append([choice["text"] for choice in json.loads(text)["choices"]])
+            assert found[-1] == texts
+        assert found[1] != found[2]
+        body = {"prompt": prompt_of(1), "max_tokens": 12, "temperature": 1.0, "n": 3}
+        assert ranks.ask("POST", "/v1/completions", body)[0] == 200  # drawn without a seed
+        for process in ranks.processes:
+            process.terminate()
+        assert ranks.ends() == [0, 0], ranks.log
 
 
 def test_a_rank_that_dies_ends_the_other(ranks):

@@ -30,6 +30,7 @@ from torch_hybrid.layers.biased_attention import BiasedAttention, BranchConvolut
 from torch_hybrid.layers.convolved_projection import ConvolvedProjection
 from torch_hybrid.layers.indexed_attention import IndexedAttention
 from torch_hybrid.layers.indexed_latent_attention import IndexedLatentAttention
+from torch_hybrid.layers.jet_block import JetBlock
 from torch_hybrid.layers.lightning_attention import geometric_slopes
 from torch_hybrid.layers.ngram_embedding import NgramEmbedding
 from torch_hybrid.layers.rotary import Rotary
@@ -39,6 +40,7 @@ from torch_hybrid.specs import (
     ConvolvedProjectionSpec,
     IndexedAttentionSpec,
     IndexedLatentSpec,
+    JetBlockSpec,
     LayerSpec,
     NgramSpec,
 )
@@ -254,7 +256,13 @@ def channel_mix() -> Block:
     return alone(ChannelMix(th.ChannelMixSpec(dim=DIM, width=48)))
 
 
+def jet_block() -> Block:
+    spec = JetBlockSpec(num_heads=2, head_k_dim=HEAD, head_v_dim=24, conv_width=4, filter_rank=6)
+    return alone(JetBlock(DIM, spec))
+
+
 BLOCKS: dict[str, Callable[[], Block]] = {
+    "jet_block": jet_block,
     "paged_attention": paged,
     "sliding_window": partial(paged, window=9),
     "latent_attention": latent,

@@ -8,20 +8,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
+from tests.models import fp8_checkpoint
+from tests.models.checkpoint.test_block_fp8 import OPTIONS as FP8_OPTIONS
 from tests.models.oracle import ask, make_texts
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_model
 from torch_hybrid.graphs.stepping.adapters import adapter_bytes
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.layers.side_by_side import SideBySide
-from torch_hybrid.ranks import Ranks, linear_of
+from torch_hybrid.ranks import linear_of
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 TEXTS = make_texts([11, 6])
 SIZES = {"max_seqs": 6, "max_tokens": 384, "kv_tokens": 1600, "max_adapters": 2}
+SIZES |= {"saved_modules": True}
 # peft refuses an adapter of this layer beside those of these models.
 _NO_OUT_PROJ = ("mamba", "falcon_mamba", "mamba2", "falcon_h1", "falcon_h1_norm", "nemotron_h")
 # Layers of which transformers takes the weight alone, or divides it where it is not trained: an
@@ -34,24 +39,52 @@ _SEEDS = {"granitemoehybrid": 3}
 
 
 def targets(model: nn.Module, family: str) -> list[str]:
-    """All linear layers of the text model that can have an adapter."""
-    barred = ["kv_b_proj", "visual", "shared_transf"]
+    """All linear layers of the text model that can have an adapter, and the embedding."""
+    barred = ["visual", "_res_proj"]  # of those, Kimi-K3 takes the weights alone
     barred += ["out_proj"] * (family in _NO_OUT_PROJ)
-    barred += ["lm_head"] * (family in _MERGED)  # which would change a tied embedding too
+    embedding = model.get_input_embeddings()
+    if family in _MERGED:  # which would change embedding and head, where they are one weight
+        barred += ["lm_head"]
+        embedding = None
     barred += ["gate_proj", "up_proj", "down_proj"] * (family in _WITH_EXPERTS)
     return [
         name
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and not any(each in name for each in barred)
+        if (type(module) is nn.Linear and not any(each in name for each in barred))
+        or module is embedding
     ]
 
 
-def save_adapter(folder: Path, family: str, seed: int, **options: Any) -> Any:
+def norms(model: nn.Module) -> list[str]:
+    """The names of the norms of rows as wide as the model that adapters may replace."""
+    width = model.config.get_text_config().hidden_size
+    found = [
+        name
+        for name, module in model.named_modules()
+        if "Norm" in type(module).__name__
+        and not isinstance(module, nn.LayerNorm)
+        and all(weight.shape == (width,) for weight in module.parameters())
+    ]
+    # MiniMax's is part of our mixer, those of Kimi-K3 of mixes of blocks.
+    barred = ("visual", "self_attn.norm", "embed_norm", "_res_norm")
+    return [name for name in found if not any(each in name for each in barred)]
+
+
+def saving(model: nn.Module, family: str) -> dict[str, Any]:
+    """Options of an adapter that brings norms and an output head."""
+    targeted = [name for name in targets(model, family) if name != "lm_head"]
+    return {"modules_to_save": [*norms(model), "lm_head"], "target_modules": targeted}
+
+
+def save_adapter(folder: Path, family: str, seed: int, *, base: Any = None, **options: Any) -> Any:
     """Write an adapter of random factors to a folder; return peft's model with it."""
-    base = make_tiny(family)
+    base = make_tiny(family) if base is None else base
     options = {"target_modules": targets(base, family), "r": 4, "lora_alpha": 8, **options}
     torch.manual_seed(seed)
     model = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **options)).eval()
+    for name, weight in model.named_parameters():
+        if ".modules_to_save." in name:
+            weight.data += 0.3 * torch.randn_like(weight)
     model.save_pretrained(folder)
     return model
 
@@ -66,10 +99,11 @@ def oracle_of(model: Any, family: str) -> list[Tensor]:
     return ask(model, TEXTS).logits
 
 
-@pytest.mark.parametrize("family", sorted(BUILDERS.keys() - {"inkling2_loop"}))
+@pytest.mark.parametrize("family", sorted(BUILDERS))
 def test_logits_are_those_of_peft(family: str, tmp_path: Path) -> None:
     first = save_adapter(tmp_path / "a", family, seed=1)
-    second = save_adapter(tmp_path / "b", family, seed=2, use_rslora=True, r=3)
+    own = {"use_rslora": True, "r": 3, **saving(make_tiny(family), family)}
+    second = save_adapter(tmp_path / "b", family, seed=2, **own)
     expected = [oracle_of(first, family), oracle_of(second, family)]
     expected.append(ask(make_tiny(family), TEXTS).logits)
     runner = th.Runner(th.adapt(make_tiny(family)), compile=False, **SIZES)
@@ -168,6 +202,33 @@ def test_a_quantized_base(folders: dict[str, Path], weights: str) -> None:
     assert max(errors.values()) < 2 * errors[None]
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+def test_a_base_of_fp8(family: str, tmp_path: Path) -> None:
+    """Peft's logits on what the base's weights are worth."""
+    options = {**fp8_checkpoint.SIZES, **FP8_OPTIONS[family]}
+    twin = fp8_checkpoint.save(make_model(family, **options), tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(twin)
+    oracle = oracle_of(save_adapter(tmp_path / "a", family, seed=1, base=base), family)
+    runner = th.Runner(th.from_pretrained(tmp_path, dtype=torch.float32), compile=False, **SIZES)
+    assert any(isinstance(module, ScaledLinear) for module in runner.model.modules())
+    runner.load_adapter("a", tmp_path / "a")
+    logits = runner.extend(runner.new_sequences(2, adapter="a"), TEXTS)
+    wanted = torch.stack([own[-1] for own in oracle])
+    assert (logits - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.slow
+def test_steps_of_an_artefact(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Steps with adapters are read back, by a runner whose pools lie elsewhere."""
+    found = []
+    for is_loaded in (False, True):
+        options = {"prefill": False, "artefact": tmp_path / "steps", "saved_modules": False}
+        runner = make_runner(folders, compile=True, **options)
+        found.append(mixed(runner, NAMES, by_token=True))
+        assert [g.is_loaded for g in runner.report().graphs.values()] == [is_loaded]
+    assert all(map(torch.equal, *found))
+
+
 def test_projections_in_parts(folders: dict[str, Path]) -> None:
     """Of which only some rows are quantized, for example: the parts have adapters of their own."""
     expected = mixed(make_runner(folders), NAMES)
@@ -183,29 +244,41 @@ def test_projections_in_parts(folders: dict[str, Path]) -> None:
 def test_bytes_of_the_pools(folders: dict[str, Path]) -> None:
     """``kv_tokens="auto"`` leaves room for them."""
     runner = make_runner(folders)
-    pools = runner._adapted.layers.pools
-    assert sum(pool[name].nbytes for pool in pools for name in "ab") == adapter_bytes(
-        runner.model, SIZES["max_adapters"], 16
+    found = [tensor.nbytes for pool in runner._adapted.layers.pools for tensor in pool.values()]
+    assert sum(found) == adapter_bytes(
+        runner.model, SIZES["max_adapters"], 16, saved_modules=SIZES["saved_modules"]
     )
 
 
+@pytest.mark.parametrize("family", ["zamba", "deepseek_v3"])
+def test_compiled_steps_of_shared_and_latent_layers(family: str, tmp_path: Path) -> None:
+    save_adapter(tmp_path, family, seed=1)
+    model = th.adapt(make_tiny(family))
+    folders = {"a": tmp_path}
+    expected = mixed(make_runner(folders, model), ["a", None])
+    with run_as_traced():
+        runner = make_runner(folders, model, compile=True)
+        for logits, wanted in zip(mixed(runner, ["a", None]), expected, strict=True):
+            torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
-    ("family", "targets"),
+    ("family", "options", "told"),
     [
-        ("deepseek_v3", "kv_b_proj"),
-        ("zamba", "q_proj"),
-        *({("inkling2_loop", "linear")} if "inkling2_loop" in BUILDERS else ()),
+        ("qwen4_exp", {"target_modules": ["ngram_embedding"]}, "not served: its weight is part"),
+        (
+            "qwen3_next",
+            {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
+            "is of the experts of a mixture",
+        ),
+        ("qwen3", {"modules_to_save": ["embed_tokens"]}, "brings model.embed_tokens.weight, which"),
+        ("qwen3", {"modules_to_save": ["mlp"]}, "brings model.layers.*, which is not served"),
     ],
 )
-def test_layers_that_can_have_no_adapter(family: str, targets: str, tmp_path: Path) -> None:
-    save_adapter(tmp_path, family, seed=1, target_modules=[targets])
+def test_layers_that_can_have_no_adapter(
+    family: str, options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    save_adapter(tmp_path, family, seed=1, **{"target_modules": ["q_proj"], **options})
     runner = th.Runner(th.adapt(make_tiny(family)), compile=False, **SIZES)
-    with pytest.raises(th.UnsupportedError, match=rf"adapts .*{targets}, which is not served: "):
+    with pytest.raises(th.UnsupportedError, match=told):
         runner.load_adapter("a", tmp_path)
-
-
-def test_models_that_take_none() -> None:
-    model = th.adapt(make_tiny("qwen3_5"))
-    model.ranks = Ranks(rank=0, size=2, group_name="")
-    with pytest.raises(th.UnsupportedError, match="several ranks share are not served"):
-        th.Runner(model, compile=False, **SIZES)

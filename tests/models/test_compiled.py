@@ -35,7 +35,7 @@ PARTS = (
 )
 # What is traced, copied and rewritten.
 AS_TRACED = tuple(family for family in BUILDERS if family not in (*BY_INDUCTOR, *PARTS))
-SEEDS = {"granitemoehybrid": 0}  # without a near tie of routers; 2 for the others
+SEEDS = {"granitemoehybrid": 0, "kimi_k3": 1}  # without a near tie of routers; 2 for the others
 # Latents are expanded, in one pass or in chunks; in Kimi Linear they are attended to as they are.
 EXPANDED = th.Backends(prefix=th.PrefixPolicy(token_budget=96, absorbed="never"))
 # By default experts and linear layers are served in C++.

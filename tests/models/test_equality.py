@@ -38,6 +38,7 @@ SEEDS = {
     "glm5_next": 0,
     "deepseek_v3": 0,
     "kimi_linear": 3,
+    "kimi_k3": 1,
     "minimax": 2,
     "granitemoehybrid": 1,
     "zamba2": 2,

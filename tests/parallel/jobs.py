@@ -111,6 +111,39 @@ def share_compiled(jobs: list[CompiledJob]) -> list[Shared]:
     return [job.run() for job in jobs]
 
 
+def adapt_all(families: list[str]) -> list[float]:
+    """Errors of rows with adapters and without: of a shared model, against the model alone."""
+    from tests.models.test_adapters import save_adapter, saving  # needs peft
+
+    errors = []
+    for family in families:
+        options = {"vocab_size": VOCAB_SIZE, **OPTIONS.get(family, {})}
+        sizes = {**SIZES, "max_adapters": 2, "saved_modules": True, "compile": False}
+        with TemporaryDirectory() as folder:
+            for seed, name in enumerate("ab"):
+                base = make_model(family, seed=SEEDS.get(family, 0), **options)
+                own = saving(base, family) if name == "b" else {}
+                save_adapter(Path(folder, name), family, seed, base=base, **own)
+            found = []
+            for model in (make(family), th.shard(make(family))):
+                runner = th.Runner(model, **sizes)
+                for name in "ab":
+                    runner.load_adapter(name, Path(folder, name))
+                found.append(_logits_of_adapters(runner, ["a", "b", None]))
+        alone, shared = found
+        assert all((alone[:2] - alone[2]).abs().amax(1) > 0.1 * alone.abs().max())
+        errors.append(((shared - alone).abs().max() / alone.abs().max()).item())
+    return errors
+
+
+def _logits_of_adapters(runner: th.Runner, names: list[str | None]) -> Tensor:
+    """Logits of a prompt and a decode step, of a sequence for each name."""
+    seqs = [seq for name in names for seq in runner.new_sequences(1, adapter=name)]
+    texts = make_texts([20]) * len(names)
+    prompts = runner.extend(seqs, [text[:-1] for text in texts]).clone()
+    return torch.cat([prompts, runner.extend(seqs, [text[-1:] for text in texts])])
+
+
 def keep_bits() -> None:
     """Tokens of models that the ranks share have the same bits in any batch; in graphs no sum over
     the ranks is left to a collective."""

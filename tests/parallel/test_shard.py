@@ -81,6 +81,14 @@ def test_whole_experts(num_ranks: int):
         assert_shared([run[family] for run in results(ended)])
 
 
+def test_adapters():
+    """A rank adds its rows of a layer's adapter, or the products of its columns before the sum."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    families = ["qwen3_5", "kimi_linear", "zamba", "falcon_h1", "qwen3_next"]
+    for errors in results(run_ranks(jobs.adapt_all, 2, families, limit_s=300)):
+        assert max(errors) < 1e-4, errors
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_states_are_cut_block_by_block(num_ranks: int):
     """A rank's convolution state is its heads of q, of k and of v, not a stretch of [q | k | v]."""

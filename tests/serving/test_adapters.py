@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import torch_hybrid as th
+from tests.models.mtp_checkpoint import make_checkpoint
 from tests.models.oracle import make_texts
 from tests.tiny_models import make_hybrid, make_model
 
@@ -147,6 +149,25 @@ def test_drafts(folders: Any, alone: Any) -> None:
     ]  # fmt: skip
 
 
+def test_drafts_of_a_head(tmp_path: Path) -> None:
+    """Tokens are those without drafts; the head drafts for the base, and is accepted less."""
+    make_checkpoint("qwen3_next_dense", tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(init_lora_weights=False, target_modules="all-linear", r=4)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "a")
+    sizes = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 512, "max_adapters": 1}
+    found = []
+    for has_head in (False, True):
+        model = th.from_pretrained(tmp_path, mtp=has_head)
+        runner = th.Runner(model, compile=False, max_drafts=2 * has_head, **sizes)
+        speculate = th.Speculation("mtp", num_drafts=2, adapts=False) if has_head else None
+        engine = th.Engine(runner, adapters={"a": tmp_path / "a"}, speculate=speculate)
+        found.append(tokens_of(engine, TEXTS, adapter=["a", None, "a"]))
+    assert found[0] == found[1]
+    assert engine.stats().drafts.drafted > 0
+
+
 def test_preempted_requests(folders: Any, alone: Any) -> None:
     engine = make_engine({"a": folders["a"]}, kv_tokens=64)
     assert tokens_of(engine, TEXTS, adapter=["a", None, "a"]) == [
@@ -195,7 +216,7 @@ def test_what_cannot_be_loaded_disturbs_nothing(folders: Any, alone: Any, tmp_pa
     save(tmp_path / "bias", lora_bias=True)
     refused(th.UnsupportedError, "adapter_config.json has lora_bias True", tmp_path / "bias")
     save(tmp_path / "saved", modules_to_save=["norm"])
-    refused(th.UnsupportedError, "norm.weight in .* is no factor", tmp_path / "saved")
+    refused(th.UnsupportedError, "brings .*norm.weight: the runner needs saved", tmp_path / "saved")
     pissa = changed(folders["b"], tmp_path / "pissa", init_lora_weights="pissa")
     refused(th.UnsupportedError, "init_lora_weights 'pissa'", pissa)
     other = changed(folders["b"], tmp_path / "ia3", peft_type="IA3")

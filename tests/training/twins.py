@@ -46,6 +46,8 @@ FAMILIES = (
     "xlstm",
     "rwkv",
     "zaya",
+    "jet_nemotron",
+    "kimi_k3",
 )
 FAMILIES = tuple(family for family in FAMILIES if family in BUILDERS)
 OURS = (*FAMILIES, "ring_2_5")  # with those that transformers has no class for

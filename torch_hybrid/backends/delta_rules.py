@@ -1,4 +1,4 @@
-"""Delta rules, gated and of Kimi: choices of their ops."""
+"""Delta rules, gated, of Kimi and of Jet-Nemotron: choices of their ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.delta_rule import op, op_step_gated, op_step_kimi
 from torch_hybrid.ops.step_implementations import OPEN
-from torch_hybrid.specs import DeltaRuleSpec, KimiDeltaSpec, LayerTable
+from torch_hybrid.specs import DeltaRuleSpec, JetBlockSpec, KimiDeltaSpec, LayerTable
 
 
 def opens_chunks(table: LayerTable, sizes: PoolSizes, backends: Backends) -> bool:
@@ -31,13 +31,10 @@ def opens_chunks(table: LayerTable, sizes: PoolSizes, backends: Backends) -> boo
     return all(able) and bool(able)
 
 
-def sizes_of(spec: DeltaRuleSpec | KimiDeltaSpec) -> dict[str, int]:
+def sizes_of(spec: DeltaRuleSpec | KimiDeltaSpec | JetBlockSpec) -> dict[str, int]:
     """Return the sizes of a layer that implementations may limit."""
-    return {
-        "head_k_dim": spec.head_k_dim,
-        "head_v_dim": spec.head_v_dim,
-        "num_v_heads": spec.num_heads if isinstance(spec, KimiDeltaSpec) else spec.num_v_heads,
-    }
+    num_v_heads, head_v_dim, head_k_dim = spec.state_shape
+    return {"head_k_dim": head_k_dim, "head_v_dim": head_v_dim, "num_v_heads": num_v_heads}
 
 
 def _rule(
@@ -64,4 +61,10 @@ KIMI_DELTA_ATTENTION = _rule(
     op.KIMI_IMPLEMENTATIONS,
     "kimi_delta_step",
     op_step_kimi.IMPLEMENTATIONS,
+)
+JET_BLOCK = chunked_rule(
+    "gated_delta_rule",
+    CONVOLUTION,
+    implementations=op.GATED_IMPLEMENTATIONS,
+    sizes=sizes_of,
 )

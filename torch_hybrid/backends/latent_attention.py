@@ -161,7 +161,9 @@ class LatentAttentionBackend:
         budget = min(policy.token_budget or capacity, capacity)
         forms = [] if policy.absorbed == "never" else [_ABSORBED]
         if policy.one_shot:
-            forms.append(LayerForm(name=_ONE_SHOT, num_chunks=1, num_rows=budget))
+            forms.append(
+                LayerForm(name=_ONE_SHOT, num_chunks=1, num_rows=budget, takes_adapters=False)
+            )
         if not policy.one_shot and policy.token_budget is None:
             return tuple(forms)
         if budget < capacity or not policy.one_shot:
@@ -178,7 +180,11 @@ class LatentAttentionBackend:
         The form's tables have room for each of several batches.
         """
         forms = self.forms(mode)
-        if forms == (_ABSORBED,) or (_ABSORBED in forms and self._absorbed_is_cheaper(batches)):
+        # Rows that are expanded have no adapters, which sequences have.
+        has_adapters = any(batch.adapter_slots is not None for batch in batches)
+        if forms == (_ABSORBED,):
+            return _ABSORBED
+        if _ABSORBED in forms and (has_adapters or self._absorbed_is_cheaper(batches)):
             return _ABSORBED
         total = max(int(batch.seq_lens.sum()) for batch in batches)
         prefix = max(int(batch.seq_lens.sum() - batch.cu_seqlens[-1]) for batch in batches)
@@ -246,7 +252,8 @@ def _planners(choices: Sequence[Choice]) -> dict[str, Planner | None]:
 
 def _chunked(num_chunks: int, num_rows: int) -> LayerForm:
     plural = "" if num_chunks == 1 else "s"
-    return LayerForm(name=f"{num_chunks} chunk{plural}", num_chunks=num_chunks, num_rows=num_rows)
+    name = f"{num_chunks} chunk{plural}"
+    return LayerForm(name=name, num_chunks=num_chunks, num_rows=num_rows, takes_adapters=False)
 
 
 def _sizes(spec: LatentSpec) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch_hybrid.batch import Batch
@@ -70,12 +70,13 @@ class LayerForm:
     """Form in which a kind of layer runs a step: ``name`` and ``num_chunks`` are part of the graph.
 
     The form's plan has ``num_chunks`` tables of ``num_rows`` entries. ``num_rows`` is a symbolic
-    size, like those of the batch.
+    size, like those of the batch. Steps with adapters have forms that take them alone.
     """
 
     name: str = ""
     num_chunks: int = 0
     num_rows: int = 0
+    takes_adapters: bool = field(default=True, compare=False)
 
 
 ONLY_FORM = LayerForm()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from torch_hybrid.backends.delta_rules import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION
+from torch_hybrid.backends.delta_rules import GATED_DELTA_RULE, JET_BLOCK, KIMI_DELTA_ATTENTION
 from torch_hybrid.backends.free_sizes import free_sizes
 from torch_hybrid.backends.indexed_attention import (
     GATED_POOLING,
@@ -75,6 +75,7 @@ _BACKENDS: dict[str, MakeBackend] = {
     ),
     "gated_delta_rule": partial(RecurrentBackend, GATED_DELTA_RULE),
     "kimi_delta_attention": partial(RecurrentBackend, KIMI_DELTA_ATTENTION),
+    "jet_block": partial(RecurrentBackend, JET_BLOCK),
     "mamba2": partial(RecurrentBackend, MAMBA2),
     "mamba": partial(RecurrentBackend, MAMBA),
     "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),

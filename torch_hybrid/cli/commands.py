@@ -249,14 +249,16 @@ def _engine(
 
     Its runner has a slot for each adapter of ``loras``, as wide as the largest rank.
     """
-    from torch_hybrid.models.read_adapter import largest_rank
+    from torch_hybrid.models.read_adapter import largest_rank, saves_modules
     from torch_hybrid.serving.engine import Engine
 
     speculation = options.speculation(speculate)
     max_drafts = 0 if speculation is None else speculation.num_drafts
-    adapters = {"max_adapters": len(loras)}
+    adapters: dict[str, Any] = {"max_adapters": len(loras)}
     if loras:
-        adapters["max_lora_rank"] = max(largest_rank(Path(folder)) for folder in loras.values())
+        folders = [Path(folder) for folder in loras.values()]
+        adapters["max_lora_rank"] = max(map(largest_rank, folders))
+        adapters["saved_modules"] = any(map(saves_modules, folders))
     runner = options.runner(model, max_snapshots=prefix_cache, max_drafts=max_drafts, **adapters)
     return Engine(
         runner,

@@ -38,6 +38,7 @@ class Queued:
     seeds: Sequence[int | None]
     has_text: bool
     message_end: int | None
+    adapter: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +180,9 @@ def _do(
         if command.number in held:
             engine.cancel(held.pop(command.number))
     else:
-        first = engine.prepare(command.prompt, command.sampling, stream=command.has_text)
+        first = engine.prepare(
+            command.prompt, command.sampling, stream=command.has_text, adapter=command.adapter
+        )
         _share_masks(first, group, makes=False)
         for at, (sample, seed) in enumerate(zip(first.samples, command.seeds, strict=True)):
             if seed is not None:
@@ -199,6 +202,7 @@ def _queued(first: Request, number: int) -> Queued:
         seeds=[None if each.numbers is None else each.numbers.seed for each in first.samples],
         has_text=first.detokenizer is not None,
         message_end=first.message_end,
+        adapter=first.adapter_name,
     )
 
 

@@ -1,6 +1,6 @@
-"""Linear layers with low-rank adapters (LoRA): one of several for each row, or none.
+"""Layers with low-rank adapters (LoRA): one of several for each row, or none.
 
-    sites    linear layers of a model, whose outputs adapters change
+    sites    layers of a model, whose outputs adapters change
     pools    factors of all resident adapters, for each site; at fixed addresses
     given    slot of each row, and the pools: what a step hands to the hooks of the sites
 
@@ -11,35 +11,16 @@ takes no adapters.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.ops.lora.op import lora
-
-# Of a part of a layer: a [r, inputs] and b [outputs of the part, r]; None: it has no adapter.
-Factors = tuple[Tensor, Tensor] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSite:
-    """Linear layer that adapters may change.
-
-    Attributes:
-        path: of the module in the model, which maps [..., inputs] to [..., outputs].
-        inputs: width of a row of inputs.
-        widths: outputs of each part: adapters have factors of their own for each.
-        dtype: of inputs and outputs.
-    """
-
-    path: str
-    inputs: int
-    widths: tuple[int, ...]
-    dtype: torch.dtype
+from torch_hybrid.layers.adapter_sites import AdapterSite, Factors
 
 
 class AdaptedLayers:
@@ -65,39 +46,22 @@ class AdaptedLayers:
         device: torch.device,
     ) -> None:
         self.sites, self.impl = sites, "torch"
-
-        def pool(site: AdapterSite) -> LayerCache:
-            parts, outputs = len(site.widths), sum(site.widths)
-            starts = [sum(site.widths[:i]) for i in range(parts + 1)]
-            a = (max_adapters, parts, max_rank, site.inputs)
-            b = (max_adapters, max_rank, outputs)
-            return {
-                "a": torch.zeros(a, dtype=site.dtype, device=device),
-                "b": torch.zeros(b, dtype=site.dtype, device=device),
-                "ranks": torch.zeros(max_adapters, parts, dtype=torch.int32, device=device),
-                "starts": torch.tensor(starts, dtype=torch.int32, device=device),
-            }
-
-        self.pools: tuple[LayerCache, ...] = tuple(map(pool, sites))
+        self.pools: tuple[LayerCache, ...] = tuple(
+            site.pool(max_adapters, max_rank, device) for site in sites
+        )
         self._given: tuple[Tensor, Sequence[LayerCache]] | None = None
 
     @property
     def by_path(self) -> Mapping[str, LayerCache]:
-        """Pools of each site, by its path in the model."""
-        return {site.path: pool for site, pool in zip(self.sites, self.pools, strict=True)}
+        """Pools of each site, by each of its paths in the model."""
+        pairs = zip(self.sites, self.pools, strict=True)
+        return {path: pool for site, pool in pairs for path in site.paths}
 
     def write(self, slot: int, factors: Sequence[Sequence[Factors]]) -> None:
         """Write an adapter into a slot, from 1: its factors of each part of each site."""
         with torch.inference_mode():
-            for pool, parts in zip(self.pools, factors, strict=True):
-                a, b = pool["a"][slot - 1], pool["b"][slot - 1]
-                columns = b.split(pool["starts"].diff().tolist(), dim=1)
-                ranks = [0 if part is None else part[0].shape[0] for part in parts]
-                for place, (rank, part) in enumerate(zip(ranks, parts, strict=True)):
-                    if part is not None:
-                        a[place, :rank].copy_(part[0])
-                        columns[place][:rank].copy_(part[1].T)
-                pool["ranks"][slot - 1].copy_(torch.tensor(ranks, dtype=torch.int32, device="cpu"))
+            for site, pool, parts in zip(self.sites, self.pools, factors, strict=True):
+                site.write(pool, slot - 1, parts)
 
     def for_steps(self) -> AdaptedLayers:
         """Copy the layers, with the same pools, for steps that another thread may trace meanwhile:
@@ -115,45 +79,57 @@ class AdaptedLayers:
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
-        """Have the sites of a model, or of a copy, add the rows' adapters to their outputs."""
-        handles = [
-            model.get_submodule(site.path).register_forward_hook(_Hook(self, place))
-            for place, site in enumerate(self.sites)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        """Have the sites of a model, or of a copy, add the rows' adapters to their outputs.
 
-    def add(self, place: int, x: Tensor, out: Tensor) -> Tensor:
-        """Add the rows' adapters to the outputs of a site for inputs x."""
+        Meanwhile a module that layers share is another one in each, of the same weights.
+        """
+        with ExitStack() as undo:
+            homes: dict[nn.Module, str] = {}
+            for place, site in enumerate(self.sites):
+                for path in site.paths:
+                    module = _own_module(model, path, homes, undo)
+                    hook = _Hook(self, place, _copied(module))
+                    undo.callback(module.register_forward_hook(hook).remove)
+            yield
+
+    def add(self, place: int, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Add the rows' adapters to the outputs of a site for its inputs."""
         if self._given is None:
             return out
         slots, pools = self._given
-        rows = x.reshape(-1, x.shape[-1])
-        if rows.stride(-1) != 1:
-            rows = rows.contiguous()
-        pool = pools[place]
-        added = lora(
-            out.reshape(-1, out.shape[-1]),
-            rows,
-            pool["a"],
-            pool["b"],
-            pool["ranks"],
-            pool["starts"],
-            slots,
-            impl=self.impl,
-        )
-        return added.view(out.shape)
+        return self.sites[place].add(pools[place], slots, module, inputs, out, self.impl)
 
 
 @dataclass(frozen=True, slots=True)
 class _Hook:
-    """Forward hook of one site."""
+    """Forward hook of one site, with its module without hooks."""
 
     layers: AdaptedLayers
     place: int
+    module: nn.Module
 
     def __call__(self, _module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        return self.layers.add(self.place, args[0], out)
+        return self.layers.add(self.place, self.module, args, out)
+
+
+def _own_module(
+    model: nn.Module, path: str, homes: dict[nn.Module, str], undo: ExitStack
+) -> nn.Module:
+    """Find the module of a path; what has a home at another path is copied for this one."""
+    module, home = model, ""
+    for name in path.split("."):
+        holder, home = module, f"{home}.{name}"
+        module = holder.get_submodule(name)
+        if homes.setdefault(module, home) != home:
+            undo.callback(setattr, holder, name, module)
+            module = _copied(module)
+            setattr(holder, name, module)
+            homes[module] = home
+    return module
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Copy a module without its hooks; weights and children are the same."""
+    made = copy.copy(module)
+    made._modules, made._forward_hooks = made._modules.copy(), OrderedDict()
+    return made

@@ -10,7 +10,7 @@ class BlockResidual(nn.Module):
     """Softmax attention of a few queries to the sums of blocks of layers.
 
     All tokens have the same queries. Keys and values are the sums of complete blocks, and that of
-    the present block, each normed by its root mean square. Every layer has room for all blocks, and
+    the present block. Every layer has room for all blocks, and
     a bias that masks incomplete ones. Layers of a kind thus differ by tensors alone, and are
     compiled once.
 
@@ -19,13 +19,21 @@ class BlockResidual(nn.Module):
         num_blocks: number of blocks of the model.
         num_known: number of complete blocks.
         eps: epsilon of the norm.
+        weight: [dim] weight of the keys' norm. Scores are then not scaled by ``dim ** -0.5``, nor
+            values normed (Kimi-K3). None: they are (Inkling-2).
     """
 
     def __init__(
-        self, query: nn.Parameter, num_blocks: int, num_known: int, *, eps: float = 1e-6
+        self,
+        query: nn.Parameter,
+        num_blocks: int,
+        num_known: int,
+        *,
+        eps: float = 1e-6,
+        weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        self.query, self.eps = query, eps
+        self.query, self.weight, self.eps = query, weight, eps
         known = torch.arange(num_blocks, dtype=torch.int64, device=query.device) < num_known
         bias = torch.zeros(num_blocks, dtype=torch.float32, device=query.device)
         bias = bias.masked_fill(~known, -torch.inf)
@@ -44,7 +52,10 @@ class BlockResidual(nn.Module):
         query = self.query.float()
         rows, row = blocks.float(), present.float()[..., None, :]
         norms, norm = inverse_norms(rows, self.eps), inverse_norms(row, self.eps)
+        of_values: tuple[Tensor | float, Tensor | float] = norms, norm
         scale = query.shape[1] ** -0.5
+        if self.weight is not None:
+            query, scale, of_values = query * self.weight.float(), 1.0, (1.0, 1.0)
         mixed = []
         for own in query.unbind():
             scores = (rows * own).sum(-1) * norms * scale + self.bias
@@ -52,8 +63,8 @@ class BlockResidual(nn.Module):
             peak = torch.maximum(scores.amax(-1, keepdim=True), score)
             of_blocks, of_present = (scores - peak).exp(), (score - peak).exp()
             total = of_blocks.sum(-1, keepdim=True) + of_present
-            summed = (rows * (of_blocks * norms)[..., None]).sum(-2)
-            mixed.append((summed + row.squeeze(-2) * (of_present * norm)) / total)
+            summed = (rows * (of_blocks * of_values[0])[..., None]).sum(-2)
+            mixed.append((summed + row.squeeze(-2) * (of_present * of_values[1])) / total)
         return tuple(mixed)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.indexed_attention import IndexedPlan, attend_to_blocks, pick_pooled
-from torch_hybrid.backends.latent_attention import by_head
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.latent_attention import ByHead
 from torch_hybrid.layers.mixer import Blocks, Divisible
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.specs import IndexedLatentSpec
@@ -37,6 +37,9 @@ class IndexedLatentAttention(Divisible):
     index_head_proj: nn.Linear  # projection to the weights of the indexer's heads
     gate_bias: nn.Parameter  # [block_size, index_dim], added to the gates
 
+    def __post_init__(self) -> None:
+        self.to_latents, self.to_values = ByHead(), ByHead()
+
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: IndexedPlan, cache: LayerCache) -> Tensor:
         """Mix the tokens of a step.
@@ -56,11 +59,11 @@ class IndexedLatentAttention(Divisible):
         weight = self.kv_b_proj.weight.view(spec.num_heads, -1, spec.latent_rank)
         to_keys, to_values = weight.split([spec.nope_dim, spec.v_dim], dim=1)
         # [T, H, nope] to [T, H, rank] and back, head by head.
-        q_latent = by_head(q, to_keys.transpose(1, 2), plan.statics)
+        q_latent = self.to_latents(q, to_keys.transpose(1, 2), plan.statics)
         # Last, so that attention can begin while the choice of blocks ends.
         blocks = self._pick(x, q_source, plan, cache)
         o = attend_to_blocks(q_latent, latent, None, blocks, spec, plan, cache)
-        values = by_head(o, to_values, plan.statics)
+        values = self.to_values(o, to_values, plan.statics)
         out: Tensor = self.o_proj(values.flatten(1))
         return out
 

@@ -22,12 +22,13 @@ class KimiDeltaAttention(Mixer):
 
     One input projection gives ``[q | k | v | f | g | b]``, so that the convolution and the rule
     read slices of it without a copy. The decay f and the output gate g have full width (Ling-3), or
-    a low rank with a second projection each (Kimi-Linear).
+    a low rank with a second projection each (Kimi-Linear). In Kimi-K3 f alone has a low rank.
 
     Args:
         dim: width of the model.
         spec: the mixer's facts.
         gate_rank: rank of f and g; None for full width.
+        has_full_gate: whether g has full width in any case.
         dtype, device: dtype and device of the parameters.
     """
 
@@ -37,20 +38,21 @@ class KimiDeltaAttention(Mixer):
         spec: KimiDeltaSpec,
         *,
         gate_rank: int | None = None,
+        has_full_gate: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         parameter = partial(empty_parameter, dtype=dtype, device=device)
-        self.spec, self._gate_rank = spec, gate_rank
+        self.spec = spec
+        self._gate_ranks = gate_rank, None if has_full_gate else gate_rank
         self.in_proj = nn.Linear(dim, sum(self._widths), bias=False, dtype=dtype, device=device)
-        self.f_b_proj: nn.Module = nn.Identity()
-        self.g_b_proj: nn.Module = nn.Identity()
-        if gate_rank is not None:
-            self.f_b_proj, self.g_b_proj = (
-                nn.Linear(gate_rank, width, bias=False, dtype=dtype, device=device)
-                for width in (spec.k_channels, spec.v_channels)
-            )
+        self.f_b_proj, self.g_b_proj = (
+            nn.Identity()
+            if rank is None
+            else nn.Linear(rank, width, bias=False, dtype=dtype, device=device)
+            for rank, width in zip(self._gate_ranks, self._gate_widths, strict=True)
+        )
         self.out_proj = nn.Linear(spec.v_channels, dim, bias=False, dtype=dtype, device=device)
         self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
         self.A_log = parameter(spec.num_heads)
@@ -59,10 +61,14 @@ class KimiDeltaAttention(Mixer):
         self.reset_parameters()
 
     @property
+    def _gate_widths(self) -> tuple[int, int]:
+        return self.spec.k_channels, self.spec.v_channels
+
+    @property
     def _widths(self) -> list[int]:
-        spec, rank = self.spec, self._gate_rank
-        gates = [spec.k_channels, spec.v_channels] if rank is None else [rank, rank]
-        return [spec.conv_channels, *gates, spec.num_heads]
+        pairs = zip(self._gate_ranks, self._gate_widths, strict=True)
+        gates = [width if rank is None else rank for rank, width in pairs]
+        return [self.spec.conv_channels, *gates, self.spec.num_heads]
 
     def reset_parameters(self) -> None:
         """Initialise as the published models do: decays with time constants of 1 to 1000 tokens."""
@@ -101,11 +107,16 @@ class KimiDeltaAttention(Mixer):
         return out
 
     def blocks(self) -> dict[str, Blocks]:
-        spec, rank = self.spec, self._gate_rank
+        spec = self.spec
         key, value = (spec.num_heads, spec.head_k_dim), (spec.num_heads, spec.head_v_dim)
         head = (spec.num_heads, 1)
-        gates = [key, value] if rank is None else [(1, rank), (1, rank)]
-        second: dict[str, Blocks] = {} if rank is None else {"f_b_proj": [key], "g_b_proj": [value]}
+        of_gates = zip(("f_b_proj", "g_b_proj"), self._gate_ranks, (key, value), strict=True)
+        second: dict[str, Blocks] = {}
+        gates = []
+        for name, rank, heads in of_gates:
+            gates.append(heads if rank is None else (1, rank))
+            if rank is not None:
+                second[name] = [heads]
         return {
             "in_proj": [key, key, value, *gates, head],
             **second,

@@ -12,10 +12,19 @@ from torch_hybrid.backends.latent_attention import (
     attend_expanded,
     by_head,
 )
+from torch_hybrid.backends.statics import Statics
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.mixer import Blocks, Divisible
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.specs import LatentSpec
+
+
+class ByHead(nn.Module):
+    """Product of each head and its own rows of ``kv_b_proj``, to which adapters may add."""
+
+    def forward(self, x: Tensor, weight: Tensor, statics: Statics) -> Tensor:
+        """Multiply each head of x [T, H, K] by its own weight of [H, N, K] -> [T, H, N]."""
+        return by_head(x, weight, statics)
 
 
 class LatentAttention(Divisible):
@@ -35,6 +44,7 @@ class LatentAttention(Divisible):
     def __init__(self, spec: LatentSpec, kv_b_proj: nn.Linear) -> None:
         super().__init__()
         self.spec, self.kv_b_proj = spec, kv_b_proj
+        self.to_latents, self.to_values = ByHead(), ByHead()
         expected = [spec.num_heads * (spec.nope_dim + spec.v_dim), spec.latent_rank]
         if list(kv_b_proj.weight.shape) != expected:
             raise ValueError(
@@ -65,9 +75,10 @@ class LatentAttention(Divisible):
         q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
         w_uk, w_uv = self._weights()
         # [T, H, nope] to [T, H, rank] and back, head by head.
-        q_latent = by_head(q_nope, w_uk.transpose(1, 2), plan.statics)
+        q_latent = self.to_latents(q_nope, w_uk.transpose(1, 2), plan.statics)
         out = attend_absorbed(q_latent, q_rope, latent, k_rope, spec, plan, cache)
-        return by_head(out, w_uv, plan.statics)
+        values: Tensor = self.to_values(out, w_uv, plan.statics)
+        return values
 
     def blocks(self) -> dict[str, Blocks]:
         """Divide the heads; each rank has all latents."""

@@ -1,4 +1,4 @@
-"""Places of a transformers model's linear layers in the model that was made of it.
+"""Places of a transformers model's linear layers, embedding and norms in the model made of it.
 
 The model is made once more, of weights that are never read. As they are merged, sorted, scaled and
 cut, each keeps the names and rows that it came from (``checkpoint/content.py``).
@@ -19,16 +19,29 @@ from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host.defaults import on_meta
+from torch_hybrid.layers.expert_parallel import TokensOfRank
 from torch_hybrid.layers.indexed_latent_attention import IndexedLatentAttention
 from torch_hybrid.layers.latent_attention import LatentAttention
+from torch_hybrid.layers.vocabulary import EmbeddingOverRanks
 from torch_hybrid.models.adapt import adapted
 from torch_hybrid.models.architecture import Architecture
-from torch_hybrid.models.checkpoint.content import Slice, Stored, leaves, narrow, slices
+from torch_hybrid.models.checkpoint.content import (
+    Slice,
+    Stored,
+    leaves,
+    name_of,
+    narrow,
+    slices,
+)
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.unread import Unread
 from torch_hybrid.models.families import family_of
 from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.models.shard import cut
 from torch_hybrid.models.transformers_weights import make_unread
+from torch_hybrid.ranks import SummedLinear
+
+Paths = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,11 +52,23 @@ class Part:
         source: name of that layer.
         rows: [n] int64, its output that each of ours comes from.
         factors: [n] float64, the factor on each.
+        columns: [m] int64, its input that each of ours comes from.
     """
 
     source: str
     rows: Tensor
     factors: Tensor
+    columns: Tensor
+
+    @classmethod
+    def whole(cls, source: str, num_rows: int, num_columns: int) -> Part:
+        """Take all of a layer of transformers."""
+        return cls(
+            source=source,
+            rows=torch.arange(num_rows, dtype=torch.int64, device="cpu"),
+            factors=torch.ones(num_rows, dtype=torch.float64, device="cpu"),
+            columns=torch.arange(num_columns, dtype=torch.int64, device="cpu"),
+        )
 
     @property
     def width(self) -> int:
@@ -53,21 +78,28 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Places of a model's linear layers.
+    """Places of a model's layers, each by its paths in the model.
 
     Attributes:
-        linears: parts of each linear layer of ours, by its path.
-        shapes: outputs and inputs of each linear layer of transformers, by its name.
+        linears: parts of each linear layer of ours.
+        latents: part of ``kv_b_proj`` of each latent attention.
+        norms: weights of each norm of rows as wide as the model: those of transformers, by name.
+        embedding: paths of the embedding, and the whole of transformers'; None: it is scaled.
+        shapes: outputs and inputs of each linear layer of transformers, and width and number of
+            tokens of each embedding, by its name.
         refused: why a layer of transformers can have no adapter, by its name.
     """
 
-    linears: Mapping[str, tuple[Part, ...]]
+    linears: Mapping[Paths, tuple[Part, ...]]
+    latents: Mapping[Paths, tuple[Part, ...]]
+    norms: Mapping[Paths, Mapping[str, str]]
+    embedding: tuple[Paths, Part] | None
     shapes: Mapping[str, tuple[int, int]]
     refused: Mapping[str, str]
 
 
 def find_places(model: HybridModel) -> Places:
-    """Find where the linear layers of transformers are in a model.
+    """Find where the linear layers, the embedding and the norms of transformers are in a model.
 
     Raises:
         UnsupportedError: a linear layer of ours is not made of whole rows of theirs.
@@ -77,67 +109,109 @@ def find_places(model: HybridModel) -> Places:
         name: (module.out_features, module.in_features)
         for name, module in twin.named_modules()
         if isinstance(module, nn.Linear)
+    } | {
+        name: (module.embedding_dim, module.num_embeddings)
+        for name, module in twin.named_modules()
+        if isinstance(module, nn.Embedding)
     }
     made = adapted(twin, architecture)
-    names = _paths_of(model)
-    read_apart = {
-        id(module.kv_b_proj)
+    if model.ranks is not None:
+        is_sent = any(isinstance(module, TokensOfRank) for module in model.modules())
+        cut(made, model.ranks, "all_to_all" if is_sent else "tensor")
+    paths = _paths_of(made)
+    attentions = {
+        module.kv_b_proj: paths[module]
         for module in made.modules()
         if isinstance(module, LatentAttention | IndexedLatentAttention)
     }
-    linears: dict[str, tuple[Part, ...]] = {}
+    embedding = made.embedding
+    table = embedding.part if isinstance(embedding, EmbeddingOverRanks) else embedding
+    linears: dict[Paths, tuple[Part, ...]] = {}
+    latents: dict[Paths, tuple[Part, ...]] = {}
+    norms: dict[Paths, dict[str, str]] = {}
+    of_tokens: tuple[Paths, Part] | None = None
     refused: dict[str, str] = {}
-    for path, module in made.named_modules():
-        for name, weight in module.named_parameters(recurse=False):
-            if not isinstance(weight.data, Unread) and not isinstance(weight, Unread):
-                continue
-            sources = {leaf.stored.name for leaf in leaves(weight.content)}
-            is_called = type(module) is nn.Linear and name == "weight"
-            why = ""
-            if not is_called:
-                why = f"its weight is part of {path}.{name}"
-            elif id(module) in read_apart:
-                why = f"{path} multiplies by parts of its weight"
-            elif len(names.get(path, ())) != 1:
-                why = f"several layers share {path}"
-            for source in sources:
-                if why:
-                    refused[source.removesuffix(".weight")] = why
-            if not why:
-                linears[path] = _parts(weight)
-    return Places(linears=linears, shapes=shapes, refused=refused)
+    for module, own in paths.items():
+        found = {name: weight for name, weight in module.named_parameters(recurse=False)}
+        weights = {name: weight for name, weight in found.items() if isinstance(weight, Unread)}
+        if module in attentions:
+            latents[attentions[module]] = _parts(weights["weight"])
+        elif type(module) in (nn.Linear, SummedLinear):
+            linears[own] = _parts(weights["weight"])
+        elif isinstance(module, nn.Embedding) and module is table and not _steps(weights["weight"]):
+            source = name_of(weights["weight"].content).removesuffix(".weight")
+            of_tokens = paths[embedding], Part.whole(source, *shapes[source])
+        elif _is_norm(module, weights, made.embed_dim):
+            norms[own] = {name: name_of(weight.content) for name, weight in weights.items()}
+        else:
+            for name, weight in weights.items():
+                for leaf in leaves(weight.content):
+                    source = leaf.stored.name.removesuffix(".weight")
+                    refused[source] = f"its weight is part of {own[0]}.{name}"
+    return Places(
+        linears=linears,
+        latents=latents,
+        norms=norms,
+        embedding=of_tokens,
+        shapes=shapes,
+        refused=refused,
+    )
 
 
-def _paths_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """List, by each path of a module, all paths of that module within decoder layers."""
-    paths: dict[int, list[str]] = {}
+def _paths_of(model: nn.Module) -> dict[nn.Module, Paths]:
+    """List all paths of each module: several layers may share it."""
+    paths: dict[nn.Module, Paths] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(id(module), []).append(path)
-    return {path: tuple(own) for own in paths.values() for path in own}
+        paths[module] = (*paths.get(module, ()), path)
+    return paths
+
+
+def _is_norm(module: nn.Module, weights: Mapping[str, Any], width: int) -> bool:
+    """Tell whether a module has nothing but a weight for each number of a row, as it is stored.
+
+    Torch's own norms take one weight for all rows.
+    """
+    return (
+        bool(weights)
+        and not module._modules
+        and "Norm" in type(module).__name__
+        and not isinstance(module, nn.LayerNorm | nn.RMSNorm)
+        and all(weight.shape == (width,) and not _steps(weight) for weight in weights.values())
+    )
+
+
+def _steps(weight: Any) -> bool:
+    """Tell whether the values of an unread weight are others than those that are stored."""
+    return any(leaf.steps for leaf in leaves(weight.content))
 
 
 def _parts(weight: Any) -> tuple[Part, ...]:
     """Find the parts of a linear layer's weight [outputs, inputs], which is unread."""
-    first, last = _column(weight, 0), _column(weight, weight.shape[1] - 1)
-    is_whole = torch.equal(first.factors, last.factors) and not first.columns.any()
-    is_whole &= torch.equal(first.rows, last.rows) and first.names == last.names
-    if not is_whole or not bool((last.columns == weight.shape[1] - 1).all()):
+    outputs, inputs = weight.shape
+    first, last = _line(weight, 1, 0), _line(weight, 1, inputs - 1)
+    top, bottom = _line(weight, 0, 0), _line(weight, 0, outputs - 1)
+    is_whole = torch.equal(first.factors, last.factors) and torch.equal(first.rows, last.rows)
+    is_whole &= first.names == last.names and torch.equal(top.columns, bottom.columns)
+    for line, column in ((first, top.columns[0]), (last, top.columns[-1])):
+        is_whole &= bool((line.columns == column).all())
+    if not is_whole:
         raise UnsupportedError(f"{first.names[0]} is not kept by whole rows")
-    cuts = [i for i in range(1, len(first.names)) if first.names[i] != first.names[i - 1]]
+    cuts = [i for i in range(1, outputs) if first.names[i] != first.names[i - 1]]
     return tuple(
         Part(
             source=first.names[start].removesuffix(".weight"),
             rows=first.rows[start:end],
             factors=first.factors[start:end],
+            columns=top.columns,
         )
-        for start, end in pairwise([0, *cuts, len(first.names)])
+        for start, end in pairwise([0, *cuts, outputs])
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
-    """A column of a weight: the stored tensor of each number, its row and column there, and the
-    factor on it."""
+class _Line:
+    """A row or a column of a weight: the stored tensor of each number, its row and column there,
+    and the factor on it."""
 
     names: list[str]
     rows: Tensor
@@ -145,26 +219,28 @@ class _Column:
     factors: Tensor
 
 
-def _column(weight: Any, column: int) -> _Column:
-    """Describe a column of an unread weight [outputs, inputs]."""
-    content = narrow(weight.content, 1, column, 1)
-    places = torch.arange(weight.shape[0], dtype=torch.int64, device="cpu")
-    names = [""] * weight.shape[0]
-    source = torch.empty_like(places)
-    factors = torch.ones(weight.shape[0], dtype=torch.float64, device="cpu")
-    for part, where in slices(content, places[:, None]):
+def _line(weight: Any, dim: int, place: int) -> _Line:
+    """Describe the numbers of an unread weight [outputs, inputs] at a place along ``dim``."""
+    content = narrow(weight.content, dim, place, 1)
+    count = weight.shape[1 - dim]
+    places = torch.arange(count, dtype=torch.int64, device="cpu")
+    names = [""] * count
+    rows, columns = torch.empty_like(places), torch.empty_like(places)
+    factors = torch.ones(count, dtype=torch.float64, device="cpu")
+    for part, where in slices(content, places.unsqueeze(dim)):
         own = where.flatten()
         numbers = torch.arange(len(own), dtype=torch.int64, device="cpu")
-        source[own] = int(part.where.storage_offset()) + numbers * part.where.stride(0)
+        source = int(part.where.storage_offset()) + numbers * part.where.stride(1 - dim)
+        depth = part.stored.shape[-1]
+        rows[own], columns[own] = source // depth, source % depth
         for step in part.steps:
             if isinstance(step, Tensor):
                 factors[own] *= step.double().flatten()
             elif callable(step):
                 raise UnsupportedError(f"{part.stored.name} is computed as it is read")
-        for place in own.tolist():
-            names[place] = part.stored.name
-    depth = weight.shape[1]
-    return _Column(names, source // depth, source % depth, factors)
+        for each in own.tolist():
+            names[each] = part.stored.name
+    return _Line(names, rows, columns, factors)
 
 
 def _unread_twin(model: Any) -> tuple[Any, Architecture]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,69 +12,168 @@ import torch
 from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.layers.adapted import AdapterSite, Factors
+from torch_hybrid.layers.adapter_sites import (
+    AdapterSite,
+    EmbeddingSite,
+    Factors,
+    KeysSite,
+    NormSite,
+    ValuesSite,
+)
 from torch_hybrid.layers.integers import dtype_of
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.layers.side_by_side import SideBySide
+from torch_hybrid.layers.vocabulary import HeadOverRanks
 from torch_hybrid.models.adapter_places import Part, Places, find_places
 from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.models.read_adapter import check_targets, factors_of, read_adapter
+from torch_hybrid.models.read_adapter import (
+    check_saved,
+    check_targets,
+    factors_of,
+    read_adapter,
+)
+from torch_hybrid.ranks import SummedLinear, SumOverRanks
 
 Parts = tuple[Part, ...]
 _PLACES: WeakKeyDictionary[HybridModel, Places] = WeakKeyDictionary()
 
 
-def adapter_sites(model: HybridModel) -> list[AdapterSite]:
-    """List the linear layers of a model that adapters may change.
+def adapter_sites(model: HybridModel, *, saved_modules: bool) -> list[AdapterSite]:
+    """List the layers of a model that adapters may change.
+
+    With ``saved_modules``, they may replace the output head, and weights of norms.
 
     Raises:
         UnsupportedError: adapters of this model are not served.
     """
     return [
-        AdapterSite(
-            path=path,
-            inputs=module.in_features,
-            widths=tuple(part.width for part in parts),
-            dtype=dtype_of(module),
-        )
-        for path, module, parts in _sites(model)
+        *(site for site, _ in _projections(model, saved_modules)),
+        *(site for site, _ in _norms(model, saved_modules)),
     ]
 
 
-def read_for_sites(model: HybridModel, folder: Path, max_rank: int) -> list[list[Factors]]:
+def read_for_sites(
+    model: HybridModel, folder: Path, max_rank: int, *, saved_modules: bool
+) -> list[list[Factors]]:
     """Read an adapter of at most this rank, for each part of each site.
 
     Raises:
         ValueError, UnsupportedError: as ``Runner.load_adapter`` does.
     """
-    places = _places(model)
-    read = read_adapter(folder, max_rank)
-    check_targets(read, places, folder)
-    return [factors_of(read, parts) for _, _, parts in _sites(model)]
+    places, read = _places(model), read_adapter(folder, max_rank)
+    check_targets(read.factors, places, folder)
+    norms = _norms(model, saved_modules)
+    shapes: dict[str, tuple[int, ...]] = {
+        name: (site.inputs,) for site, names in norms for name in names
+    }
+    projections = _projections(model, saved_modules)
+    for site, parts in projections:
+        if site.is_replaceable:
+            shapes[f"{parts[0].source}.weight"] = places.shapes[parts[0].source]
+    check_saved(read, shapes, folder)
+    found = [factors_of(read, parts) for _, parts in projections]
+    for _, names in norms:
+        weights = [read.saved.get(name) for name in names]
+        found.append([None if weight is None else (None, weight) for weight in weights])
+    return found
+
+
+def _head(model: HybridModel) -> Parts:
+    """Find the parts of the output head."""
+    head = model.head.part if isinstance(model.head, HeadOverRanks) else model.head
+    places = _places(model).linears.items()
+    return next(parts for paths, parts in places if model.get_submodule(paths[0]) is head)
+
+
+def _projections(model: HybridModel, saved_modules: bool) -> list[tuple[AdapterSite, Parts]]:
+    """List the sites whose outputs low-rank products are added to, and what they are made of."""
+    places, head = _places(model), _head(model)
+    found: list[tuple[AdapterSite, Parts]] = []
+    for paths, parts in places.linears.items():
+        for suffix, module, own in _linears(model.get_submodule(paths[0]), parts, paths[0]):
+            site = AdapterSite(
+                paths=tuple(f"{path}{suffix}" for path in paths),
+                inputs=module.in_features,
+                widths=tuple(part.width for part in own),
+                dtype=dtype_of(module),
+                is_replaceable=saved_modules and own == head,
+            )
+            found.append((site, own))
+    for paths, (part,) in places.latents.items():
+        attention: Any = model.get_submodule(paths[0])
+        spec, dtype = attention.spec, dtype_of(attention.kv_b_proj)
+        rows = torch.arange(part.width, dtype=torch.int64, device="cpu")
+        to_keys, to_values = (
+            (replace(part, rows=part.rows[own], factors=part.factors[own]),)
+            for own in (
+                stretch.flatten()
+                for stretch in rows.view(spec.num_heads, -1).split([spec.nope_dim, spec.v_dim], 1)
+            )
+        )
+        sizes = {"dtype": dtype, "num_heads": spec.num_heads}
+        keys = KeysSite(
+            paths=tuple(f"{path}.to_latents" for path in paths),
+            inputs=spec.nope_dim,
+            widths=(spec.latent_rank,),
+            **sizes,
+        )
+        values = ValuesSite(
+            paths=tuple(f"{path}.to_values" for path in paths),
+            inputs=spec.latent_rank,
+            widths=(spec.v_dim,),
+            **sizes,
+        )
+        found += [(keys, to_keys), (values, to_values)]
+    if places.embedding is not None:
+        paths, part = places.embedding
+        site = EmbeddingSite(
+            paths=paths,
+            inputs=len(part.columns),
+            widths=(part.width,),
+            dtype=dtype_of(model.embedding),
+        )
+        found.append((site, (part,)))
+    return found
+
+
+def _norms(model: HybridModel, saved_modules: bool) -> list[tuple[NormSite, list[str]]]:
+    """List the norms whose weights adapters may replace, and the names of the weights."""
+    found: list[tuple[NormSite, list[str]]] = []
+    for paths, names in _places(model).norms.items() if saved_modules else ():
+        weight = model.get_submodule(paths[0]).get_parameter(next(iter(names)))
+        site = NormSite(
+            paths=paths,
+            inputs=len(weight),
+            widths=(len(weight),),
+            dtype=weight.dtype,
+            names=tuple(names),
+        )
+        found.append((site, list(names.values())))
+    return found
 
 
 def _places(model: HybridModel) -> Places:
-    if model.ranks is not None:
-        raise UnsupportedError("adapters of a model that several ranks share are not served")
     if model not in _PLACES:
         _PLACES[model] = find_places(model)
     return _PLACES[model]
 
 
-def _sites(model: HybridModel) -> list[tuple[str, Any, Parts]]:
-    """List path, module and parts of each linear layer; one of several layers has a site each."""
-    found: list[tuple[str, Any, Parts]] = []
-    for path, parts in _places(model).linears.items():
-        module: Any = model.get_submodule(path)
-        if isinstance(module, SideBySide):
-            sizes: list[Any] = [own.out_features for own in module.parts]
-            names = [f"{path}.parts.{i}" for i in range(len(sizes))]
-            found += zip(names, module.parts, _cut(parts, sizes), strict=True)
-        elif isinstance(module, nn.Linear | ScaledLinear):
-            found.append((path, module, parts))
-        else:
-            raise UnsupportedError(f"adapters are not served: {path} is a {type(module).__name__}")
-    return found
+def _linears(module: Any, parts: Parts, path: str) -> Iterator[tuple[str, Any, Parts]]:
+    """List suffix of the path, module and parts of a linear layer; of several layers, of each.
+
+    A layer that sums over ranks is adapted before the sum.
+    """
+    if isinstance(module, SideBySide):
+        sizes: list[Any] = [own.out_features for own in module.parts]
+        for i, (own, stretch) in enumerate(zip(module.parts, _cut(parts, sizes), strict=True)):
+            yield f".parts.{i}", own, stretch
+    elif isinstance(module, SumOverRanks):
+        for suffix, own, stretch in _linears(module.part, parts, path):
+            yield f".part{suffix}", own, stretch
+    elif isinstance(module, nn.Linear | ScaledLinear):
+        yield ".product" if isinstance(module, SummedLinear) else "", module, parts
+    else:
+        raise UnsupportedError(f"adapters are not served: {path} is a {type(module).__name__}")
 
 
 def _cut(parts: Parts, sizes: Sequence[int]) -> list[Parts]:

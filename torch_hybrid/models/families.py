@@ -17,6 +17,8 @@ from torch_hybrid.models import (  # noqa: F401 (each defines its families)
     inkling2,
     inkling2_loop,
     jamba,
+    jet_nemotron,
+    kimi_k3,
     kimi_linear,
     lara_mini,
     lfm,

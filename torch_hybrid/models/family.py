@@ -116,6 +116,9 @@ class Family:
         """Return how logits are made, from the text config."""
         return Logits(vocab_size=config.vocab_size)
 
+    def register(self) -> None:
+        """Register the family's classes with transformers, where it has none."""
+
     def text_class(self) -> Any:
         """Return the class of the text part with its head; None where transformers has one that
         knows all names of its weights."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.step import Step
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.layers.adapted import AdapterSite, Factors
+from torch_hybrid.layers.adapter_sites import AdapterSite, Factors
 from torch_hybrid.layers.integers import dtype_of
 from torch_hybrid.models.architecture import Architecture
 from torch_hybrid.models.checkpoint.update import Origins, Weights, checked_update
@@ -74,17 +74,19 @@ class HybridModel(nn.Module):
         self._step_argument = family.hf_step_argument
         self._token_arguments = family.hf_token_arguments
 
-    def adapter_sites(self) -> list[AdapterSite]:
-        """List the linear layers that adapters may change."""
+    def adapter_sites(self, *, saved_modules: bool = False) -> list[AdapterSite]:
+        """List the layers that adapters may change, or bring weights of their own for."""
         from torch_hybrid.models.adapters import adapter_sites  # makes a model once more
 
-        return adapter_sites(self)
+        return adapter_sites(self, saved_modules=saved_modules)
 
-    def read_adapter(self, folder: Path, max_rank: int) -> list[list[Factors]]:
+    def read_adapter(
+        self, folder: Path, max_rank: int, *, saved_modules: bool = False
+    ) -> list[list[Factors]]:
         """Read an adapter of at most this rank, for each part of each site."""
         from torch_hybrid.models.adapters import read_for_sites
 
-        return read_for_sites(self, folder, max_rank)
+        return read_for_sites(self, folder, max_rank, saved_modules=saved_modules)
 
     def new_weights(self, weights: Weights | nn.Module, *, partial: bool) -> Callable[[], None]:
         """Check new weights, and return the function that writes them.

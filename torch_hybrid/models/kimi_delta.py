@@ -37,7 +37,12 @@ def kimi_delta_spec(config: Any, *, gate_lower_bound: float | None) -> KimiDelta
 
 
 def kimi_delta_mixer(
-    module: Any, spec: KimiDeltaSpec, rows: Sequence[Tensor], *, gate_rank: int | None
+    module: Any,
+    spec: KimiDeltaSpec,
+    rows: Sequence[Tensor],
+    *,
+    gate_rank: int | None,
+    has_full_gate: bool = False,
 ) -> KimiDeltaAttention:
     """Make our mixer with the weights of a transformers module.
 
@@ -45,7 +50,9 @@ def kimi_delta_mixer(
     """
     in_weight = torch.cat(list(rows))
     with on_meta():
-        mixer = KimiDeltaAttention(in_weight.shape[1], spec, gate_rank=gate_rank)
+        mixer = KimiDeltaAttention(
+            in_weight.shape[1], spec, gate_rank=gate_rank, has_full_gate=has_full_gate
+        )
 
     def parameter(weight: Tensor, *shape: int) -> nn.Parameter:
         return nn.Parameter(weight.detach().reshape(shape), requires_grad=False)

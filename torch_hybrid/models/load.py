@@ -257,6 +257,7 @@ def _transformers_config(
     if not isinstance(model_type, str):
         raise ValueError(f"the config of {path_or_id} names no model_type, got {model_type!r}")
     family = family_of(model_type)
+    family.register()
     try:
         if family.hf_kernel_fields:
             known = fields.keys() - {*family.hf_kernel_fields}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.layers.adapted import Factors
+from torch_hybrid.layers.adapter_sites import Factors
 from torch_hybrid.models.adapter_places import Part, Places
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -34,7 +34,7 @@ _HARMLESS = frozenset(
 )
 # Starts of training that leave the base as it is.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_([AB])|([AB])\.weight)")
 _OF_TEXT = re.compile(r"^model\.(?:language_model|llm)\.|^language_model\.")
 
 
@@ -46,8 +46,21 @@ class LowRank:
     b: Tensor
 
 
-def read_adapter(folder: Path, max_rank: int) -> dict[str, LowRank]:
-    """Read an adapter's factors, by the names of the layers of transformers that they adapt.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadWeights:
+    """Weights of an adapter.
+
+    Attributes:
+        factors: by the names of the layers of transformers that they adapt.
+        saved: weights that take the place of the base's, by their names in transformers.
+    """
+
+    factors: Mapping[str, LowRank]
+    saved: Mapping[str, Tensor]
+
+
+def read_adapter(folder: Path, max_rank: int) -> ReadWeights:
+    """Read an adapter's weights.
 
     Raises:
         ValueError: the folder has no adapter, its files are damaged or incomplete, numbers are not
@@ -56,22 +69,41 @@ def read_adapter(folder: Path, max_rank: int) -> dict[str, LowRank]:
     """
     config = _read_config(folder)
     halves: dict[str, dict[str, Tensor]] = {}
+    saved: dict[str, Tensor] = {}
     for name, tensor in _read_tensors(folder).items():
         found = _FACTOR.fullmatch(name)
         if found is None:
-            if name.endswith(".base_layer.weight"):  # peft writes the base's beside embeddings
+            if ".base_layer." in name:  # peft writes the base's beside embeddings
+                continue
+            if config.get("modules_to_save"):
+                saved[_named(name.removeprefix("base_model.model."))] = tensor
                 continue
             raise UnsupportedError(
-                f"{name} in {folder / _WEIGHTS} is no factor of a linear layer: only those are "
-                f"served"
+                f"{name} in {folder / _WEIGHTS} is no factor of a linear layer or an "
+                f"embedding: only those are served"
             )
         if re.search(r"\.experts(\.base_layer)*$", found[1]):
             raise UnsupportedError(
                 f"{name} in {folder / _WEIGHTS} is of the experts of a mixture: adapters of those "
                 f"are not served"
             )
-        halves.setdefault(_OF_TEXT.sub("model.", found[1]), {})[found[2]] = tensor
-    return {name: _low_rank(name, own, config, folder, max_rank) for name, own in halves.items()}
+        halves.setdefault(_named(found[1]), {})[found[2] or found[3]] = tensor
+    factors = {n: _low_rank(n, own, config, folder, max_rank) for n, own in halves.items()}
+    return ReadWeights(factors=factors, saved=saved)
+
+
+def _named(name: str) -> str:
+    """Name a module or weight as the text model has it by itself."""
+    return _OF_TEXT.sub("model.", name)
+
+
+def saves_modules(folder: Path) -> bool:
+    """Tell from an adapter's config whether it has weights in the place of the base's.
+
+    Raises:
+        ValueError, UnsupportedError: as ``read_adapter`` does.
+    """
+    return bool(_read_config(folder).get("modules_to_save"))
 
 
 def largest_rank(folder: Path) -> int:
@@ -84,16 +116,46 @@ def largest_rank(folder: Path) -> int:
     return max(map(int, [config["r"], *(config.get("rank_pattern") or {}).values()]))
 
 
-def factors_of(read: Mapping[str, LowRank], parts: tuple[Part, ...]) -> list[Factors]:
-    """Bring the factors of layers of transformers into the rows of one of our layers."""
+def factors_of(read: ReadWeights, parts: tuple[Part, ...]) -> list[Factors]:
+    """Bring the factors of layers of transformers into rows and columns of one of our layers."""
     found: list[Factors] = []
     for part in parts:
-        own = read.get(part.source)
-        if own is None:
-            found.append(None)
+        own, whole = read.factors.get(part.source), read.saved.get(f"{part.source}.weight")
+        if own is not None:
+            rows = own.b[part.rows] * part.factors[:, None]
+            found.append((own.a[:, part.columns], rows))
+        elif whole is not None:
+            found.append((None, whole.double()[part.rows] * part.factors[:, None]))
         else:
-            found.append((own.a, own.b.double()[part.rows] * part.factors[:, None]))
+            found.append(None)
     return found
+
+
+def check_saved(read: ReadWeights, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raise unless the weights that an adapter brings can take the place of a model's.
+
+    Args:
+        read: the adapter.
+        shapes: shapes of the weights that it may bring, by name; none where none may be.
+        folder: of the adapter.
+
+    Raises:
+        ValueError: a weight has another shape.
+        UnsupportedError: a weight cannot be replaced.
+    """
+    for name, weight in read.saved.items():
+        if name not in shapes:
+            raise UnsupportedError(
+                f"{folder} brings {name}, which is not served: "
+                + ("only an output head and norms of the model's width are")
+                if shapes
+                else f"{folder} brings {name}: the runner needs saved_modules=True"
+            )
+        if shapes[name] != (*weight.shape,):
+            raise ValueError(
+                f"{folder} is of another base: it brings {name} of shape {[*weight.shape]}, and "
+                f"the model has {[*shapes[name]]}"
+            )
 
 
 def check_targets(read: Mapping[str, LowRank], places: Places, folder: Path) -> None:

@@ -33,7 +33,7 @@ from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.layers.vocabulary import EmbeddingOverRanks, HeadOverRanks
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.ring_2_5 import Ring25
-from torch_hybrid.ranks import Ranks, RMSNormOverRanks, SumOverRanks, divide
+from torch_hybrid.ranks import OwnColumns, Ranks, RMSNormOverRanks, SumOverRanks, divide
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerEntry, PreviousHiddenSpec
 
 M = TypeVar("M", HybridModel, Ring25)
@@ -353,6 +353,11 @@ def _feed_forward_cuts(ranks: Ranks, experts: Experts, done: Done) -> Mapping[st
         "shared_expert_gate": _whole,
         "gate": _whole,
         "router": _whole,
+        "routed_expert_down_proj": _whole,
+        "routed_expert_norm": lambda norm: nn.Sequential(SumOverRanks(nn.Identity(), ranks), norm),
+        "routed_expert_up_proj": lambda linear: OwnColumns(
+            ranks.columns(linear, linear.in_features), ranks
+        ),
         "fc1_latent_proj": _whole,
         "fc2_latent_proj": ranks.count_bias_once,
     }

@@ -7,7 +7,10 @@ from torch import Tensor, nn
 from torch_hybrid.errors import UnsupportedError
 
 # Packages of the modules of a transformers model; fla has norms that transformers takes on GPUs.
-_KNOWN = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "fla.")
+_KNOWN = (
+    *("torch.nn.modules.", "transformers.models.", "transformers.activations", "fla."),
+    *("torch_hybrid.models.jet_nemotron.classes.", "torch_hybrid.models.kimi_k3.classes."),
+)
 
 
 def check_weights_say_all(name: str, module: nn.Module) -> None:

@@ -4,7 +4,7 @@
     pools                 tensors that a layer keeps between steps
     full_attention        attention by keys and values, or by latents
     indexed_attention     attention to blocks that an indexer selects
-    delta_rules           recurrences with convolutions: gated delta rule, Kimi delta attention
+    delta_rules           recurrences with convolutions: gated delta rule, Kimi's, Jet-Nemotron's
     state_spaces          Mamba2, Mamba
     linear_recurrences    lightning attention, gated linear recurrent units, mLSTM, RWKV's mixers
     convolutions          short convolutions, those of projections and branches
@@ -19,7 +19,7 @@ from torch_hybrid.specs.convolutions import (
     ConvolvedProjectionSpec,
     ShortConvolutionSpec,
 )
-from torch_hybrid.specs.delta_rules import DeltaRuleSpec, KimiDeltaSpec
+from torch_hybrid.specs.delta_rules import DeltaRuleSpec, JetBlockSpec, KimiDeltaSpec
 from torch_hybrid.specs.full_attention import AttentionSpec, LatentSpec
 from torch_hybrid.specs.indexed_attention import IndexedAttentionSpec, IndexedLatentSpec
 from torch_hybrid.specs.layer import LayerFamily, LayerSpec
@@ -49,6 +49,7 @@ __all__ = [
     "DeltaRuleSpec",
     "IndexedAttentionSpec",
     "IndexedLatentSpec",
+    "JetBlockSpec",
     "KimiDeltaSpec",
     "LatentSpec",
     "LayerEntry",

@@ -7,7 +7,14 @@ from typing import Annotated, ClassVar
 from torch_hybrid.ops.delta_rule.open_chunk import open_chunk_size
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.layer import Divided, layer_spec
-from torch_hybrid.specs.pools import OPEN_CHUNK, RECORDS, Pool, conv_and_state, open_chunk
+from torch_hybrid.specs.pools import (
+    OPEN_CHUNK,
+    RECORDS,
+    Pool,
+    conv_and_state,
+    open_chunk,
+    records_of,
+)
 
 
 @layer_spec()
@@ -123,3 +130,43 @@ class KimiDeltaSpec(Divided):
             OPEN_CHUNK: open_chunk(open_chunk_size(*heads, by_channel=True)),
             RECORDS: Pool((width,), per="draft"),
         }
+
+
+@layer_spec()
+class JetBlockSpec(Divided):
+    """A Jet-Nemotron mixer: convolution of values by each token's own filters, recurrence, gated
+    norm.
+
+    Filters are made of ``filter_rank`` numbers of a token.
+    """
+
+    kind: ClassVar[str] = "jet_block"
+
+    num_heads: Annotated[int, divide]
+    head_k_dim: int
+    head_v_dim: int
+    conv_width: int
+    filter_rank: int
+    norm_eps: float = 1e-5
+
+    @property
+    def k_channels(self) -> int:
+        """Width of q and of k."""
+        return self.num_heads * self.head_k_dim
+
+    @property
+    def v_channels(self) -> int:
+        """Width of v, the convolution's input, and of the output gate."""
+        return self.num_heads * self.head_v_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of a state: heads, values, keys."""
+        return self.num_heads, self.head_v_dim, self.head_k_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """Declare the convolution's last inputs, the state, and v and ``[k | v | b | a]`` of
+        drafts."""
+        width = self.k_channels + self.v_channels + 2 * self.num_heads
+        pools = conv_and_state(self.conv_width, self.v_channels, self.state_shape)
+        return {**pools, **records_of(self.v_channels, width)}

@@ -80,6 +80,8 @@ TWINS: dict[str, type[Twin]] = {
     "RwkvSelfAttention": TimeMix,
     "RwkvFeedForward": ChannelMix,
     "ZayaCCAProjection": ConvolvedProjection,
+    "JetBlock": KnowsPackings,
+    "KimiK3DeltaAttention": KnowsPackings,
     "BailingMoeV2_5LinearAttention": KnowsPackings,
     "BailingMoeV2_5Attention": KnowsPackings,
 }

@@ -1,0 +1,311 @@
+"""Modules that adapters change: factors of resident adapters, and what a row's adapter does.
+
+AdapterSite      linear layer, or several side by side
+EmbeddingSite    embedding: rows of the first factor are looked up
+KeysSite         MLA's product from queries to latents, head by head: first B, then A
+ValuesSite       MLA's product from latents to values, head by head: first A, then B
+NormSite         norm, in which an adapter has weights of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.ops.lora.op import lora
+
+# Of a part of a layer: a [r, inputs] and b [outputs of the part, r]. None in the place of a: b is
+# in the place of the layer's own weight. None: the adapter leaves the part as it is.
+Factors = tuple[Tensor | None, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSite:
+    """Linear layer that adapters may change.
+
+    Attributes:
+        paths: of the module in the model; several where layers share it together with its adapters.
+        inputs: width of a row of inputs.
+        widths: outputs of each part: adapters have factors of their own for each.
+        dtype: of inputs and outputs.
+        is_replaceable: whether adapters may have a weight in the place of the layer's own.
+    """
+
+    paths: tuple[str, ...]
+    inputs: int
+    widths: tuple[int, ...]
+    dtype: torch.dtype
+    is_replaceable: bool = False
+
+    def pool(self, max_adapters: int, max_rank: int, device: torch.device) -> LayerCache:
+        """Allocate the factors of resident adapters, which are none yet."""
+        rank = max(max_rank, self.inputs) if self.is_replaceable else max_rank
+        pool = self._factors(max_adapters, rank, self.inputs, self.widths, device)
+        if self.is_replaceable:
+            pool["replaces"] = torch.zeros(max_adapters, dtype=torch.bool, device=device)
+        return pool
+
+    def write(self, pool: LayerCache, slot: int, factors: Sequence[Factors]) -> None:
+        """Write an adapter's factors of each part into a slot, from 0."""
+        if self.is_replaceable:
+            pool["replaces"][slot] = any(part is not None and part[0] is None for part in factors)
+        _write(pool, slot, [part if part is None else _low_rank(*part) for part in factors])
+
+    def add(
+        self,
+        pool: LayerCache,
+        slots: Tensor,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        out: Tensor,
+        impl: str,
+    ) -> Tensor:
+        """Add the adapters of the rows, slots [T] from 1, to the outputs of a module for inputs.
+
+        The module has no hooks. Slot 0 adds nothing.
+        """
+        base = out.reshape(-1, out.shape[-1])
+        if self.is_replaceable:
+            base = base.masked_fill(_of_rows(pool["replaces"], slots)[:, None], 0.0)
+        return _added(base, inputs[0], pool, slots, impl).view(out.shape)
+
+    def _factors(
+        self,
+        num_slots: int,
+        rank: int,
+        inputs: int,
+        widths: tuple[int, ...],
+        device: torch.device,
+    ) -> LayerCache:
+        """Allocate the factors that one call of ``lora`` takes."""
+        parts = len(widths)
+        starts = [sum(widths[:i]) for i in range(parts + 1)]
+        a, b = (num_slots, parts, rank, inputs), (num_slots, rank, sum(widths))
+        return {
+            "a": torch.zeros(a, dtype=self.dtype, device=device),
+            "b": torch.zeros(b, dtype=self.dtype, device=device),
+            "ranks": torch.zeros(num_slots, parts, dtype=torch.int32, device=device),
+            "starts": torch.tensor(starts, dtype=torch.int32, device=device),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingSite(AdapterSite):
+    """Embedding of ``inputs`` tokens that adapters may change."""
+
+    def pool(self, max_adapters: int, max_rank: int, device: torch.device) -> LayerCache:
+        """Allocate the factors of resident adapters, which are none yet."""
+        shape = max_adapters, self.inputs, max_rank
+        rows = torch.zeros(shape, dtype=self.dtype, device=device)
+        own = self._factors(max_adapters, max_rank, max_rank, self.widths, device)
+        return {"rows": rows, **own}
+
+    def write(self, pool: LayerCache, slot: int, factors: Sequence[Factors]) -> None:
+        """Write an adapter's factors into a slot, from 0."""
+        (part,) = factors
+        rows = pool["rows"][slot].zero_()
+        if part is not None:
+            a, b = part
+            assert a is not None
+            rows[:, : a.shape[0]].copy_(a.T)
+            part = torch.eye(a.shape[0], rows.shape[1], dtype=b.dtype, device=b.device), b
+        _write(pool, slot, [part])
+
+    def add(
+        self,
+        pool: LayerCache,
+        slots: Tensor,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        out: Tensor,
+        impl: str,
+    ) -> Tensor:
+        """Add the adapters of the rows to the embeddings of their tokens."""
+        x = pool["rows"][(slots.long() - 1).clamp(min=0), inputs[0].flatten()]
+        return _added(out.reshape(-1, out.shape[-1]), x, pool, slots, impl).view(out.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsSite(AdapterSite):
+    """Product [T, H, inputs] to [T, H, widths] by rows of each head of MLA's ``kv_b_proj``.
+
+    An adapter's a is [r, latent_rank], and its b has these rows, [H * rows of a head, r]. They are
+    two products: one of them has factors of its own for each head, the other the same for all.
+
+    Attributes:
+        num_heads: H.
+    """
+
+    num_heads: int
+
+    def _counts(self) -> tuple[int, int]:
+        """Count the factors of an adapter in the first and in the second product."""
+        raise NotImplementedError
+
+    def _products(self, a: Tensor, heads: Tensor, rank: int) -> tuple[list[Factors], list[Factors]]:
+        """Make the factors of both products of a and b [H, rows, r], with ``rank`` in between."""
+        raise NotImplementedError
+
+    def pool(self, max_adapters: int, max_rank: int, device: torch.device) -> LayerCache:
+        """Allocate the factors of resident adapters, which are none yet."""
+        first, second = (count * max_adapters for count in self._counts())
+        outer = self._factors(second, max_rank, max_rank, self.widths, device)
+        inner = self._factors(first, max_rank, self.inputs, (max_rank,), device)
+        return inner | {f"{_OUTER}{name}": tensor for name, tensor in outer.items()}
+
+    def write(self, pool: LayerCache, slot: int, factors: Sequence[Factors]) -> None:
+        """Write an adapter's factors into a slot, from 0."""
+        (part,) = factors
+        first, second = self._counts()
+        products: tuple[list[Factors], list[Factors]] = [None] * first, [None] * second
+        if part is not None:
+            a, b = part
+            assert a is not None
+            heads = b.unflatten(0, (self.num_heads, -1))
+            products = self._products(a, heads, pool["b"].shape[-1])
+        for own, of_slot in zip((pool, _outer(pool)), products, strict=True):
+            for place, each in enumerate(of_slot):
+                _write(own, slot * len(of_slot) + place, [each])
+
+    def add(
+        self,
+        pool: LayerCache,
+        slots: Tensor,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        out: Tensor,
+        impl: str,
+    ) -> Tensor:
+        """Add the adapters of the rows to the product of each head."""
+        number = torch.arange(self.num_heads, dtype=torch.int32, device=slots.device)
+        slots = slots[:, None]
+        first, second = (
+            torch.where(slots > 0, (slots - 1) * count + number % count + 1, 0).flatten()
+            for count in self._counts()
+        )
+        nothing = out.new_zeros(first.shape[0], pool["b"].shape[-1])
+        inner = _added(nothing, inputs[0], pool, first, impl)
+        base = out.reshape(-1, out.shape[-1])
+        return _added(base, inner, _outer(pool), second, impl).view(out.shape)
+
+
+class KeysSite(HeadsSite):
+    """Product of queries by transposed rows of each head: queries to latents."""
+
+    __slots__ = ()
+
+    def _counts(self) -> tuple[int, int]:
+        return self.num_heads, 1
+
+    def _products(self, a: Tensor, heads: Tensor, rank: int) -> tuple[list[Factors], list[Factors]]:
+        across = torch.eye(rank, len(a), dtype=heads.dtype, device=heads.device)
+        return [(head.T, across) for head in heads], [(across.T, a.T)]
+
+
+class ValuesSite(HeadsSite):
+    """Product of what was attended to by rows of each head: latents to values."""
+
+    __slots__ = ()
+
+    def _counts(self) -> tuple[int, int]:
+        return 1, self.num_heads
+
+    def _products(self, a: Tensor, heads: Tensor, rank: int) -> tuple[list[Factors], list[Factors]]:
+        across = torch.eye(rank, len(a), dtype=heads.dtype, device=heads.device)
+        return [(a, across)], [(across.T, head) for head in heads]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormSite(AdapterSite):
+    """Norm of rows of ``inputs`` numbers, whose weights adapters may have of their own.
+
+    An adapter's parts are the weights, each as b.
+
+    Attributes:
+        names: of the weights.
+    """
+
+    names: tuple[str, ...]
+
+    def pool(self, max_adapters: int, max_rank: int, device: torch.device) -> LayerCache:
+        """Allocate the weights of resident adapters, which have none yet."""
+        shape = max_adapters, self.inputs
+        own = {name: torch.zeros(shape, dtype=self.dtype, device=device) for name in self.names}
+        return {**own, "replaces": torch.zeros(max_adapters, dtype=torch.bool, device=device)}
+
+    def write(self, pool: LayerCache, slot: int, factors: Sequence[Factors]) -> None:
+        """Write an adapter's weights into a slot, from 0."""
+        pool["replaces"][slot] = None not in factors
+        for name, part in zip(self.names, factors, strict=True):
+            if part is not None:
+                pool[name][slot].copy_(part[1])
+
+    def add(
+        self,
+        pool: LayerCache,
+        slots: Tensor,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        out: Tensor,
+        impl: str,
+    ) -> Tensor:
+        """Apply the norm to the rows by the weights of their adapters."""
+        is_replaced = _of_rows(pool["replaces"], slots)[:, None]
+        # Tokens are the first dim, or the second after one of size 1; others stand before the last.
+        num_between = inputs[0].ndim - 2 - (inputs[0].shape[0] == 1 and inputs[0].ndim > 2)
+        weights = {
+            name: torch.where(
+                is_replaced, _of_rows(pool[name], slots), module.get_parameter(name)
+            ).unflatten(0, (-1, *[1] * num_between))
+            for name in self.names
+        }
+        made: Tensor = functional_call(module, weights, inputs)
+        return made
+
+
+_OUTER = "outer "
+
+
+def _outer(pool: LayerCache) -> LayerCache:
+    """Return the factors of the second of two products."""
+    return {n.removeprefix(_OUTER): tensor for n, tensor in pool.items() if n.startswith(_OUTER)}
+
+
+def _low_rank(a: Tensor | None, b: Tensor) -> Factors:
+    """Return a weight as the product of itself and the identity."""
+    return torch.eye(b.shape[1], dtype=b.dtype, device=b.device) if a is None else a, b
+
+
+def _of_rows(values: Tensor, slots: Tensor) -> Tensor:
+    """Look up the adapters' values [S, ...] for rows; 0 for a row without an adapter."""
+    found = values[(slots.long() - 1).clamp(min=0)]
+    return found & (slots > 0) if values.dtype == torch.bool else found
+
+
+def _write(pool: LayerCache, slot: int, factors: Sequence[Factors]) -> None:
+    """Write factors of each part for ``lora``, and their ranks."""
+    a, b = pool["a"][slot], pool["b"][slot]
+    columns = b.split(pool["starts"].diff().tolist(), dim=1)
+    ranks = [0] * len(factors)
+    for place, part in enumerate(factors):
+        if part is not None:
+            first, second = part
+            assert first is not None
+            ranks[place] = first.shape[0]
+            a[place, : ranks[place]].copy_(first)
+            columns[place][: ranks[place]].copy_(second.T)
+    pool["ranks"][slot].copy_(torch.tensor(ranks, dtype=torch.int32, device="cpu"))
+
+
+def _added(base: Tensor, x: Tensor, pool: LayerCache, slots: Tensor, impl: str) -> Tensor:
+    """Add the adapters of the rows to base [T, N] for inputs x, whose last dim is K."""
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    factors = (pool["a"], pool["b"], pool["ranks"], pool["starts"])
+    return lora(base, rows, *factors, slots, impl=impl)
