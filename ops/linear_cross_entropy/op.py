@@ -27,7 +27,7 @@ def _by_torch(launcher: str) -> dict[str, Implementation]:
     return {"torch": in_torch(path, dtypes=FLOATS_AND_FLOAT64, cuda_graph=True)}
 
 
-_CPP = in_cpp(f"{_FOLDER}._cpu:linear_cross_entropy_forward")
+_CPP = in_cpp(f"{_FOLDER}._cpu:linear_cross_entropy_forward", checks_indices=False)
 
 
 @dataclass(slots=True, repr=False, eq=False)

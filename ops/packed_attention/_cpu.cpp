@@ -14,7 +14,6 @@
 #include "aligned_floats.h"
 #include "call.h"
 #include "gemm.h"
-#include "offsets.h"
 #include "softmax.h"
 
 namespace th::packed_attention {
@@ -23,21 +22,22 @@ constexpr int BLOCK = 64;
 
 TH_CALL(Forward,
   const void *q, *k, *v;      // [T, H, K], [T, HKV, K], [T, HKV, V]
-  const int32_t* cu_seqlens;  // [N + 1]
-  const void* bias;           // [T, H, R], or null
+  const int32_t *cu_seqlens, *blocks;  // [N + 1], [T, B] or null
+  const void* bias;                    // [T, H, R], or null
   void* out;                  // [T, H, V], contiguous
   float* lse;                 // [T, H], contiguous
   int64_t num_tokens, num_seqs, num_heads, num_k_heads, head_dim, v_head_dim, reach;
   int64_t q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride;
   int64_t bias_stride, bias_head_stride;
   int64_t span;  // tokens that one attends to, itself among them
+  int64_t num_picked, block_size;
   int64_t is_bf16, num_threads;
   double scale;
 );
 
 TH_CALL(Backward,
   const void *q, *k, *v;
-  const int32_t* cu_seqlens;
+  const int32_t *cu_seqlens, *blocks;
   const void *bias, *out;
   const float* lse;
   const void* dout;
@@ -46,7 +46,7 @@ TH_CALL(Backward,
   int64_t num_tokens, num_seqs, num_heads, num_k_heads, head_dim, v_head_dim, reach;
   int64_t q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride;
   int64_t bias_stride, bias_head_stride, out_stride, lse_stride, dout_stride, dlse_stride;
-  int64_t span, is_bf16, num_threads;
+  int64_t span, num_picked, block_size, is_bf16, num_threads;
   double scale;
 );
 
@@ -87,22 +87,37 @@ struct Head {
     return std::max<int64_t>(0, row - call.span + 1) / BLOCK * BLOCK;
   }
 
+  // Makes biases of complete blocks -inf that query `row` has not picked.
+  void hide(int64_t row, int64_t key, float* biases) const {
+    const int64_t size = call.block_size, done = (row + 1) / size * size - key;
+    if (done <= 0) return;
+    float given[BLOCK];
+    std::copy_n(biases, BLOCK, given);
+    std::fill_n(biases, std::min<int64_t>(done, BLOCK), NO_KEY);
+    const int32_t* picked = call.blocks + (start + row) * call.num_picked;
+    for (int64_t i = 0; i < call.num_picked; ++i) {
+      const int64_t first = std::max<int64_t>(picked[i] * size - key, 0);
+      const int64_t end = std::min<int64_t>((picked[i] + 1) * size - key, BLOCK);
+      if (picked[i] >= 0 && first < end) std::copy(given + first, given + end, biases + first);
+    }
+  }
+
   // Turns products of query `row` with BLOCK keys from `key` on into logits, -inf if it sees not.
   void finish(int64_t row, int64_t key, float* products) const {
     const int64_t begin = row - call.span + 1 - key, end = row + 1 - key;
-    alignas(64) float biases[BLOCK];
+    const int64_t last = std::min<int64_t>(end, BLOCK);
+    alignas(64) float biases[BLOCK] = {};
     if (call.bias) {
-      std::fill_n(biases, BLOCK, 0.0f);
       const T* b = bias().at(row);
-      for (int64_t j = std::max<int64_t>(0, end - call.reach); j < std::min<int64_t>(end, BLOCK); ++j)
+      for (int64_t j = std::max<int64_t>(0, end - call.reach); j < last; ++j)
         biases[j] = to_float(b[end - 1 - j]);
     }
+    if (call.blocks) hide(row, key, biases);
     for (int j = 0; j < BLOCK; j += LANES) {
       f32x16 x = load(products + j) * float(call.scale);
-      if (call.bias) x += load(biases + j);
+      if (call.bias || call.blocks) x += load(biases + j);
       const i32x16 at = lane_numbers() + j;
-      const auto sees = (at >= int32_t(std::max<int64_t>(begin, 0))) &
-                        (at < int32_t(std::min<int64_t>(end, BLOCK)));
+      const auto sees = (at >= int32_t(std::max<int64_t>(begin, 0))) & (at < int32_t(last));
       store(products + j, select(sees, x, splat(NO_KEY)));
     }
   }
@@ -185,8 +200,10 @@ void attend(const Head<T, Forward>& head, int64_t row, Scratch& s) {
   const int64_t token = head.start + row;
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t at = (token + i) * call.num_heads + head.head;
-    call.lse[at] = states[i].lse();
-    write_rows(out + i * V, 1, V, 1.0f / states[i].sum, Rows<T>{(T*)call.out + at * V, 0});
+    const bool sees_some = states[i].sum != 0;  // as torch's kernel has it: else zeros
+    call.lse[at] = sees_some ? states[i].lse() : 0.0f;
+    const float factor = sees_some ? 1.0f / states[i].sum : 0.0f;
+    write_rows(out + i * V, 1, V, factor, Rows<T>{(T*)call.out + at * V, 0});
   }
 }
 
@@ -340,14 +357,12 @@ void backward(const Backward& call) {
 
 TH_EXPORT_CALL(packed_attention_forward, th::packed_attention::Forward) {
   using namespace th::packed_attention;
-  if (!th::offsets_are_valid(*call)) return false;
   call->is_bf16 ? forward<th::bf16>(*call) : forward<float>(*call);
   return true;
 }
 
 TH_EXPORT_CALL(packed_attention_backward, th::packed_attention::Backward) {
   using namespace th::packed_attention;
-  if (!th::offsets_are_valid(*call)) return false;
   call->is_bf16 ? backward<th::bf16>(*call) : backward<float>(*call);
   return true;
 }

@@ -12,24 +12,19 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import (
-    FLOATS_AND_FLOAT64,
-    NO_FEATURES,
-    Capability,
-    Implementation,
-)
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
 from torch_hybrid.ops.core.declare import Cpp, Index, Op, Rows, define, pair_made, several_made
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.core.state_bounds import check_offsets
 from torch_hybrid.ops.implementations import CPU, in_cpp
 
-BLOCKS = "blocks"  # feature
-_BY_TORCH = Capability(devices=CPU, dtypes=FLOATS_AND_FLOAT64, features=frozenset({BLOCKS}))
+_BY_TORCH = Capability(devices=CPU, dtypes=FLOATS_AND_FLOAT64)
 _CPP = Cpp(
     "num_offsets-1=num_seqs H=num_heads HKV=num_k_heads K=head_dim V=v_head_dim",
     values={
         "span": "x.window or 2**31",
         "reach": "0 if x.bias is None else x.bias.shape[2]",
+        "num_picked": "0 if x.blocks is None else x.blocks.shape[1]",
     },
 )
 
@@ -37,7 +32,7 @@ _CPP = Cpp(
 def _implementations(launcher: str) -> dict[str, Implementation]:
     folder = "torch_hybrid.ops.packed_attention"
     return {
-        "cpp": in_cpp(f"{folder}._cpu.cpp:{launcher}"),
+        "cpp": in_cpp(f"{folder}._cpu.cpp:{launcher}", checks_indices=False),
         "torch": Implementation(capability=_BY_TORCH, launcher=f"{folder}._torch:{launcher}"),
     }
 
@@ -58,7 +53,7 @@ class PackedAttentionForward(Op):
         scale: factor on products.
         window: tokens that one attends to, itself among them; None for all.
         block_size: tokens in a block.
-        impl: "cpp", which knows no ``blocks``, or "torch".
+        impl: "cpp" or "torch".
 
     Returns:
         [T, H, V] outputs in q's dtype, and log-sum-exps [T, H] in float32, or float64 beside it.
@@ -74,10 +69,6 @@ class PackedAttentionForward(Op):
     scale: float = field(kw_only=True)
     window: int | None = field(default=None, kw_only=True)
     block_size: int = field(default=1, kw_only=True)
-
-    def features(self) -> frozenset[str]:
-        """List the features that an implementation must have for these arguments."""
-        return NO_FEATURES if self.blocks is None else frozenset({BLOCKS})
 
     def check(self) -> None:
         """Raise ValueError unless heads go in groups, and windows and blocks have tokens."""

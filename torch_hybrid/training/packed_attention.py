@@ -42,13 +42,12 @@ def packed_attention(
     """
     check_no_tangents("packed_attention", q, k, v)
     if q.device.type == "cpu" and not dropout:
-        first = first_impl("packed_attention_forward", q.device, q.dtype)
         return packed_attention_forward(
             *(q, k, v, cu_seqlens, blocks, None),
             scale=scale,
             window=window,
             block_size=block_size,
-            impl="torch" if blocks is not None else first,
+            impl=first_impl("packed_attention_forward", q.device, q.dtype),
         )[0]
     if q.is_cuda and not dropout and q.dtype != torch.float64:
         return attend_in_blocks(q, k, v, cu_seqlens, scale, window, blocks, block_size)

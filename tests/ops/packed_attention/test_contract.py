@@ -29,14 +29,15 @@ def packed_attention(
     return packed_attention_forward(q, k, v, cu_seqlens, blocks, None, **options)[0]
 
 
-def make_blocks() -> Tensor:
-    """Pick blocks [47, 2] of 3 tokens, at random among those that are complete."""
+def make_blocks(offsets: Tensor = OFFSETS, num_tokens: int = 47) -> Tensor:
+    """Pick blocks [T, 2] of 3 tokens, at random among those that are complete."""
     generator = torch.Generator().manual_seed(2)
     rows = []
-    for length in OFFSETS.diff().tolist():
+    for length in offsets.diff().tolist():
         for complete in ((position + 1) // 3 for position in range(length)):
             best = torch.randperm(complete, generator=generator)[:2].sort().values
             rows.append([*best.tolist(), -1, -1][:2])
+    rows += [[-1, -1]] * (num_tokens - len(rows))
     return torch.tensor(rows, dtype=torch.int32)
 
 
@@ -97,11 +98,11 @@ def test_gradients_of_outputs_and_log_sum_exps(seen: str, reach: int | None):
 
 
 @pytest.mark.parametrize("reach", [None, 4, 90])
-@pytest.mark.parametrize("window", [None, 1, 7, 100])
+@pytest.mark.parametrize("window", [None, 1, 7, 100, "blocks"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpp_rounds_no_more_than_torch(
-    dtype: torch.dtype, shape: str, window: int | None, reach: int | None
+    dtype: torch.dtype, shape: str, window: int | str | None, reach: int | None
 ):
     """Several tiles of a sequence, and padding behind the last one."""
     num_heads, num_kv_heads, k_dim, v_dim = SHAPES[shape]
@@ -110,13 +111,17 @@ def test_cpp_rounds_no_more_than_torch(
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(160, *size, generator=generator).to(dtype) for size in sizes]
     offsets = torch.tensor([0, 1, 1, 131, 150], dtype=torch.int32)
+    seen: dict[str, Any] = {"window": window}
+    blocks = None
+    if window == "blocks":
+        seen, blocks = {"block_size": 3}, make_blocks(offsets, 160)
     weight = torch.randn(160, num_heads, v_dim, generator=generator).to(dtype)
 
     def made(impl: str, dtype: torch.dtype) -> list[Tensor]:
         inputs = [x.to(dtype).requires_grad_() for x in given]
         bias = inputs[3] if reach is not None else None
-        options: dict[str, Any] = {"scale": 0.3, "window": window, "impl": impl}
-        out, lse = packed_attention_forward(*inputs[:3], offsets, None, bias, **options)
+        options = {"scale": 0.3, "impl": impl, **seen}
+        out, lse = packed_attention_forward(*inputs[:3], offsets, blocks, bias, **options)
         loss = (out * weight.to(dtype)).sum() + (0.0 if reach is None else lse.sin().sum())
         return [out, lse, *torch.autograd.grad(loss, inputs)]
 
@@ -131,7 +136,7 @@ def test_cpp_rounds_no_more_than_torch(
 @pytest.mark.parametrize("impl", ["cpp", "torch"])
 def test_a_sequence_has_the_bits_that_it_has_alone(impl: str, dtype: torch.dtype, seen: str):
     q, k, v = make_inputs(dtype=dtype)
-    options = {**SEEN[seen], "impl": "torch" if seen == "blocks" else impl}
+    options = {**SEEN[seen], "impl": impl}
     out = packed_attention(q, k, v, **options)
     alone = [x[1:40].detach().requires_grad_() for x in (q, k, v)]
     whole = torch.tensor([0, 39], dtype=torch.int32)
