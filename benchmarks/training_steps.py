@@ -6,8 +6,10 @@
 Sequences are packed in one row; transformers takes them as a batch, which has no padding here. One
 thread runs, and steps take turns. Losses and gradients are compared first. The floor is the time
 that the products with weights take, forward once and backward twice, at the rate of multiply-adds
-that wait for nothing. Memory is the peak of a fresh process for each contestant, less what it held
-before it had a model: weights, their gradients and all else of a step.
+that wait for nothing. While times are taken, malloc keeps what is freed, as ``tune_allocator`` lets
+it: else the kernel clears each large tensor of a step anew. Memory is the peak of a fresh process
+for each contestant, less what it held before it had a model: weights, their gradients and all else
+of a step.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from benchmarks.contestants import failure
 from benchmarks.memory import MB, reset_peak, resident
 from benchmarks.models import make_model
 from benchmarks.timing import best_of, interleave
-from torch_hybrid.host.malloc import trim
+from torch_hybrid.host.malloc import trim, tune_allocator
 
 MODELS = ("qwen3_next", "qwen3_5", "kimi_linear")
 # A batch-invariant trainer's server is compiled.
@@ -174,6 +176,8 @@ def main() -> None:
     parser.add_argument("--child", choices=WHO, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.child is None:
+        tune_allocator()
     rates = {}
     for name in options.dtypes if options.child is None else ():
         rates[name] = multiply_add_rate(getattr(torch, name))

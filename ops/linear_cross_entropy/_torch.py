@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,39 @@ _BLOCK = 2048  # rows of weights on a CPU, whose product stays in the cache unti
 _CACHED = 2**19  # logits on a CPU that stay in the cache from their maximum to their gradient
 
 
+def differentiated(x: LinearCrossEntropyForward, z: Tensor, targets: Tensor) -> Tensor:
+    """Put the gradients of losses in the place of logits.
+
+    Args:
+        x: arguments of the forward.
+        z: [R, V] logits before their bound; mutated if gradients are asked for.
+        targets: [R] targets.
+
+    Returns:
+        The sum [] of losses.
+    """
+    cap, counts, target = x.softcap, targets[:, None] != IGNORED, targets[:, None].clamp(min=0)
+    few = max(1, _CACHED // z.shape[1]) if z.device.type == "cpu" else max(1, len(z))
+    total = z.new_zeros((), dtype=torch.promote_types(z.dtype, torch.float32))
+    scratch = torch.empty_like(z[:few], dtype=total.dtype)  # memory is slow at its first use
+    for part, at, count in zip(*(each.split(few) for each in (z, target, counts)), strict=True):
+        p = scratch[: len(part)]
+        bounded = part if cap is None else cap * (part.to(p.dtype) / cap).tanh_()
+        torch.log_softmax(bounded, -1, p.dtype, out=p)
+        picked = p.gather(1, at)
+        total -= picked.where(count, 0.0).sum()
+        if x.of_hidden or x.of_weight:
+            p.exp_().scatter_add_(1, at, -torch.ones_like(picked))
+            if cap is not None:
+                p.mul_(1 - (bounded / cap).square_())
+            part.copy_(p)
+    return total
+
+
 @without_autocast
-def linear_cross_entropy_forward(x: LinearCrossEntropyForward) -> tuple[Tensor, ...]:
+def linear_cross_entropy_forward(
+    x: LinearCrossEntropyForward, *, differentiated: Callable[..., Tensor] = differentiated
+) -> tuple[Tensor, ...]:
     """Take as many rows at once as have logits about as large as all hidden states.
 
     Gradients of logits take the place of these.
@@ -32,19 +65,13 @@ def linear_cross_entropy_forward(x: LinearCrossEntropyForward) -> tuple[Tensor, 
     most = min(len(hidden), max(_FEWEST_ROWS_ON_A_CPU if on_cpu else _FEWEST_ROWS, size))
     is_whole = most == len(hidden) > 0
     sums = dweight if is_whole else torch.zeros_like(dweight, dtype=total.dtype)
-    # Of each chunk; memory is slow at its first use.
-    logits = hidden.new_empty(most, len(weight))
-    few = min(most, max(1, _CACHED // len(weight))) if on_cpu else most
-    log_probs = torch.empty_like(logits[:few], dtype=total.dtype)
+    logits = hidden.new_empty(most, len(weight))  # of each chunk: memory is slow at its first use
     for start in range(0, len(hidden), max(most, 1)):
         rows = slice(start, start + most)
         counts = x.targets[rows, None] != IGNORED
         h = hidden[rows].where(counts, 0.0)
         z = torch.mm(h, weight.T, out=logits[: len(h)])
-        for block, target, count in zip(
-            *(each.split(max(few, 1)) for each in (z, x.targets[rows, None], counts)), strict=True
-        ):
-            total -= _differentiate(x, block, target, count, log_probs[: len(block)])
+        total += differentiated(x, z, x.targets[rows])
         if x.of_hidden:
             torch.mm(z, weight, out=dhidden[rows]).masked_fill_(~counts, 0.0)
         if x.of_weight and is_whole:
@@ -52,34 +79,6 @@ def linear_cross_entropy_forward(x: LinearCrossEntropyForward) -> tuple[Tensor, 
         elif x.of_weight:
             _add_product(sums, z.T, h)
     return total, dhidden, sums.to(weight.dtype)
-
-
-def _differentiate(
-    x: LinearCrossEntropyForward, z: Tensor, target: Tensor, counts: Tensor, p: Tensor
-) -> Tensor:
-    """Put the gradients of losses in the place of logits ``z [R, V]``.
-
-    Args:
-        x: arguments of the forward.
-        z: [R, V] logits before their bound; mutated if gradients are asked for.
-        target: [R, 1] targets; ``counts`` [R, 1] tells which have a loss.
-        p: [R, V] scratch in the dtype of sums.
-
-    Returns:
-        The sum [] of log probabilities of targets.
-    """
-    cap = x.softcap
-    bounded = z if cap is None else cap * (z.to(p.dtype) / cap).tanh_()
-    torch.log_softmax(bounded, -1, p.dtype, out=p)
-    picked = p.gather(1, target.clamp(min=0))
-    total = picked.where(counts, 0.0).sum()
-    if not x.of_hidden and not x.of_weight:
-        return total
-    p.exp_().scatter_add_(1, target.clamp(min=0), -torch.ones_like(picked))
-    if cap is not None:
-        p.mul_(1 - (bounded / cap).square_())
-    z.copy_(p)
-    return total
 
 
 def _add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:

@@ -14,14 +14,20 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import Dense, Op, Rows, define, pair_made, several_made
-from torch_hybrid.ops.implementations import in_torch
+from torch_hybrid.ops.implementations import in_cpp, in_torch
 
 IGNORED = -100  # target of a row without a loss
 
 
+_FOLDER = "torch_hybrid.ops.linear_cross_entropy"
+
+
 def _by_torch(launcher: str) -> dict[str, Implementation]:
-    path = f"torch_hybrid.ops.linear_cross_entropy._torch:{launcher}"
+    path = f"{_FOLDER}._torch:{launcher}"
     return {"torch": in_torch(path, dtypes=FLOATS_AND_FLOAT64, cuda_graph=True)}
+
+
+_CPP = in_cpp(f"{_FOLDER}._cpu:linear_cross_entropy_forward", checks_indices=False)
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -36,7 +42,7 @@ class LinearCrossEntropyForward(Op):
         of_hidden: whether the gradient of ``hidden`` is made.
         of_weight: whether that of ``weight`` is.
         softcap: bound of logits, which are ``softcap tanh(logits / softcap)``; None for none.
-        impl: "torch".
+        impl: "cpp" or "torch".
 
     Returns:
         The sum [] in float32, or float64 beside it; gradients [T, D] and [V, D], or [0].
@@ -97,14 +103,14 @@ def _gradients(ctx: Any, dtotal: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     hidden, weight, _targets, _total, dhidden, dweight = ctx.saved_tensors
     asked = ctx.options
     dhidden, dweight = linear_cross_entropy_backward(
-        hidden, weight, dhidden, dweight, dtotal, impl=asked["impl"]
+        hidden, weight, dhidden, dweight, dtotal, impl="torch"
     )
     return dhidden if asked["of_hidden"] else None, dweight if asked["of_weight"] else None, None
 
 
 linear_cross_entropy_forward = define(
     LinearCrossEntropyForward,
-    _by_torch("linear_cross_entropy_forward"),
+    {"cpp": _CPP, **_by_torch("linear_cross_entropy_forward")},
     returns=several_made(3, empty_results),
     backward=_gradients,
     saves_results=1,

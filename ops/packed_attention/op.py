@@ -1,8 +1,7 @@
-"""Attention within packed sequences on a CPU, which differentiates: one call of torch's flash
-kernel for each sequence, so that no T x T mask is made.
+"""Attention within packed sequences on a CPU, which differentiates, without a T x T mask.
 
-That loop reads the lengths, so it is an op: a graph has it as one node. On a GPU torch's own
-kernels take lengths from the device.
+Lengths are read, so it is an op: a graph has it as one node. On a GPU torch's own kernels take
+lengths from the device.
 """
 
 from __future__ import annotations
@@ -14,16 +13,28 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
-from torch_hybrid.ops.core.declare import Index, Op, Rows, define, pair_made, several_made
+from torch_hybrid.ops.core.declare import Cpp, Index, Op, Rows, define, pair_made, several_made
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.core.state_bounds import check_offsets
+from torch_hybrid.ops.implementations import CPU, in_cpp
 
-_CAPABILITY = Capability(devices=frozenset({"cpu"}), dtypes=FLOATS_AND_FLOAT64)
+_BY_TORCH = Capability(devices=CPU, dtypes=FLOATS_AND_FLOAT64)
+_CPP = Cpp(
+    "num_offsets-1=num_seqs H=num_heads HKV=num_k_heads K=head_dim V=v_head_dim",
+    values={
+        "span": "x.window or 2**31",
+        "reach": "0 if x.bias is None else x.bias.shape[2]",
+        "num_picked": "0 if x.blocks is None else x.blocks.shape[1]",
+    },
+)
 
 
-def _by_torch(launcher: str) -> dict[str, Implementation]:
-    path = f"torch_hybrid.ops.packed_attention._torch:{launcher}"
-    return {"torch": Implementation(capability=_CAPABILITY, launcher=path)}
+def _implementations(launcher: str) -> dict[str, Implementation]:
+    folder = "torch_hybrid.ops.packed_attention"
+    return {
+        "cpp": in_cpp(f"{folder}._cpu.cpp:{launcher}", checks_indices=False),
+        "torch": Implementation(capability=_BY_TORCH, launcher=f"{folder}._torch:{launcher}"),
+    }
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -42,7 +53,7 @@ class PackedAttentionForward(Op):
         scale: factor on products.
         window: tokens that one attends to, itself among them; None for all.
         block_size: tokens in a block.
-        impl: "torch".
+        impl: "cpp" or "torch".
 
     Returns:
         [T, H, V] outputs in q's dtype, and log-sum-exps [T, H] in float32, or float64 beside it.
@@ -91,7 +102,7 @@ class PackedAttentionBackward(PackedAttentionForward):
         out, lse: what it returned.
         dout: [T, H, V] gradient of the outputs.
         dlse: [T, H] gradient of the log-sum-exps, or None for zeros.
-        impl: "torch".
+        impl: "cpp" or "torch".
 
     Returns:
         Gradients of q, k, v and bias; empty where that is None.
@@ -117,9 +128,10 @@ def empty_gradients(x: PackedAttentionForward) -> tuple[Tensor, ...]:
 
 packed_attention_backward = define(
     PackedAttentionBackward,
-    _by_torch("packed_attention_backward"),
+    _implementations("packed_attention_backward"),
     returns=several_made(4, empty_gradients),
     flops="T * T * H * (6 * K + 4 * V) // max(num_offsets - 1, 1)",
+    cpp=_CPP,
 )
 
 
@@ -134,9 +146,10 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
 
 packed_attention_forward = define(
     PackedAttentionForward,
-    _by_torch("packed_attention_forward"),
+    _implementations("packed_attention_forward"),
     returns=pair_made(empty_results),
     backward=_gradients,
     saves_results=2,
     flops="2 * T * T * H * (K + V) // max(num_offsets - 1, 1)",
+    cpp=_CPP,
 )

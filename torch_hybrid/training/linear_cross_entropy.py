@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.ops.core.autograd import check_no_tangents
+from torch_hybrid.ops.core.registration import first_impl
 from torch_hybrid.ops.linear_cross_entropy import IGNORED, linear_cross_entropy_forward
 
 
@@ -38,7 +39,7 @@ class LossHead(nn.Linear):
             of_hidden=is_recording and hidden.requires_grad,
             of_weight=is_recording and weight.requires_grad,
             softcap=softcap,
-            impl="torch",
+            impl=first_impl("linear_cross_entropy_forward", hidden.device, hidden.dtype),
         )[0]
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.autograd import check_no_tangents
+from torch_hybrid.ops.core.registration import first_impl
 from torch_hybrid.ops.packed_attention import packed_attention_forward
 from torch_hybrid.ops.packed_attention.reference import masked_attention
 from torch_hybrid.training.flex_attention import attend_in_blocks
@@ -46,7 +47,7 @@ def packed_attention(
             scale=scale,
             window=window,
             block_size=block_size,
-            impl="torch",
+            impl=first_impl("packed_attention_forward", q.device, q.dtype),
         )[0]
     if q.is_cuda and not dropout and q.dtype != torch.float64:
         return attend_in_blocks(q, k, v, cu_seqlens, scale, window, blocks, block_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch_hybrid.ops.linear_cross_entropy.reference import linear_cross_entropy
 from torch_hybrid.training.linear_cross_entropy import LossHead
 
 TOKENS, DIM, VOCAB = 600, 8, 37
+BY = [*product(("cpp", "torch"), (torch.float32, torch.bfloat16)), ("torch", torch.float64)]
 
 
 def make_head(
@@ -27,17 +30,27 @@ def make_head(
 
 @pytest.mark.parametrize("rows", [256, TOKENS])  # of a chunk
 @pytest.mark.parametrize("softcap", [None, 0.5])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("impl", "dtype"), BY)
 def test_loss_and_gradients_are_those_of_whole_logits(
-    dtype: torch.dtype, softcap: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
+    impl: str,
+    dtype: torch.dtype,
+    softcap: float | None,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    sizes = {"_BLOCK": 16, "_CACHED": 100 * VOCAB, "_FEWEST_ROWS": {"cpu": rows}}
+    sizes = {"_BLOCK": 16, "_CACHED": 100 * VOCAB, "_FEWEST_ROWS_ON_A_CPU": rows}
     for name, size in sizes.items():
         monkeypatch.setattr(f"torch_hybrid.ops.linear_cross_entropy._torch.{name}", size)
     head, hidden, targets = make_head(dtype)
     exact = [x.detach().double().requires_grad_() for x in (hidden, head.weight)]
     whole = linear_cross_entropy(exact[0].flatten(0, 1), exact[1], targets.flatten(), softcap)
-    loss = head(hidden, targets, softcap)
+    loss, *_ = linear_cross_entropy_forward(
+        *(hidden.flatten(0, 1), head.weight, targets.flatten()),
+        of_hidden=True,
+        of_weight=True,
+        softcap=softcap,
+        impl=impl,
+    )
     made = torch.autograd.grad(loss / 3, (hidden, head.weight))
     expected = torch.autograd.grad(whole / 3, exact)
     tolerance = (

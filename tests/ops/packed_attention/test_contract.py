@@ -22,20 +22,22 @@ def packed_attention(
     v: Tensor,
     cu_seqlens: Tensor = OFFSETS,
     blocks: Tensor | None = None,
+    impl: str = "torch",
     **options: Any,
 ) -> Tensor:
-    options |= {"scale": 0.3, "impl": "torch"}
+    options |= {"scale": 0.3, "impl": impl}
     return packed_attention_forward(q, k, v, cu_seqlens, blocks, None, **options)[0]
 
 
-def make_blocks() -> Tensor:
-    """Pick blocks [47, 2] of 3 tokens, at random among those that are complete."""
+def make_blocks(offsets: Tensor = OFFSETS, num_tokens: int = 47) -> Tensor:
+    """Pick blocks [T, 2] of 3 tokens, at random among those that are complete."""
     generator = torch.Generator().manual_seed(2)
     rows = []
-    for length in OFFSETS.diff().tolist():
+    for length in offsets.diff().tolist():
         for complete in ((position + 1) // 3 for position in range(length)):
             best = torch.randperm(complete, generator=generator)[:2].sort().values
             rows.append([*best.tolist(), -1, -1][:2])
+    rows += [[-1, -1]] * (num_tokens - len(rows))
     return torch.tensor(rows, dtype=torch.int32)
 
 
@@ -95,11 +97,46 @@ def test_gradients_of_outputs_and_log_sum_exps(seen: str, reach: int | None):
     torch.autograd.gradcheck(attend, inputs, fast_mode=True)
 
 
+@pytest.mark.parametrize("reach", [None, 4, 90])
+@pytest.mark.parametrize("window", [None, 1, 7, 100, "blocks"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpp_rounds_no_more_than_torch(
+    dtype: torch.dtype, shape: str, window: int | str | None, reach: int | None
+):
+    """Several tiles of a sequence, and padding behind the last one."""
+    num_heads, num_kv_heads, k_dim, v_dim = SHAPES[shape]
+    sizes = [(num_heads, k_dim), (num_kv_heads, k_dim), (num_kv_heads, v_dim)]
+    sizes += [(num_heads, reach)] if reach is not None else []
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(160, *size, generator=generator).to(dtype) for size in sizes]
+    offsets = torch.tensor([0, 1, 1, 131, 150], dtype=torch.int32)
+    seen: dict[str, Any] = {"window": window}
+    blocks = None
+    if window == "blocks":
+        seen, blocks = {"block_size": 3}, make_blocks(offsets, 160)
+    weight = torch.randn(160, num_heads, v_dim, generator=generator).to(dtype)
+
+    def made(impl: str, dtype: torch.dtype) -> list[Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in given]
+        bias = inputs[3] if reach is not None else None
+        options = {"scale": 0.3, "impl": impl, **seen}
+        out, lse = packed_attention_forward(*inputs[:3], offsets, blocks, bias, **options)
+        loss = (out * weight.to(dtype)).sum() + (0.0 if reach is None else lse.sin().sum())
+        return [out, lse, *torch.autograd.grad(loss, inputs)]
+
+    exact, by_torch = made("torch", torch.float64), made("torch", dtype)
+    for got, rounded, want in zip(made("cpp", dtype), by_torch, exact, strict=True):
+        bound = 2 * (rounded.double() - want).norm() + torch.finfo(dtype).eps * want.norm()
+        assert (got.double() - want).norm() <= bound
+
+
 @pytest.mark.parametrize("seen", ["all", "a window of 7", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype, seen: str):
+@pytest.mark.parametrize("impl", ["cpp", "torch"])
+def test_a_sequence_has_the_bits_that_it_has_alone(impl: str, dtype: torch.dtype, seen: str):
     q, k, v = make_inputs(dtype=dtype)
-    options = SEEN[seen]
+    options = {**SEEN[seen], "impl": impl}
     out = packed_attention(q, k, v, **options)
     alone = [x[1:40].detach().requires_grad_() for x in (q, k, v)]
     whole = torch.tensor([0, 39], dtype=torch.int32)
@@ -112,7 +149,8 @@ def test_a_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype, seen: str
     assert all(torch.equal(x[1:40], y) for x, y in zip(packed, single, strict=True))
 
 
-def test_threads_change_no_bits(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("impl", ["cpp", "torch"])
+def test_threads_change_no_bits(impl: str, monkeypatch: pytest.MonkeyPatch):
     """Those would of products of one head of keys, and of parts of one query."""
     monkeypatch.setattr(_torch, "_QUERIES", 128)
     generator, before, made = torch.Generator().manual_seed(0), torch.get_num_threads(), []
@@ -120,9 +158,9 @@ def test_threads_change_no_bits(monkeypatch: pytest.MonkeyPatch):
     inputs = [torch.randn(300, *size, generator=generator).requires_grad_() for size in sizes]
     q, k, v, bias = inputs
     offsets = torch.tensor([0, 257, 290, 300], dtype=torch.int32)
-    options: dict[str, Any] = {"scale": 0.1, "impl": "torch"}
+    options: dict[str, Any] = {"scale": 0.1, "impl": impl}
     try:
-        for threads in (1, 2):
+        for threads in (1, 4):
             torch.set_num_threads(threads)
             made += [packed_attention_forward(q, k, v, offsets, None, bias, **options)]
             out, lse = made[-1]

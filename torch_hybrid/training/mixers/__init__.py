@@ -20,6 +20,7 @@ from torch_hybrid.training.mixers.inkling import (
     ScaledConvolution,
     SeeingModel,
     SeparateSinkAttention,
+    SharedExperts,
     SinkAttention,
 )
 from torch_hybrid.training.mixers.lightning import LightningAttention
@@ -68,6 +69,7 @@ TWINS: dict[str, type[Twin]] = {
     "MiniMaxLightningAttention": LightningAttention,
     "InklingAttention": BiasedAttention,
     "InklingShortConvolution": AddedConvolution,
+    "InklingSharedExperts": SharedExperts,
     "InklingModel": SeeingModel,
     "Inkling2SlidingAttention": SinkAttention,
     "Inkling2FullAttention": DynamicSinkAttention,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from torch_hybrid.models.inkling2 import by_older_names
 from torch_hybrid.packing import Packing
@@ -173,6 +174,23 @@ class DynamicSinkAttention(SeparateSinkAttention):
         v = dynamically_convolved(own.v_sconv, own.v_proj(of_values), of_values, packing)
         q, mix = grown(*self.clipped(x), packing, self.config)
         return self.gated(x, q, mix, k, v, packing)
+
+
+class SharedExperts(Twin):
+    """Experts that all tokens take, as in Inkling, in one product each way."""
+
+    act_fn: Submodule
+    gate_proj: Tensor
+    up_proj: Tensor
+    down_proj: Tensor
+    n_shared_experts: int
+
+    def forward(self, hidden_states: Tensor, gammas: Tensor) -> Tensor:  # type: ignore[override]
+        """Map [B, T, D] to [B, T, D] by the weight of each expert [B T, experts]."""
+        gate, up = (linear(hidden_states, x.flatten(0, 1)) for x in (self.gate_proj, self.up_proj))
+        experts = (self.act_fn(gate) * up).unflatten(-1, (self.n_shared_experts, -1))
+        weighted = experts * gammas.view(*experts.shape[:-1], 1)
+        return linear(weighted.flatten(-2), self.down_proj.transpose(0, 1).flatten(1))
 
 
 class SeeingModel(Twin):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.core.autograd import check_no_tangents
+from torch_hybrid.ops.core.registration import first_impl
 from torch_hybrid.ops.packed_attention import packed_attention_forward
 from torch_hybrid.ops.packed_attention.reference import masked_attention_with_biases
 from torch_hybrid.training.flex_attention import attend_with_biases
@@ -47,4 +48,5 @@ def biased_attention(
     if q.is_cuda:
         return attend_with_biases(q, k, v, bias, cu_seqlens, scale, window)
     given = (q, k, v, cu_seqlens, None, bias)
-    return packed_attention_forward(*given, scale=scale, window=window, impl="torch")
+    impl = first_impl("packed_attention_forward", q.device, q.dtype)
+    return packed_attention_forward(*given, scale=scale, window=window, impl=impl)

@@ -55,8 +55,9 @@ class ConvolvedProjection(Twin):
         before = by_channel.bias.to(x.dtype)  # what the convolution makes of nothing
         steps = reversed(range(1, self.grouped_kernel_size))
         taps = [*(earlier(x, packing, step, before) for step in steps), x]
-        rows = torch.stack([by_head(tap, self.head_dim) for tap in taps], 2).flatten(2)
+        # Dense by head: a product with rows that are not copies them in its backward.
+        rows = torch.stack([by_head(tap, self.head_dim).transpose(0, 1) for tap in taps], 2)
         weight = by_group.weight.unflatten(0, (-1, self.head_dim)).transpose(1, 3).flatten(1, 2)
         bias = by_group.bias.view(-1, 1, self.head_dim)
-        rows = rows.transpose(0, 1)
-        return torch.baddbmm(bias.to(x.dtype), rows, weight.to(x.dtype)).transpose(0, 1)
+        made = torch.baddbmm(bias.to(x.dtype), rows.flatten(2), weight.to(x.dtype))
+        return made.transpose(0, 1)
