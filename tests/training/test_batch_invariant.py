@@ -18,6 +18,7 @@ from tests.devices import needs_cuda
 from tests.serving.test_batch_invariant import PROMPTS, SIZES
 from tests.tiny_models import VOCAB_SIZE, cast
 from tests.training.twins import FAMILIES, flattened, furthest, grads, make_pair, make_rows
+from torch_hybrid.models.shared_weights import named_weights
 
 EAGER = {"compile": False}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -93,7 +94,7 @@ def test_sampled_tokens_have_the_log_probabilities_that_were_reported(
         assert engine.stats().prefix_cache.num_hits > 0
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "rwkv"])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "rwkv", "xlstm", "inkling"])
 def test_gradients_are_the_trainers(family: str):
     rows = make_rows()
     plain, trainer = make_pair(family)[1], make_trainer(family)
@@ -101,6 +102,27 @@ def test_gradients_are_the_trainers(family: str):
     loss = trainer(**flattened(rows)).loss
     torch.testing.assert_close(loss, plain(**flattened(rows)).loss)
     assert furthest(grads(trainer, loss), expected) < 1e-3
+
+
+def test_nothing_is_computed_in_vain():
+    """The head's product is the server's alone, and without gradients so are the layers."""
+    trainer, [row] = make_trainer(), make_rows([20])
+    trainer(row)  # makes the server, which would be a copy with hooks
+    ran: list[Any] = []
+    for part in (trainer.model, trainer.lm_head):
+        part.register_forward_hook(lambda part, *_: ran.append(part))
+    trainer(row, labels=row).loss.backward()
+    assert ran == [trainer.model]
+    for each in (trainer.train(), trainer.eval()):
+        with torch.no_grad():
+            made = each(row, labels=row, use_cache=False)
+        torch.testing.assert_close(made.loss, trainer(row, labels=row).loss)
+    ran.clear()
+    with torch.no_grad():
+        layers = trainer(row, output_hidden_states=True, use_cache=False).hidden_states
+        assert trainer.requires_grad_(False)(row, use_cache=False).hidden_states is None
+    assert len(layers) == 1 + trainer.config.num_hidden_layers
+    assert ran == [trainer.model]
 
 
 def test_rows_with_padding():
@@ -124,11 +146,37 @@ def test_a_graph_of_the_trainer(mode: str):
     made.loss.backward()
 
 
+def test_a_graph_of_an_optimizers_step_and_a_forward():
+    """In a graph, new weights are written in their places at its end."""
+    trainer, [row] = make_trainer(), make_rows([20])
+    before = trainer(row, labels=row)
+    before.loss.backward()
+    weights = list(trainer.parameters())
+    grads = [weight.grad for weight in weights]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step() -> Tensor:
+        with torch.no_grad():  # as an optimizer, whose own step breaks graphs
+            torch._foreach_add_(weights, grads, alpha=-0.1)
+        return trainer(row).logits
+
+    for _ in range(2):
+        made = step()
+        assert not torch.equal(made, before.logits)
+        assert torch.equal(made, trainer(row).logits)
+
+
 def test_the_op_is_what_its_schema_says():
     trainer, [row] = make_trainer(), make_rows([20])
-    logits = torch.randn(1, 20, VOCAB_SIZE, requires_grad=True)
-    given = (logits, row, torch.tensor([0, 12, 20], dtype=torch.int32), trainer.server.number)
-    torch.library.opcheck(torch.ops.torch_hybrid.served_logits.default, given)
+    head = trainer.lm_head.weight
+    hidden = torch.randn(1, 20, head.shape[1], requires_grad=True)
+    offsets = torch.tensor([0, 12, 20], dtype=torch.int32)
+    weights = [weight.detach() for _, weight in named_weights(trainer)]
+    number = trainer.server.number
+    given = (row, offsets, weights, 30.0, VOCAB_SIZE, torch.float32, number)
+    op = torch.ops.torch_hybrid.served_logits.default
+    torch.library.opcheck(op, (hidden, head, *given))
+    torch.library.opcheck(op, (None, None, *given))
 
 
 def test_adapters_and_checkpointing():
@@ -186,7 +234,7 @@ def test_what_cannot_be_had_is_refused():
         trainer(inputs_embeds=trainer.get_input_embeddings()(row))
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ValueError, match=r"runs in the dtype of its weights, .*, got logits"),
+        pytest.raises(ValueError, match=r"runs in the dtype of its weights, .*, got autocast"),
     ):
         trainer(row)
     decoder = make_pair()[0].model

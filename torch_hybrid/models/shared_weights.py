@@ -7,7 +7,7 @@ scaled anew.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -26,13 +26,18 @@ def adapt_shared(model: Any) -> HybridModel:
     Raises:
         UnsupportedError, ValueError: as ``adapt``.
     """
-    shared = {}
-    for name, weight in named_weights(model):
-        # PEFT merges an adapter into these. A detached tensor would count writes as the model's.
-        own = weight.data.clone() if ".base_layer." in name else weight.data
-        is_parameter = isinstance(weight, nn.Parameter)
-        shared[id(weight)] = nn.Parameter(own, requires_grad=False) if is_parameter else own
-    return adapt_where_it_lies(copy.deepcopy(model, shared))
+    # PEFT merges an adapter into a base. A detached tensor would count writes as the model's.
+    own = (w.data.clone() if ".base_layer." in name else w.data for name, w in named_weights(model))
+    return adapt_where_it_lies(with_weights(model, own))
+
+
+def with_weights(model: Any, weights: Iterable[Tensor]) -> Any:
+    """Copy a model, with these tensors for its ``named_weights``; none has gradients."""
+    taken = {}
+    for (_, old), new in zip(named_weights(model), weights, strict=True):
+        is_parameter = isinstance(old, nn.Parameter)
+        taken[id(old)] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+    return copy.deepcopy(model, taken)
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:

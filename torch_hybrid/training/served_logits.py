@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.training.linear_cross_entropy import LossHead
 
 if TYPE_CHECKING:
     from torch_hybrid.graphs.runner import Runner
@@ -56,11 +57,15 @@ class ServedLogits:
         if self._trainer() is not trainer:
             self._trainer, self._runner = weakref.ref(trainer), None
 
-    def compute(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Run the sequences of packed ``tokens`` [T], and return logits [T, vocab_size]."""
+    def compute(self, tokens: Tensor, cu_seqlens: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """Run the sequences of packed ``tokens`` [T], and return logits [T, vocab_size].
+
+        ``weights`` are values of the trainer's, which are elsewhere in a graph that changes them.
+        """
         given: list[int] = tokens.tolist()
         ends = sorted({0, *cu_seqlens.tolist(), len(given)})
-        runner = self._with_weights_of_now(max(end - start for start, end in pairwise(ends)))
+        longest = max(end - start for start, end in pairwise(ends))
+        runner = self._with_weights(weights, longest)
         live: dict[int, Any] = {}  # by the end of a sequence
         parts: list[Tensor] = []
         try:
@@ -76,16 +81,19 @@ class ServedLogits:
             runner.free([*live.values()])  # of a step that failed
         return torch.cat(parts)
 
-    def _with_weights_of_now(self, longest: int) -> Runner:
-        """Make the runner, or give it the trainer's weights."""
-        from torch_hybrid.models.shared_weights import named_weights
+    def _with_weights(self, weights: Sequence[Tensor], longest: int) -> Runner:
+        """Make the runner, or give it new weights."""
+        from torch_hybrid.models.shared_weights import named_weights, with_weights
 
         model: Any = self._trainer()
         if model is None:
             raise RuntimeError("a copy of a model is called once before it is compiled")
-        if any(isinstance(w, DTensor) for w in model.parameters()):
-            raise UnsupportedError("batch_invariant=True needs whole weights, got sharded ones")
-        memory = [(w.data_ptr(), w.device, w.dtype) for _, w in named_weights(model)]
+        own = [weight for _, weight in named_weights(model)]
+        memory: Sequence[object] = _places(weights)
+        if memory != _places(own):  # that of a graph, which ends with it
+            memory = [(w.device, w.dtype) for w in own]
+            stays = self._room >= longest and memory == self._memory
+            model = with_weights(model, weights if stays else [w.clone() for w in weights])
         runner = self._runner
         if runner is None or self._room < longest or memory != self._memory:
             self._memory, self._runner = memory, (runner := self._make(model, longest))
@@ -131,46 +139,134 @@ def _steps(
         yield step
 
 
+def _places(weights: Sequence[Tensor]) -> list[tuple[int, torch.device, torch.dtype]]:
+    """Tell where weights lie."""
+    return [(each.data_ptr(), each.device, each.dtype) for each in weights]
+
+
 @torch.library.custom_op("torch_hybrid::served_logits", mutates_args=())
-def _served_logits(logits: Tensor, input_ids: Tensor, cu_seqlens: Tensor, server: int) -> Tensor:
-    served = _SERVERS[server].compute(input_ids.flatten(), cu_seqlens)
-    if torch.promote_types(served.dtype, logits.dtype) != logits.dtype:
+def _served_logits(
+    hidden: Tensor | None,
+    head: Tensor | None,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    weights: Sequence[Tensor],
+    softcap: float | None,
+    vocab_size: int,
+    dtype: torch.dtype,
+    server: int,
+) -> Tensor:
+    served = _SERVERS[server].compute(input_ids.flatten(), cu_seqlens, weights)
+    if served.dtype != dtype:
         raise ValueError(
-            f"a model with batch_invariant=True runs in the dtype of its weights, {served.dtype}, "
-            f"got logits of {logits.dtype}: leave autocast, or cast the model"
+            f"a model with batch_invariant=True has a head in the dtype of its embeddings, "
+            f"{served.dtype}, got {dtype}"
         )
-    made = torch.full_like(logits, -torch.inf)  # of columns that stand for no token
-    made.flatten(0, -2)[:, : served.shape[1]] = served
+    made = served.new_full((*input_ids.shape, vocab_size), -torch.inf)
+    made.flatten(0, -2)[:, : served.shape[1]] = served  # other columns stand for no token
     return made
 
 
 @_served_logits.register_fake
-def _empty_logits(logits: Tensor, *_: Any) -> Tensor:
+def _empty_logits(
+    hidden: Tensor | None,
+    head: Tensor | None,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    weights: Sequence[Tensor],
+    softcap: float | None,
+    vocab_size: int,
+    dtype: torch.dtype,
+    server: int,
+) -> Tensor:
     """Make a tensor as the op returns it."""
-    return torch.empty_like(logits)
+    return input_ids.new_empty((*input_ids.shape, vocab_size), dtype=dtype)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return grad, None, None, None
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep the factors of the product that the values stand for, and what bounds them."""
+    hidden, head, _, _, weights, ctx.softcap, *_ = inputs
+    ctx.num_weights = len(weights)
+    ctx.save_for_backward(None if head is None else hidden, head, output if ctx.softcap else None)
 
 
-_served_logits.register_autograd(_backward)
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Compute the gradients of logits = bound(hidden @ head.T)."""
+    hidden, head, bounded = ctx.saved_tensors
+    if bounded is not None:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        share = bounded.to(wide) / ctx.softcap
+        grad = (grad * (1 - share * share)).to(grad.dtype)
+    others = None, None, [None] * ctx.num_weights, None, None, None, None
+    if head is None:
+        return grad, None, *others
+    needs_hidden, needs_head = ctx.needs_input_grad[:2]
+    dhidden = grad @ head if needs_hidden else None
+    dhead = grad.flatten(0, -2).T @ hidden.flatten(0, -2) if needs_head else None
+    return dhidden, dhead, *others
+
+
+_served_logits.register_autograd(_backward, setup_context=_keep)
 
 
 def served_logits(
-    trainer: nn.Module, logits: Tensor, inputs: Mapping[str, Any], server: ServedLogits
+    trainer: Any,
+    hidden: Tensor | None,
+    inputs: Mapping[str, Any],
+    server: ServedLogits,
+    softcap: float | None,
+    vocab_size: int | None,
 ) -> Tensor:
-    """Give a trainer's ``logits`` [B, T, V] the values that its server has.
+    """Compute logits [B, T, V] of a trainer by its server.
+
+    Args:
+        trainer: a causal language model, whose ``lm_head`` has gradients for these logits.
+        hidden: [B, T, D], its hidden states, which have gradients as well; None without gradients.
+        inputs: its inputs.
+        server: its server.
+        softcap: bound of its logits.
+        vocab_size: the number of its logits, if it is not that of the rows of its head.
 
     Raises:
-        ValueError: the inputs are no tokens, or have images.
+        ValueError: the inputs are no tokens, or have images; or this is in autocast.
+        UnsupportedError: weights are sharded.
     """
+    from torch_hybrid.models.shared_weights import named_weights
+
     tokens: Tensor | None = inputs.get("input_ids")
     others = [k for k, v in inputs.items() if k.startswith("pixel_values") and v is not None]
     if tokens is None or others:
         came = ", ".join(others) or "inputs_embeds"
         raise ValueError(f"a model with batch_invariant=True takes input_ids alone, got {came}")
+    weights = [weight.detach() for _, weight in named_weights(trainer)]
+    if any(isinstance(weight, DTensor) for weight in weights):
+        raise UnsupportedError("batch_invariant=True needs whole weights, got sharded ones")
+    head = trainer.lm_head
+    dtype, kind = head.weight.dtype, tokens.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype:
+        raise ValueError(
+            f"a model with batch_invariant=True runs in the dtype of its weights, {dtype}, "
+            f"got autocast to {torch.get_autocast_dtype(kind)}: leave autocast, or cast the model"
+        )
+    vocab_size = len(head.weight) if vocab_size is None else vocab_size
+    factor: Tensor | None = None
+    if hidden is not None:
+        hidden = hidden.to(dtype)  # backbones may keep their residuals in float32
+        if isinstance(head, LossHead):
+            factor = head.weight[:vocab_size]
+        else:  # of PEFT, or with a bias
+            hidden = head(hidden)[..., :vocab_size]
     if not torch.compiler.is_compiling():
         server.serve(trainer)
-    made: Tensor = _served_logits(logits, tokens, inputs["packing"].cu_seqlens, server.number)
+    made: Tensor = _served_logits(
+        hidden,
+        factor,
+        tokens,
+        inputs["packing"].cu_seqlens,
+        weights,
+        softcap,
+        vocab_size,
+        dtype,
+        server.number,
+    )
     return made
