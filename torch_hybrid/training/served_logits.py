@@ -57,17 +57,21 @@ class ServedLogits:
         if self._trainer() is not trainer:
             self._trainer, self._runner = weakref.ref(trainer), None
 
-    def compute(self, tokens: Tensor, cu_seqlens: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Run the sequences of packed ``tokens`` [T], and return logits [T, vocab_size].
+    def compute(
+        self, tokens: Tensor, cu_seqlens: Tensor, weights: Sequence[Tensor], out: Tensor
+    ) -> None:
+        """Run the sequences of packed ``tokens`` [T], and write their logits to ``out`` [T, V].
 
         ``weights`` are values of the trainer's, which are elsewhere in a graph that changes them.
+        Columns past those of the server stand for no token.
         """
         given: list[int] = tokens.tolist()
         ends = sorted({0, *cu_seqlens.tolist(), len(given)})
         longest = max(end - start for start, end in pairwise(ends))
         runner = self._with_weights(weights, longest)
         live: dict[int, Any] = {}  # by the end of a sequence
-        parts: list[Tensor] = []
+        num_done = 0
+        out[:, runner.vocab_size :] = -torch.inf
         try:
             for step in _steps(ends, runner.max_tokens, runner.max_seqs):
                 new = [end for end, _, _ in step if end not in live]
@@ -75,11 +79,17 @@ class ServedLogits:
                 seqs, new_tokens = zip(
                     *((live[end], given[a:b]) for end, a, b in step), strict=True
                 )
-                parts.append(runner.extend(seqs, new_tokens, logits="all").clone())
+                made = runner.extend(seqs, new_tokens, logits="all")
+                if made.dtype != out.dtype:
+                    raise ValueError(
+                        f"a model with batch_invariant=True has a head in the dtype of its other "
+                        f"weights, {made.dtype}, got {out.dtype}"
+                    )
+                out[num_done : num_done + len(made), : runner.vocab_size] = made
+                num_done += len(made)
                 runner.free([live.pop(end) for end, _, b in step if b == end])
         finally:
             runner.free([*live.values()])  # of a step that failed
-        return torch.cat(parts)
 
     def _with_weights(self, weights: Sequence[Tensor], longest: int) -> Runner:
         """Make the runner, or give it new weights."""
@@ -156,14 +166,8 @@ def _served_logits(
     dtype: torch.dtype,
     server: int,
 ) -> Tensor:
-    served = _SERVERS[server].compute(input_ids.flatten(), cu_seqlens, weights)
-    if served.dtype != dtype:
-        raise ValueError(
-            f"a model with batch_invariant=True has a head in the dtype of its embeddings, "
-            f"{served.dtype}, got {dtype}"
-        )
-    made = served.new_full((*input_ids.shape, vocab_size), -torch.inf)
-    made.flatten(0, -2)[:, : served.shape[1]] = served  # other columns stand for no token
+    made = input_ids.new_empty((*input_ids.shape, vocab_size), dtype=dtype)
+    _SERVERS[server].compute(input_ids.flatten(), cu_seqlens, weights, made.flatten(0, -2))
     return made
 
 
