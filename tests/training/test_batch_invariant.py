@@ -15,8 +15,9 @@ from torch import Tensor
 
 import torch_hybrid as th
 from tests.devices import needs_cuda
-from tests.serving.test_batch_invariant import PROMPTS, SIZES
+from tests.serving.test_batch_invariant import SIZES
 from tests.tiny_models import VOCAB_SIZE, cast
+from tests.training.histories import Histories
 from tests.training.twins import FAMILIES, flattened, furthest, grads, make_pair, make_rows
 from torch_hybrid.models.shared_weights import named_weights
 
@@ -58,7 +59,7 @@ def assert_same_bits(trainer: Any, server: th.Runner, rows: list[Tensor]) -> Non
 @DTYPES
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trainer_has_the_bits_of_a_server(family: str, dtype: torch.dtype):
-    """Packed in any order, and after a step of an optimizer as well."""
+    """Packed in any order, and after a step of an optimizer as well; whatever way it served."""
     trainer, rows = make_trainer(family, dtype), make_rows()
     before = make_server(trainer)
     assert_same_bits(trainer, before, rows)
@@ -68,30 +69,10 @@ def test_a_trainer_has_the_bits_of_a_server(family: str, dtype: torch.dtype):
     after = make_server(trainer)
     assert not torch.equal(in_chunks(after, rows[0]), in_chunks(before, rows[0]))
     assert_same_bits(trainer, after, rows[::-1])
-
-
-@DTYPES
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "bailing_hybrid", "lfm2"])
-def test_sampled_tokens_have_the_log_probabilities_that_were_reported(
-    family: str, dtype: torch.dtype
-):
-    """With prefixes that are kept, drafts, and too few pages for all prompts at once."""
-    trainer = make_trainer(family, dtype)
-    runner = make_server(trainer, max_snapshots=4, max_drafts=3, kv_tokens=208)
-    options = {
-        "prefix_cache": th.PrefixCache(min_tokens=8),
-        "speculate": th.Speculation("ngram", num_drafts=3),
-    }
-    sampling = th.Sampling(max_new_tokens=12, ignore_eos=True, temperature=1.0, logprobs=0, seed=3)
-    with th.Engine(runner, **options) as engine:
-        for _ in range(2):
-            for out in engine.generate(PROMPTS, sampling):
-                tokens = torch.tensor([PROMPTS[out.index] + out.tokens])
-                first = tokens.shape[1] - len(out.tokens)
-                logits = trainer(tokens).logits[0, first - 1 : -1]
-                made = th.token_logprobs(logits, tokens[0, first:])
-                assert made.tolist() == [each.logprob for each in out.logprobs or ()]
-        assert engine.stats().prefix_cache.num_hits > 0
+    histories = Histories(trainer, seed=1)
+    histories.round()
+    counts = histories.counts
+    assert min(counts.histories, counts.hits, counts.preemptions, counts.accepted) > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "rwkv", "xlstm", "inkling"])
