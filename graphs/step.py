@@ -96,12 +96,14 @@ class AdaptableModel(Model, Protocol):
     """Model whose linear layers adapters may change, one of several for each row.
 
     ``adapter_sites`` lists these layers. ``read_adapter`` reads an adapter of at most some rank
-    from a folder, as factors of each part of each site.
+    from a folder or a model, as factors of each part of each site.
     """
 
     def adapter_sites(self) -> Sequence[AdapterSite]: ...
 
-    def read_adapter(self, folder: Path, max_rank: int) -> Sequence[Sequence[Factors]]: ...
+    def read_adapter(
+        self, source: Path | nn.Module, max_rank: int
+    ) -> Sequence[Sequence[Factors]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import copy
 import pickle
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import torch_hybrid as th
 from tests.devices import needs_cuda
+from tests.models import fp8_checkpoint
 from tests.serving.test_batch_invariant import SIZES
-from tests.tiny_models import VOCAB_SIZE, cast
+from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, cast, make_model
 from tests.training.histories import Histories
+from tests.training.test_companions import TARGETS
 from tests.training.twins import FAMILIES, flattened, furthest, grads, make_pair, make_rows
 from torch_hybrid.models.shared_weights import named_weights
 
@@ -39,17 +44,17 @@ def make_server(trainer: Any, **options: Any) -> th.Runner:
     return th.Runner(model, **{**SIZES, "batch_invariant": True, **options})
 
 
-def in_chunks(server: th.Runner, row: Tensor) -> Tensor:
+def in_chunks(server: th.Runner, row: Tensor, **options: Any) -> Tensor:
     """Compute the logits of a row [1, T]."""
-    [seq], tokens = server.new_sequences(1), row[0].tolist()
+    [seq], tokens = server.new_sequences(1, **options), row[0].tolist()
     chunks = [tokens[start:end] for start, end in pairwise(CUTS) if start < len(tokens)]
     made = [server.extend([seq], [chunk], logits="all").clone() for chunk in chunks]
     server.free([seq])
     return torch.cat(made)
 
 
-def assert_same_bits(trainer: Any, server: th.Runner, rows: list[Tensor]) -> None:
-    logits = torch.cat([in_chunks(server, row) for row in rows])
+def assert_same_bits(trainer: Any, server: th.Runner, rows: list[Tensor], **options: Any) -> None:
+    logits = torch.cat([in_chunks(server, row, **options) for row in rows])
     made = trainer(**flattened(rows)).logits[0]
     tokens = torch.cat(rows, 1)[0].to(made.device)
     assert torch.equal(made[:, : logits.shape[1]], logits.to(made.dtype))
@@ -175,6 +180,63 @@ def test_adapters_and_checkpointing():
     assert torch.equal(weight, kept)  # nothing was merged into the trainer
 
 
+def over_fp8(folder: Path) -> Any:
+    """Make a LoRA over a checkpoint in block-FP8, as transformers holds it."""
+    sizes = {**FEWEST_LAYERS["qwen3_next_dense"], **fp8_checkpoint.SIZES}
+    model = make_model("qwen3_next_dense", **sizes)
+    fp8_checkpoint.save(model, folder)
+    stored = load_file(folder / "model.safetensors")
+    for name in [each.removesuffix("_scale_inv") for each in stored if "_scale_inv" in each]:
+        path = name.removesuffix(".weight")
+        linear = model.get_submodule(path)
+        model.set_submodule(path, FP8Linear(linear.in_features, linear.out_features, (128, 128)))
+    model.load_state_dict(stored)
+    model.config.quantization_config = fp8_checkpoint.QUANTIZATION
+    model.config._name_or_path = str(folder)
+    return make_lora(model)
+
+
+def over_integers(folder: Path) -> Any:
+    """Make a LoRA over INT8 of torchao."""
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = make_model("qwen3_next_dense", **FEWEST_LAYERS["qwen3_next_dense"])
+    model.save_pretrained(folder)
+    quantize_(model.model.requires_grad_(False), Int8WeightOnlyConfig())
+    model.config.quantization_config = {"quant_method": "torchao"}
+    model.config._name_or_path = str(folder)
+    return make_lora(model)
+
+
+def make_lora(model: Any) -> Any:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_an_adapter_over_a_quantized_base(weights: str, tmp_path: Path):
+    make = over_fp8 if weights == "auto" else over_integers
+    given = {} if weights == "auto" else {"weights": weights}
+    adapted = th.make_trainable(make(tmp_path), batch_invariant={**EAGER, **given})
+    rows, options = make_rows(), {**SIZES, "batch_invariant": True, "max_adapters": 1}
+    server = th.Runner(th.from_pretrained(tmp_path, weights=weights), **options)
+    step = torch.compile(adapted, fullgraph=True, backend="aot_eager")
+    for number in range(2):
+        adapted.save_pretrained(tmp_path / str(number))
+        for source in (adapted, tmp_path / str(number)):  # from memory or not
+            server.load_adapter("policy", source)
+            assert_same_bits(adapted, server, rows, adapter="policy")
+            server.unload_adapter("policy")
+        adapted(**flattened(rows)).loss.backward()
+        torch.optim.SGD(adapted.parameters(), lr=0.1).step()
+    assert torch.equal(step(**flattened(rows)).logits, adapted(**flattened(rows)).logits)
+    with adapted.disable_adapter(), torch.no_grad():
+        assert_same_bits(adapted, server, rows)
+
+
 def test_copies_and_longer_sequences():
     trainer, rows = make_trainer(), make_rows()
     trainer(rows[0])
@@ -223,6 +285,11 @@ def test_what_cannot_be_had_is_refused():
         th.make_trainable(decoder, batch_invariant=True)
     with pytest.raises(th.UnsupportedError, match="MTP head and batch_invariant do not go"):
         th.make_trainable(make_pair()[0], mtp="anywhere", batch_invariant=True)
+    for method, missing in (("torchao", "'weights': 'int8'"), ("fp8", "name_or_path is empty")):
+        base = make_pair()[0]
+        base.config.quantization_config = {"quant_method": method}
+        with pytest.raises(th.UnsupportedError, match=missing):
+            th.make_trainable(make_lora(base), batch_invariant=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         make_trainer(colour="red")(row)
 

@@ -41,15 +41,18 @@ def adapter_sites(model: HybridModel) -> list[AdapterSite]:
     ]
 
 
-def read_for_sites(model: HybridModel, folder: Path, max_rank: int) -> list[list[Factors]]:
+def read_for_sites(
+    model: HybridModel, source: Path | nn.Module, max_rank: int
+) -> list[list[Factors]]:
     """Read an adapter of at most this rank, for each part of each site.
 
     Raises:
         ValueError, UnsupportedError: as ``Runner.load_adapter`` does.
     """
     places = _places(model)
-    read = read_adapter(folder, max_rank)
-    check_targets(read, places, folder)
+    read = read_adapter(source, max_rank)
+    where = f"a {type(source).__name__}" if isinstance(source, nn.Module) else source
+    check_targets(read, places, where)
     return [factors_of(read, parts) for _, _, parts in _sites(model)]
 
 

@@ -1,4 +1,4 @@
-"""Reading of adapters (LoRA) from folders as peft writes them.
+"""Reading of adapters (LoRA), from folders as peft writes them or from a model of peft.
 
 What peft knows beside plain low-rank products is refused by name: a field of the config that
 changes what is computed, and a tensor that is no factor.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.adapted import Factors
@@ -46,32 +46,61 @@ class LowRank:
     b: Tensor
 
 
-def read_adapter(folder: Path, max_rank: int) -> dict[str, LowRank]:
+def read_adapter(source: Path | nn.Module, max_rank: int) -> dict[str, LowRank]:
     """Read an adapter's factors, by the names of the layers of transformers that they adapt.
 
+    Args:
+        source: the folder of an adapter; or a model of peft, or of transformers with an adapter.
+        max_rank: largest rank of a factor.
+
     Raises:
-        ValueError: the folder has no adapter, its files are damaged or incomplete, numbers are not
+        ValueError: there is no adapter, its files are damaged or incomplete, numbers are not
             finite, or a rank is larger than ``max_rank``.
         UnsupportedError: the adapter is none of plain low-rank products.
     """
-    config = _read_config(folder)
+    if isinstance(source, nn.Module):
+        where: object = f"a {type(source).__name__}"
+        config, tensors = _of_model(source)
+    else:
+        where = source / _WEIGHTS
+        config, tensors = _read_config(source), _read_tensors(source)
     halves: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in _read_tensors(folder).items():
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} in {where} has NaN or infinite values")
         found = _FACTOR.fullmatch(name)
         if found is None:
             if name.endswith(".base_layer.weight"):  # peft writes the base's beside embeddings
                 continue
             raise UnsupportedError(
-                f"{name} in {folder / _WEIGHTS} is no factor of a linear layer: only those are "
-                f"served"
+                f"{name} in {where} is no factor of a linear layer: only those are served"
             )
         if re.search(r"\.experts(\.base_layer)*$", found[1]):
             raise UnsupportedError(
-                f"{name} in {folder / _WEIGHTS} is of the experts of a mixture: adapters of those "
-                f"are not served"
+                f"{name} in {where} is of the experts of a mixture: adapters of those are not "
+                f"served"
             )
         halves.setdefault(_OF_TEXT.sub("model.", found[1]), {})[found[2]] = tensor
-    return {name: _low_rank(name, own, config, folder, max_rank) for name, own in halves.items()}
+    return {name: _low_rank(name, own, config, where, max_rank) for name, own in halves.items()}
+
+
+def _of_model(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Find config and tensors of a model's active adapter, named as in its files, on the host."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer)]
+    active = {name for each in layers for name in each.active_adapters}
+    if len(active) != 1:
+        raise ValueError(
+            f"a model must have one active adapter, got {type(model).__name__} with "
+            f"{sorted(active)}"
+        )
+    [name] = active
+    inner = model.base_model.model if isinstance(model, PeftModel) else model
+    config = _checked(inner.peft_config[name].to_dict(), f"the adapter {name!r}")
+    named = get_peft_model_state_dict(inner, adapter_name=name, save_embedding_layers=False)
+    return config, {f"base_model.model.{key}": each.cpu() for key, each in named.items()}
 
 
 def largest_rank(folder: Path) -> int:
@@ -96,7 +125,7 @@ def factors_of(read: Mapping[str, LowRank], parts: tuple[Part, ...]) -> list[Fac
     return found
 
 
-def check_targets(read: Mapping[str, LowRank], places: Places, folder: Path) -> None:
+def check_targets(read: Mapping[str, LowRank], places: Places, where: object) -> None:
     """Raise unless a model has all layers that an adapter adapts, in the same shapes.
 
     Raises:
@@ -105,16 +134,16 @@ def check_targets(read: Mapping[str, LowRank], places: Places, folder: Path) -> 
     """
     for name, own in read.items():
         if name not in places.shapes:
-            raise ValueError(f"{folder} adapts {name}, which the model does not have")
+            raise ValueError(f"{where} adapts {name}, which the model does not have")
         shape = (own.b.shape[0], own.a.shape[1])
         if shape != places.shapes[name]:
             raise ValueError(
-                f"{folder} is of another base: it adapts {name} of shape {[*shape]}, and the model "
+                f"{where} is of another base: it adapts {name} of shape {[*shape]}, and the model "
                 f"has {[*places.shapes[name]]}"
             )
         if name in places.refused:
             raise UnsupportedError(
-                f"{folder} adapts {name}, which is not served: {places.refused[name]}"
+                f"{where} adapts {name}, which is not served: {places.refused[name]}"
             )
 
 
@@ -124,6 +153,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read an adapter's config from {path}: {error}") from error
+    return _checked(config, path)
+
+
+def _checked(config: dict[str, Any], path: object) -> dict[str, Any]:
+    """Raise UnsupportedError for a config that says more than is served."""
     if config.get("peft_type") != "LORA":
         raise UnsupportedError(
             f"{path} is of peft_type {config.get('peft_type')!r}: only LORA is served"
@@ -153,16 +187,12 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot read the adapter in {path}: {error}") from error
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} in {path} has NaN or infinite values")
     return tensors
 
 
 def _low_rank(
-    name: str, halves: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path, max_rank: int
+    name: str, halves: Mapping[str, Tensor], config: Mapping[str, Any], path: object, max_rank: int
 ) -> LowRank:
-    path = folder / _WEIGHTS
     if halves.keys() != {"A", "B"}:
         raise ValueError(f"{path} has one of two factors of {name} alone")
     a, b = halves["A"], halves["B"]

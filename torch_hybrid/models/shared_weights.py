@@ -7,7 +7,7 @@ scaled anew.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -27,16 +27,19 @@ def adapt_shared(model: Any) -> HybridModel:
         UnsupportedError, ValueError: as ``adapt``.
     """
     # PEFT merges an adapter into a base. A detached tensor would count writes as the model's.
-    own = (w.data.clone() if ".base_layer." in name else w.data for name, w in named_weights(model))
+    own = {
+        id(w): w.data.clone() if ".base_layer." in name else w.data
+        for name, w in named_weights(model)
+    }
     return adapt_where_it_lies(with_weights(model, own))
 
 
-def with_weights(model: Any, weights: Iterable[Tensor]) -> Any:
-    """Copy a model, with these tensors for its ``named_weights``; none has gradients."""
-    taken = {}
-    for (_, old), new in zip(named_weights(model), weights, strict=True):
-        is_parameter = isinstance(old, nn.Parameter)
-        taken[id(old)] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+def with_weights(model: Any, weights: Mapping[int, Tensor]) -> Any:
+    """Copy a model, with these tensors for weights of such ids; others stay the model's own."""
+    taken = {id(old): old for _, old in named_weights(model)}
+    for number, new in weights.items():
+        is_parameter = isinstance(taken[number], nn.Parameter)
+        taken[number] = nn.Parameter(new, requires_grad=False) if is_parameter else new
     return copy.deepcopy(model, taken)
 
 

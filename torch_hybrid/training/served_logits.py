@@ -25,6 +25,7 @@ from torch_hybrid.training.linear_cross_entropy import LossHead
 
 if TYPE_CHECKING:
     from torch_hybrid.graphs.runner import Runner
+    from torch_hybrid.models.hybrid_model import HybridModel
 
 _SIZES = {"max_seqs": 16, "max_tokens": 2048, "page_size": 16}
 _SERVERS: weakref.WeakValueDictionary[int, ServedLogits] = weakref.WeakValueDictionary()
@@ -37,7 +38,8 @@ class ServedLogits:
     A copy, or one that was pickled, is of the trainer that calls it next.
 
     Args:
-        options: those of the runner that are not as a ``Runner`` has them by default.
+        options: those of the runner that are not as a ``Runner`` has them by default. Of a model
+            in integers, ``weights`` is that of the server's ``from_pretrained``.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -47,15 +49,23 @@ class ServedLogits:
         self._runner: Runner | None = None
         self._room = 0
         self._memory: Sequence[object] = ()
+        self._base: HybridModel | None = None  # of adapters over quantized weights
+        self._adapter: str | None = None  # over that base; others are merged
         _SERVERS[self.number] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ServedLogits, (self.options,)
 
-    def serve(self, trainer: nn.Module) -> None:
-        """Take the weights of ``trainer``, a causal language model."""
+    def serve(self, trainer: Any) -> None:
+        """Take the weights of ``trainer``, a causal language model.
+
+        Raises:
+            UnsupportedError: they are quantized, and it is not known which checkpoint they are of.
+        """
         if self._trainer() is not trainer:
-            self._trainer, self._runner = weakref.ref(trainer), None
+            self._trainer, self._runner, self._base = weakref.ref(trainer), None, None
+        if is_quantized(trainer) and (self._base is None or self._base.device != trainer.device):
+            self._runner, self._base = None, _base_of(trainer, self.options.get("weights"))
 
     def compute(
         self, tokens: Tensor, cu_seqlens: Tensor, weights: Sequence[Tensor], out: Tensor
@@ -75,7 +85,7 @@ class ServedLogits:
         try:
             for step in _steps(ends, runner.max_tokens, runner.max_seqs):
                 new = [end for end, _, _ in step if end not in live]
-                live |= zip(new, runner.new_sequences(len(new)), strict=True)
+                live |= zip(new, runner.new_sequences(len(new), adapter=self._adapter), strict=True)
                 seqs, new_tokens = zip(
                     *((live[end], given[a:b]) for end, a, b in step), strict=True
                 )
@@ -93,34 +103,93 @@ class ServedLogits:
 
     def _with_weights(self, weights: Sequence[Tensor], longest: int) -> Runner:
         """Make the runner, or give it new weights."""
-        from torch_hybrid.models.shared_weights import named_weights, with_weights
+        from torch_hybrid.models.shared_weights import with_weights
 
         model: Any = self._trainer()
         if model is None:
             raise RuntimeError("a copy of a model is called once before it is compiled")
-        own = [weight for _, weight in named_weights(model)]
+        own = _read_weights(model)
         memory: Sequence[object] = _places(weights)
         if memory != _places(own):  # that of a graph, which ends with it
             memory = [(w.device, w.dtype) for w in own]
             stays = self._room >= longest and memory == self._memory
-            model = with_weights(model, weights if stays else [w.clone() for w in weights])
+            new = weights if stays else [w.clone() for w in weights]
+            model = with_weights(model, {id(old): w for old, w in zip(own, new, strict=True)})
         runner = self._runner
         if runner is None or self._room < longest or memory != self._memory:
             self._memory, self._runner = memory, (runner := self._make(model, longest))
-        else:
+        elif self._base is None:
             runner.update_weights(model)
+        if self._base is not None:
+            for name in runner.adapters:
+                runner.unload_adapter(name)
+            self._adapter = None
+            if _adapts(model):
+                self._adapter = "trained"
+                runner.load_adapter(self._adapter, model)
         return runner
 
-    def _make(self, model: nn.Module, longest: int) -> Runner:
+    def _make(self, model: Any, longest: int) -> Runner:
         from torch_hybrid.graphs.runner import Runner
         from torch_hybrid.models.shared_weights import adapt_shared
 
         self._runner = None  # first free its pools
         self._room = max(2048, 1 << (longest - 1).bit_length())
-        sizes = self.options
+        sizes = dict(self.options)
+        sizes.pop("weights", None)
         kv_tokens = self._room + sizes["max_tokens"] + sizes["max_seqs"] * sizes["page_size"]
         options = {"kv_tokens": kv_tokens, **sizes, "batch_invariant": True}
-        return Runner(adapt_shared(model), **options)
+        if self._base is None:
+            return Runner(adapt_shared(model), **options)
+        ranks = [min(w.shape) for name, w in model.named_parameters() if ".lora_" in name]
+        options |= {"max_adapters": 1, "max_lora_rank": max(ranks, default=1)}
+        return Runner(self._base, **options)
+
+
+def is_quantized(model: Any) -> bool:
+    """Tell whether a model's weights are quantized."""
+    return vars(model.config).get("quantization_config") is not None
+
+
+def _base_of(model: Any, weights: str | None) -> HybridModel:
+    """Load the checkpoint of a quantized model, whose weights stay as they are.
+
+    Raises:
+        UnsupportedError: it is not known which, or how it is quantized.
+    """
+    from torch_hybrid.models.load import from_pretrained
+
+    method = str.__str__(model.config.to_dict()["quantization_config"]["quant_method"])
+    path = model.config.name_or_path
+    if weights is None and method != "fp8":
+        raise UnsupportedError(
+            f"a server of a base in {method} quantizes its checkpoint anew: "
+            f"batch_invariant={{'weights': 'int8'}}, or 'int4', says how"
+        )
+    if not path:
+        raise UnsupportedError(
+            "the server of a quantized base reads its checkpoint, and config.name_or_path is empty"
+        )
+    dtype = model.get_input_embeddings().weight.dtype
+    base: Any = from_pretrained(path, dtype, model.device, weights=weights or "auto")
+    base.adapter_sites()  # found by tensors that record, which a custom op's body switches off
+    return base  # type: ignore[no-any-return]
+
+
+def _adapts(model: nn.Module) -> bool:
+    """Tell whether adapters are there and switched on."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer)]
+    return any(not each.disable_adapters for each in layers)
+
+
+def _read_weights(model: Any) -> list[Tensor]:
+    """List the weights that a server reads in each call: of a quantized base, adapters alone."""
+    from torch_hybrid.models.shared_weights import named_weights
+
+    adapters_alone = is_quantized(model)
+    return [w for name, w in named_weights(model) if ".lora_" in name or not adapters_alone]
 
 
 def _steps(
@@ -235,14 +304,12 @@ def served_logits(
         ValueError: the inputs are no tokens, or have images; or this is in autocast.
         UnsupportedError: weights are sharded.
     """
-    from torch_hybrid.models.shared_weights import named_weights
-
     tokens: Tensor | None = inputs.get("input_ids")
     others = [k for k, v in inputs.items() if k.startswith("pixel_values") and v is not None]
     if tokens is None or others:
         came = ", ".join(others) or "inputs_embeds"
         raise ValueError(f"a model with batch_invariant=True takes input_ids alone, got {came}")
-    weights = [weight.detach() for _, weight in named_weights(trainer)]
+    weights = [weight.detach() for weight in _read_weights(trainer)]
     if any(isinstance(weight, DTensor) for weight in weights):
         raise UnsupportedError("batch_invariant=True needs whole weights, got sharded ones")
     head = trainer.lm_head
