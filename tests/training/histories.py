@@ -39,13 +39,16 @@ class Counts:
 
 
 class Histories:
-    """One trainer, a server of its weights, and rounds of random requests."""
+    """One trainer, a server of its weights, and rounds of random requests.
 
-    def __init__(self, trainer: Any, seed: int) -> None:
+    ``served`` is the model that serves, if not a copy of the trainer; its MTP head drafts.
+    """
+
+    def __init__(self, trainer: Any, seed: int, served: th.HybridModel | None = None) -> None:
         self.rng = random.Random(seed)
         self.counts = Counts()
         self.trainer = trainer
-        served = th.adapt(copy.deepcopy(trainer))
+        served = th.adapt(copy.deepcopy(trainer)) if served is None else served
         more = {"batch_invariant": True, "max_snapshots": 3, "max_drafts": DRAFTS}
         self.runner = th.Runner(served, **SIZES, **more)
 
@@ -54,7 +57,8 @@ class Histories:
         rng = self.rng
         stem = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
         kept = th.PrefixCache(min_tokens=rng.choice([1, 8]), every=rng.choice([None, 8]))
-        drafts = th.Speculation(th.Ngram(shortest=1), num_drafts=DRAFTS, adapts=False)
+        drafter = "mtp" if self.runner.has_head else th.Ngram(shortest=1)
+        drafts = th.Speculation(drafter, num_drafts=DRAFTS, adapts=False)
         requests: list[th.Request] = []
         with th.Engine(
             self.runner,

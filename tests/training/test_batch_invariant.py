@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import torch_hybrid as th
 from tests.devices import needs_cuda
 from tests.models import fp8_checkpoint
+from tests.models.mtp_checkpoint import make_checkpoint
 from tests.serving.test_batch_invariant import SIZES
 from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, cast, make_model
 from tests.training.histories import Histories
@@ -109,6 +111,29 @@ def test_nothing_is_computed_in_vain():
         assert trainer.requires_grad_(False)(row, use_cache=False).hidden_states is None
     assert len(layers) == 1 + trainer.config.num_hidden_layers
     assert ran == [trainer.model]
+
+
+@pytest.mark.parametrize(
+    "family, dtype", [("qwen3_5", torch.bfloat16), ("bailing_hybrid", torch.float32)]
+)
+def test_a_head_that_drafts_and_trains(family: str, dtype: torch.dtype, tmp_path: Path):
+    make_checkpoint(family, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).train()
+    plain = th.make_trainable(copy.deepcopy(model), mtp=tmp_path)
+    trainer = th.make_trainable(model, mtp=tmp_path, batch_invariant=EAGER)
+    served = th.from_pretrained(tmp_path, dtype, mtp=True)
+    rows, histories = make_rows(), Histories(trainer, 1, served)
+    for _ in range(2):
+        histories.round()
+        made, expected = (each(**flattened(rows)) for each in (trainer, plain))
+        torch.testing.assert_close(made.mtp_loss, expected.mtp_loss)
+        torch.testing.assert_close(made.loss, expected.loss, rtol=1e-2, atol=0.0)
+        made.loss.backward()
+        torch.optim.SGD(trainer.parameters(), lr=0.1).step()
+        histories.runner.update_weights(trainer)
+        plain.load_state_dict(trainer.state_dict())
+    histories.round()
+    assert histories.counts.hits > 0
 
 
 def test_rows_with_padding():
@@ -283,8 +308,6 @@ def test_what_cannot_be_had_is_refused():
     decoder = make_pair()[0].model
     with pytest.raises(th.UnsupportedError, match="batch_invariant is for a causal language model"):
         th.make_trainable(decoder, batch_invariant=True)
-    with pytest.raises(th.UnsupportedError, match="MTP head and batch_invariant do not go"):
-        th.make_trainable(make_pair()[0], mtp="anywhere", batch_invariant=True)
     for method, missing in (("torchao", "'weights': 'int8'"), ("fp8", "name_or_path is empty")):
         base = make_pair()[0]
         base.config.quantization_config = {"quant_method": method}

@@ -171,8 +171,11 @@ class CausalLM(nn.Module):
                 made["loss"] += self.z_loss * logits.logsumexp(-1).square().mean()
             if "aux_loss" in made:
                 made["loss"] += self._balance_coef * made["aux_loss"]
+            if self.trains_head and hidden is not None:
+                made["mtp_loss"] = self.head_loss(outputs[0], targets, inputs) / count
+                made["loss"] += self.mtp_loss_weight * made["mtp_loss"]
         kind: Any = MoeCausalLMOutputWithPast if "aux_loss" in made else CausalLMOutputWithPast
-        return kind(**made)
+        return (MtpCausalLMOutput if "mtp_loss" in made else kind)(**made)
 
     def _hands_out(self, name: str, asked: bool | None) -> bool:
         """Tell whether a call or else the config asks for outputs of layers."""

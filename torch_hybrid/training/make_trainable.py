@@ -65,7 +65,7 @@ def make_trainable(
             and no frozen base under PEFT. Such a base is in block-FP8, or in a format of torchao or
             bitsandbytes. Or ``mtp`` is given for a model of PEFT, one with images, or one whose
             heads are not known here; or ``batch_invariant`` is for one that has no output head of
-            its own, or has such a head.
+            its own.
     """
     from torch_hybrid.training.causal_lm import causal_lm_of, head_of
     from torch_hybrid.training.decoder import (
@@ -87,13 +87,9 @@ def make_trainable(
         came = type(model).__name__
         raise ValueError(f"model must be one of transformers or PEFT in memory, got {came}")
     if mtp is not None:
-        if batch_invariant is not False:
-            raise UnsupportedError(
-                "an MTP head and batch_invariant do not go together: leave either"
-            )
         from torch_hybrid.training.mtp import make_trainable_with_head
 
-        return make_trainable_with_head(model, mtp, mtp_loss_weight)
+        return _served(make_trainable_with_head(model, mtp, mtp_loss_weight), batch_invariant)
     modules: list[Any] = list(model.modules())
     twins: dict[str, Any] = dict(TWINS)
     if any(isinstance(module, Twin) for module in modules):
@@ -141,10 +137,10 @@ def _served(model: M, batch_invariant: bool | Mapping[str, Any]) -> M:
     from torch_hybrid.training.served_logits import ServedLogits
 
     found = [each for each in model.modules() if isinstance(each, CausalLM)]
-    if len(found) != 1 or "mtp" in dict(found[0].named_children()):
+    if len(found) != 1:
         raise UnsupportedError(
-            "batch_invariant is for a causal language model whose own head makes logits and which "
-            f"has no MTP head, got {type(model).__name__}"
+            "batch_invariant is for a causal language model whose own head makes logits, got "
+            f"{type(model).__name__}"
         )
     found[0].server = ServedLogits({} if batch_invariant is True else batch_invariant)
     found[0].server.serve(found[0])
