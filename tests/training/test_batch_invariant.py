@@ -114,7 +114,7 @@ def test_nothing_is_computed_in_vain():
 
 
 @pytest.mark.parametrize(
-    "family, dtype", [("qwen3_5", torch.bfloat16), ("bailing_hybrid", torch.float32)]
+    ("family", "dtype"), [("qwen3_5", torch.bfloat16), ("bailing_hybrid", torch.float32)]
 )
 def test_a_head_that_drafts_and_trains(family: str, dtype: torch.dtype, tmp_path: Path):
     make_checkpoint(family, tmp_path)
