@@ -242,7 +242,7 @@ def kept_rows(hidden: Tensor, keep: int | Tensor) -> Tensor:
     transformers 5.20 has no function for it.
     """
     if not isinstance(keep, Tensor):
-        return hidden[:, -keep:]
+        return hidden[:, -keep:] if keep else hidden
     if keep.ndim == 1:
         return hidden[:, keep]
     return hidden[keep] if keep.dtype == torch.bool else hidden.take_along_dim(keep[..., None], 1)

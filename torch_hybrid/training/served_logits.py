@@ -49,6 +49,7 @@ class ServedLogits:
         self._runner: Runner | None = None
         self._room = 0
         self._memory: Sequence[object] = ()
+        self._form: Any = None  # the trainer before it was sharded, without values of its weights
         self._base: HybridModel | None = None  # of adapters over quantized weights
         self._adapter: str | None = None  # over that base; others are merged
         _SERVERS[self.number] = self
@@ -64,8 +65,29 @@ class ServedLogits:
         """
         if self._trainer() is not trainer:
             self._trainer, self._runner, self._base = weakref.ref(trainer), None, None
+            self._form = None
+        self._keep_form(trainer)
         if is_quantized(trainer) and (self._base is None or self._base.device != trainer.device):
             self._runner, self._base = None, _base_of(trainer, self.options.get("weights"))
+
+    def _keep_form(self, trainer: Any) -> None:
+        """Copy a trainer without values of its weights: once it is sharded it has no copies."""
+        from torch_hybrid.models.shared_weights import with_weights
+
+        weights = _read_weights(trainer)
+        known = 0 if self._form is None else len(_read_weights(self._form))
+        if known == len(weights) or is_quantized(trainer) or _is_sharded(weights):
+            return
+        self._form = with_weights(trainer, {id(w): w.detach().to("meta") for w in weights})
+
+    def check_form(self, weights: Sequence[Tensor]) -> None:
+        """Raise UnsupportedError for sharded weights of a trainer that was not seen whole."""
+        known = 0 if self._form is None else len(_read_weights(self._form))
+        if _is_sharded(weights) and known != len(weights):
+            raise UnsupportedError(
+                "a model with batch_invariant=True that changed or was copied since "
+                "make_trainable is called once before fully_shard"
+            )
 
     def compute(
         self, tokens: Tensor, cu_seqlens: Tensor, weights: Sequence[Tensor], out: Tensor
@@ -110,10 +132,12 @@ class ServedLogits:
             raise RuntimeError("a copy of a model is called once before it is compiled")
         own = _read_weights(model)
         memory: Sequence[object] = _places(weights)
-        if memory != _places(own):  # that of a graph, which ends with it
-            memory = [(w.device, w.dtype) for w in own]
+        if memory != _places(own):  # that of a graph or of gathered weights, which ends with it
+            memory = [(w.device, w.dtype) for w in weights]
             stays = self._room >= longest and memory == self._memory
             new = weights if stays else [w.clone() for w in weights]
+            if _is_sharded(own):
+                model, own = self._form, _read_weights(self._form)
             model = with_weights(model, {id(old): w for old, w in zip(own, new, strict=True)})
         runner = self._runner
         if runner is None or self._room < longest or memory != self._memory:
@@ -174,6 +198,11 @@ def _base_of(model: Any, weights: str | None) -> HybridModel:
     base: Any = from_pretrained(path, dtype, model.device, weights=weights or "auto")
     base.adapter_sites()  # found by tensors that record, which a custom op's body switches off
     return base  # type: ignore[no-any-return]
+
+
+def _is_sharded(weights: Sequence[Tensor]) -> bool:
+    """Tell whether ranks have parts of weights."""
+    return any(isinstance(each, DTensor) for each in weights)
 
 
 def _adapts(model: nn.Module) -> bool:
@@ -302,7 +331,7 @@ def served_logits(
 
     Raises:
         ValueError: the inputs are no tokens, or have images; or this is in autocast.
-        UnsupportedError: weights are sharded.
+        UnsupportedError: weights were sharded before the model was whole in a call.
     """
     tokens: Tensor | None = inputs.get("input_ids")
     others = [k for k, v in inputs.items() if k.startswith("pixel_values") and v is not None]
@@ -310,8 +339,10 @@ def served_logits(
         came = ", ".join(others) or "inputs_embeds"
         raise ValueError(f"a model with batch_invariant=True takes input_ids alone, got {came}")
     weights = [weight.detach() for weight in _read_weights(trainer)]
-    if any(isinstance(weight, DTensor) for weight in weights):
-        raise UnsupportedError("batch_invariant=True needs whole weights, got sharded ones")
+    if not torch.compiler.is_compiling():
+        server.serve(trainer)
+        server.check_form(weights)
+    weights = [w.full_tensor() if isinstance(w, DTensor) else w for w in weights]
     head = trainer.lm_head
     dtype, kind = head.weight.dtype, tokens.device.type
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype:
@@ -323,12 +354,10 @@ def served_logits(
     factor: Tensor | None = None
     if hidden is not None:
         hidden = hidden.to(dtype)  # backbones may keep their residuals in float32
-        if isinstance(head, LossHead):
+        if isinstance(head, LossHead) and not isinstance(head.weight, DTensor):
             factor = head.weight[:vocab_size]
-        else:  # of PEFT, or with a bias
+        else:  # of PEFT, with a bias, or sharded apart from the model
             hidden = head(hidden)[..., :vocab_size]
-    if not torch.compiler.is_compiling():
-        server.serve(trainer)
     made: Tensor = _served_logits(
         hidden,
         factor,
