@@ -76,8 +76,8 @@ def test_a_trainer_has_the_bits_of_a_server(family: str, dtype: torch.dtype):
     after = make_server(trainer)
     assert not torch.equal(in_chunks(after, rows[0]), in_chunks(before, rows[0]))
     assert_same_bits(trainer, after, rows[::-1])
-    histories = Histories(trainer, seed=1)
-    histories.round()
+    histories = Histories(trainer, seed=13)
+    histories.round(num_requests=3)
     counts = histories.counts
     assert min(counts.histories, counts.hits, counts.preemptions, counts.accepted) > 0
 
@@ -122,9 +122,9 @@ def test_a_head_that_drafts_and_trains(family: str, dtype: torch.dtype, tmp_path
     plain = th.make_trainable(copy.deepcopy(model), mtp=tmp_path)
     trainer = th.make_trainable(model, mtp=tmp_path, batch_invariant=EAGER)
     served = th.from_pretrained(tmp_path, dtype, mtp=True)
-    rows, histories = make_rows(), Histories(trainer, 1, served)
+    rows, histories = make_rows(), Histories(trainer, 13, served)
     for _ in range(2):
-        histories.round()
+        histories.round(num_requests=3)
         made, expected = (each(**flattened(rows)) for each in (trainer, plain))
         torch.testing.assert_close(made.mtp_loss, expected.mtp_loss)
         torch.testing.assert_close(made.loss, expected.loss, rtol=1e-2, atol=0.0)
@@ -132,7 +132,7 @@ def test_a_head_that_drafts_and_trains(family: str, dtype: torch.dtype, tmp_path
         torch.optim.SGD(trainer.parameters(), lr=0.1).step()
         histories.runner.update_weights(trainer)
         plain.load_state_dict(trainer.state_dict())
-    histories.round()
+    histories.round(num_requests=3)
     assert histories.counts.hits > 0
 
 
@@ -248,7 +248,7 @@ def test_an_adapter_over_a_quantized_base(weights: str, tmp_path: Path):
     adapted = th.make_trainable(make(tmp_path), batch_invariant={**EAGER, **given})
     rows, options = make_rows(), {**SIZES, "batch_invariant": True, "max_adapters": 1}
     server = th.Runner(th.from_pretrained(tmp_path, weights=weights), **options)
-    step = torch.compile(adapted, fullgraph=True, backend="aot_eager")
+    step = torch.compile(adapted, fullgraph=True, backend="eager")
     for number in range(2):
         adapted.save_pretrained(tmp_path / str(number))
         for source in (adapted, tmp_path / str(number)):  # from memory or not
