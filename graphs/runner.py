@@ -206,20 +206,25 @@ class Runner(Shown):
         """Names of the loaded adapters, evicted ones included."""
         return () if self._adapted is None else self._adapted.names
 
-    def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
-        """Load an adapter (LoRA) from a folder, as peft's ``save_pretrained`` writes it.
+    def load_adapter(self, name: str, source: str | os.PathLike[str] | nn.Module) -> None:
+        """Load an adapter (LoRA), from a folder as peft's ``save_pretrained`` writes it.
 
         If all ``max_adapters`` slots are taken, the least recently used adapter without sequences
-        is evicted. Its name stays: sequences that ask for it have it read again.
+        is evicted. Its name stays: sequences that ask for it have it read again. An adapter that
+        comes from memory is not evicted.
+
+        Args:
+            name: by which requests ask for it.
+            source: its folder; or a model of peft, whose active adapter is copied as it is now.
 
         Raises:
-            ValueError: the name is taken; the folder has no adapter, or one of another base or
+            ValueError: the name is taken; the source has no adapter, or one of another base or
                 of a rank beyond ``max_lora_rank``; or a layer is not there.
             UnsupportedError: the runner has ``max_adapters=0``, or the adapter is of a kind that is
                 not served.
             CapacityError: all slots are in use.
         """
-        read = self._adapters().read(Path(folder))
+        read = self._adapters().read(source if isinstance(source, nn.Module) else Path(source))
         self.turn.run("Runner.load_adapter", partial(self._add_adapter, name, read))
 
     def _add_adapter(self, name: str, read: ReadAdapter) -> None:

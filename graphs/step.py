@@ -97,14 +97,14 @@ class AdaptableModel(Model, Protocol):
     """Model whose linear layers adapters may change, one of several for each row.
 
     ``adapter_sites`` lists these layers. ``read_adapter`` reads an adapter of at most some rank
-    from a folder, as factors of each part of each site. With ``saved_modules``, adapters may have
-    weights in the place of the model's.
+    from a folder or a model, as factors of each part of each site. With ``saved_modules``, adapters
+    may have weights in the place of the model's.
     """
 
     def adapter_sites(self, *, saved_modules: bool) -> Sequence[AdapterSite]: ...
 
     def read_adapter(
-        self, folder: Path, max_rank: int, *, saved_modules: bool
+        self, source: Path | nn.Module, max_rank: int, *, saved_modules: bool
     ) -> Sequence[Sequence[Factors]]: ...
 
 

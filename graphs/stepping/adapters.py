@@ -2,7 +2,8 @@
 
 known       by name: the folder is kept, and read again if the adapter was evicted
 resident    in a slot of the pools; sequences with an adapter keep it resident
-evicted     the least recently used without sequences, when another one needs its slot
+evicted     the least recently used without sequences, when another one needs its slot; one that
+            came from memory is not
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol, Self
 from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from torch_hybrid.backends.select import Backends, Choice, select
 from torch_hybrid.caches.adapter import Adapter, check_loaded
@@ -36,9 +38,9 @@ class AdapterUser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
-    """Adapter that was read from a folder, and the stamp of its files."""
+    """Adapter that was read, from a folder if there is one, and the stamp of its files."""
 
-    folder: Path
+    folder: Path | None
     stamp: tuple[int, ...]
     factors: Sequence[Sequence[Factors]]
 
@@ -115,14 +117,15 @@ class Adapters:
         check_loaded(name, self._known)
         return self._known[name]
 
-    def read(self, folder: Path) -> ReadAdapter:
-        """Read an adapter from a folder; other threads may run steps meanwhile.
+    def read(self, source: Path | nn.Module) -> ReadAdapter:
+        """Read an adapter from a folder or a model; other threads may run steps meanwhile.
 
         Raises:
             ValueError, UnsupportedError: as ``Runner.load_adapter`` does.
         """
-        stamp = _stamp(folder)
-        factors = self.model.read_adapter(folder, self.max_rank, saved_modules=self.saved_modules)
+        folder = None if isinstance(source, nn.Module) else source
+        stamp = () if folder is None else _stamp(folder)
+        factors = self.model.read_adapter(source, self.max_rank, saved_modules=self.saved_modules)
         return ReadAdapter(folder, stamp, factors)
 
     def add(self, name: str, read: ReadAdapter) -> None:
@@ -148,6 +151,7 @@ class Adapters:
         """
         adapter = self.find(name)
         if not adapter.slot:
+            assert adapter.folder is not None  # others are not evicted
             read = self.read(adapter.folder)
             if read.stamp != adapter.stamp:
                 raise ValueError(
@@ -182,7 +186,7 @@ class Adapters:
         evicted = None
         if not free:
             in_use = self._in_use().union(keep)
-            idle = [other for other in residents if other not in in_use]
+            idle = [other for other in residents if other not in in_use and other.folder]
             if not idle:
                 raise CapacityError(
                     f"adapter {adapter.name!r} needs a slot, and all {self.max_adapters} are in "

@@ -9,6 +9,7 @@ from torch_hybrid.ops.token_logprobs.op import TokenLogprobsBackward, TokenLogpr
 from torch_hybrid.ops.token_logprobs.rows import log_softmax
 
 _ROWS = 256  # of a chunk, whose log-probabilities exist at once
+_CACHED = 2**19  # logits on a CPU whose log-probabilities stay in the cache
 
 
 def token_logprobs_forward(x: TokenLogprobsForward) -> Tensor:
@@ -31,4 +32,7 @@ def token_logprobs_backward(x: TokenLogprobsBackward) -> Tensor:
 
 
 def _chunks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    return [torch.split(each, _ROWS) for each in tensors]
+    rows, logits = _ROWS, tensors[1]
+    if logits.device.type == "cpu":
+        rows = min(rows, max(1, _CACHED // max(1, logits.shape[1])))
+    return [torch.split(each, rows) for each in tensors]

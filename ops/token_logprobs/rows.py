@@ -13,5 +13,6 @@ def log_softmax(logits: Tensor) -> Tensor:
     """Compute log-probabilities [..., V] float32 of rows, of float64 ones float64."""
     width = logits.shape[-1]
     work = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    aligned = pad(work, (0, -width % _ALIGNED), value=-torch.inf)
-    return aligned.log_softmax(dim=-1)[..., :width]
+    if width % _ALIGNED:
+        work = pad(work, (0, -width % _ALIGNED), value=-torch.inf)
+    return work.log_softmax(dim=-1)[..., :width]

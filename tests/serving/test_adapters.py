@@ -237,3 +237,18 @@ def test_runners_without_adapters(folders: Any) -> None:
         make_engine({"a": folders["a"]}, max_adapters=0)
     with pytest.raises(ValueError, match="max_lora_rank must be within 1 and 256, got 300"):
         make_engine(max_lora_rank=300)
+
+
+def test_an_adapter_of_a_model_in_memory_is_that_of_its_folder(alone: Any, tmp_path: Path) -> None:
+    """It is a copy, and is not evicted: there is nothing to read it from again."""
+    engine = make_engine(max_adapters=1)
+    model = save(tmp_path, seed=0)
+    engine.runner.load_adapter("a", model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    assert tokens_of(engine, TEXTS, adapter="a") == alone["a"]
+    with pytest.raises(th.CapacityError, match="needs a slot"):
+        engine.runner.load_adapter("b", tmp_path)
+    with pytest.raises(ValueError, match=r"must have one active adapter, got Linear with \[\]"):
+        engine.runner.load_adapter("b", torch.nn.Linear(2, 2))

@@ -68,7 +68,28 @@ def train(
 def train_each(families: tuple[str, ...], mtp: str) -> dict[str, list[float]]:
     """Take two steps with a twin of each family, and with one and its head."""
     losses = {family: train(0, 2, family=family) for family in families}
+    if dist.get_world_size() > 1:
+        check_bits_of_a_server()
     return {**losses, "with a head": train(0, 2, mtp=mtp)}
+
+
+def check_bits_of_a_server() -> None:
+    """Check that a batch-invariant twin has the bits of one on one rank, after a step too."""
+    whole, twin = (
+        th.make_trainable(make_twin(), batch_invariant={"compile": False}) for _ in range(2)
+    )
+    spread(twin, "FSDP2")
+    rows = make_rows([20, 9], seed=dist.get_rank())
+    before = whole(**flattened(rows)).logits
+    assert torch.equal(twin(**flattened(rows)).logits, before)
+    twin(**flattened(rows)).loss.backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        for own, shard in zip(whole.parameters(), twin.parameters(), strict=True):
+            own.copy_(shard.full_tensor())
+        after = whole(**flattened(rows)).logits
+        assert torch.equal(twin(**flattened(rows), use_cache=False).logits, after)
+    assert not torch.equal(before, after)
 
 
 def spread(twin: Any, by: str) -> Any:

@@ -14,7 +14,7 @@ class Adapter:
     Attributes:
         name: by which requests ask for it.
         number: of the load, from 1; no other of the runner has it.
-        folder: of its files.
+        folder: of its files; None of one that came from memory, which stays in its slot.
         stamp: of the files when they were read.
         slot: in the pools, from 1; 0 while it is in none.
         last_used: number of the last start of a sequence with it.
@@ -22,7 +22,7 @@ class Adapter:
 
     name: str
     number: int
-    folder: Path
+    folder: Path | None
     stamp: tuple[int, ...] = ()
     slot: int = 0
     last_used: int = 0

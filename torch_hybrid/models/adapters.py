@@ -53,15 +53,16 @@ def adapter_sites(model: HybridModel, *, saved_modules: bool) -> list[AdapterSit
 
 
 def read_for_sites(
-    model: HybridModel, folder: Path, max_rank: int, *, saved_modules: bool
+    model: HybridModel, source: Path | nn.Module, max_rank: int, *, saved_modules: bool
 ) -> list[list[Factors]]:
     """Read an adapter of at most this rank, for each part of each site.
 
     Raises:
         ValueError, UnsupportedError: as ``Runner.load_adapter`` does.
     """
-    places, read = _places(model), read_adapter(folder, max_rank)
-    check_targets(read.factors, places, folder)
+    places, read = _places(model), read_adapter(source, max_rank)
+    where = f"a {type(source).__name__}" if isinstance(source, nn.Module) else source
+    check_targets(read.factors, places, where)
     norms = _norms(model, saved_modules)
     shapes: dict[str, tuple[int, ...]] = {
         name: (site.inputs,) for site, names in norms for name in names
@@ -70,7 +71,7 @@ def read_for_sites(
     for site, parts in projections:
         if site.is_replaceable:
             shapes[f"{parts[0].source}.weight"] = places.shapes[parts[0].source]
-    check_saved(read, shapes, folder)
+    check_saved(read, shapes, where)
     found = [factors_of(read, parts) for _, parts in projections]
     for _, names in norms:
         weights = [read.saved.get(name) for name in names]

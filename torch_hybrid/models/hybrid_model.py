@@ -81,12 +81,12 @@ class HybridModel(nn.Module):
         return adapter_sites(self, saved_modules=saved_modules)
 
     def read_adapter(
-        self, folder: Path, max_rank: int, *, saved_modules: bool = False
+        self, source: Path | nn.Module, max_rank: int, *, saved_modules: bool = False
     ) -> list[list[Factors]]:
         """Read an adapter of at most this rank, for each part of each site."""
         from torch_hybrid.models.adapters import read_for_sites
 
-        return read_for_sites(self, folder, max_rank, saved_modules=saved_modules)
+        return read_for_sites(self, source, max_rank, saved_modules=saved_modules)
 
     def new_weights(self, weights: Weights | nn.Module, *, partial: bool) -> Callable[[], None]:
         """Check new weights, and return the function that writes them.

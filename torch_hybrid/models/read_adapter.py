@@ -1,4 +1,4 @@
-"""Reading of adapters (LoRA) from folders as peft writes them.
+"""Reading of adapters (LoRA), from folders as peft writes them or from a model of peft.
 
 What peft knows beside plain low-rank products is refused by name: a field of the config that
 changes what is computed, and a tensor that is no factor.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.adapter_sites import Factors
@@ -59,18 +59,29 @@ class ReadWeights:
     saved: Mapping[str, Tensor]
 
 
-def read_adapter(folder: Path, max_rank: int) -> ReadWeights:
+def read_adapter(source: Path | nn.Module, max_rank: int) -> ReadWeights:
     """Read an adapter's weights.
 
+    Args:
+        source: the folder of an adapter; or a model of peft, or of transformers with an adapter.
+        max_rank: largest rank of a factor.
+
     Raises:
-        ValueError: the folder has no adapter, its files are damaged or incomplete, numbers are not
+        ValueError: there is no adapter, its files are damaged or incomplete, numbers are not
             finite, or a rank is larger than ``max_rank``.
         UnsupportedError: the adapter is none of plain low-rank products.
     """
-    config = _read_config(folder)
+    if isinstance(source, nn.Module):
+        where: object = f"a {type(source).__name__}"
+        config, tensors = _of_model(source)
+    else:
+        where = source / _WEIGHTS
+        config, tensors = _read_config(source), _read_tensors(source)
     halves: dict[str, dict[str, Tensor]] = {}
     saved: dict[str, Tensor] = {}
-    for name, tensor in _read_tensors(folder).items():
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} in {where} has NaN or infinite values")
         found = _FACTOR.fullmatch(name)
         if found is None:
             if ".base_layer." in name:  # peft writes the base's beside embeddings
@@ -79,16 +90,16 @@ def read_adapter(folder: Path, max_rank: int) -> ReadWeights:
                 saved[_named(name.removeprefix("base_model.model."))] = tensor
                 continue
             raise UnsupportedError(
-                f"{name} in {folder / _WEIGHTS} is no factor of a linear layer or an "
-                f"embedding: only those are served"
+                f"{name} in {where} is no factor of a linear layer or an embedding: only those "
+                f"are served"
             )
         if re.search(r"\.experts(\.base_layer)*$", found[1]):
             raise UnsupportedError(
-                f"{name} in {folder / _WEIGHTS} is of the experts of a mixture: adapters of those "
-                f"are not served"
+                f"{name} in {where} is of the experts of a mixture: adapters of those are not "
+                f"served"
             )
         halves.setdefault(_named(found[1]), {})[found[2] or found[3]] = tensor
-    factors = {n: _low_rank(n, own, config, folder, max_rank) for n, own in halves.items()}
+    factors = {n: _low_rank(n, own, config, where, max_rank) for n, own in halves.items()}
     return ReadWeights(factors=factors, saved=saved)
 
 
@@ -104,6 +115,25 @@ def saves_modules(folder: Path) -> bool:
         ValueError, UnsupportedError: as ``read_adapter`` does.
     """
     return bool(_read_config(folder).get("modules_to_save"))
+
+
+def _of_model(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Find config and tensors of a model's active adapter, named as in its files, on the host."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer)]
+    active = {name for each in layers for name in each.active_adapters}
+    if len(active) != 1:
+        raise ValueError(
+            f"a model must have one active adapter, got {type(model).__name__} with "
+            f"{sorted(active)}"
+        )
+    [name] = active
+    inner = model.base_model.model if isinstance(model, PeftModel) else model
+    config = _checked(inner.peft_config[name].to_dict(), f"the adapter {name!r}")
+    named = get_peft_model_state_dict(inner, adapter_name=name, save_embedding_layers=False)
+    return config, {f"base_model.model.{key}": each.cpu() for key, each in named.items()}
 
 
 def largest_rank(folder: Path) -> int:
@@ -131,13 +161,13 @@ def factors_of(read: ReadWeights, parts: tuple[Part, ...]) -> list[Factors]:
     return found
 
 
-def check_saved(read: ReadWeights, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+def check_saved(read: ReadWeights, shapes: Mapping[str, tuple[int, ...]], where: object) -> None:
     """Raise unless the weights that an adapter brings can take the place of a model's.
 
     Args:
         read: the adapter.
         shapes: shapes of the weights that it may bring, by name; none where none may be.
-        folder: of the adapter.
+        where: the adapter is.
 
     Raises:
         ValueError: a weight has another shape.
@@ -146,19 +176,19 @@ def check_saved(read: ReadWeights, shapes: Mapping[str, tuple[int, ...]], folder
     for name, weight in read.saved.items():
         if name not in shapes:
             raise UnsupportedError(
-                f"{folder} brings {name}, which is not served: "
+                f"{where} brings {name}, which is not served: "
                 + ("only an output head and norms of the model's width are")
                 if shapes
-                else f"{folder} brings {name}: the runner needs saved_modules=True"
+                else f"{where} brings {name}: the runner needs saved_modules=True"
             )
         if shapes[name] != (*weight.shape,):
             raise ValueError(
-                f"{folder} is of another base: it brings {name} of shape {[*weight.shape]}, and "
+                f"{where} is of another base: it brings {name} of shape {[*weight.shape]}, and "
                 f"the model has {[*shapes[name]]}"
             )
 
 
-def check_targets(read: Mapping[str, LowRank], places: Places, folder: Path) -> None:
+def check_targets(read: Mapping[str, LowRank], places: Places, where: object) -> None:
     """Raise unless a model has all layers that an adapter adapts, in the same shapes.
 
     Raises:
@@ -167,16 +197,16 @@ def check_targets(read: Mapping[str, LowRank], places: Places, folder: Path) -> 
     """
     for name, own in read.items():
         if name not in places.shapes:
-            raise ValueError(f"{folder} adapts {name}, which the model does not have")
+            raise ValueError(f"{where} adapts {name}, which the model does not have")
         shape = (own.b.shape[0], own.a.shape[1])
         if shape != places.shapes[name]:
             raise ValueError(
-                f"{folder} is of another base: it adapts {name} of shape {[*shape]}, and the model "
+                f"{where} is of another base: it adapts {name} of shape {[*shape]}, and the model "
                 f"has {[*places.shapes[name]]}"
             )
         if name in places.refused:
             raise UnsupportedError(
-                f"{folder} adapts {name}, which is not served: {places.refused[name]}"
+                f"{where} adapts {name}, which is not served: {places.refused[name]}"
             )
 
 
@@ -186,6 +216,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read an adapter's config from {path}: {error}") from error
+    return _checked(config, path)
+
+
+def _checked(config: dict[str, Any], path: object) -> dict[str, Any]:
+    """Raise UnsupportedError for a config that says more than is served."""
     if config.get("peft_type") != "LORA":
         raise UnsupportedError(
             f"{path} is of peft_type {config.get('peft_type')!r}: only LORA is served"
@@ -215,16 +250,12 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot read the adapter in {path}: {error}") from error
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} in {path} has NaN or infinite values")
     return tensors
 
 
 def _low_rank(
-    name: str, halves: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path, max_rank: int
+    name: str, halves: Mapping[str, Tensor], config: Mapping[str, Any], path: object, max_rank: int
 ) -> LowRank:
-    path = folder / _WEIGHTS
     if halves.keys() != {"A", "B"}:
         raise ValueError(f"{path} has one of two factors of {name} alone")
     a, b = halves["A"], halves["B"]

@@ -7,7 +7,7 @@ scaled anew.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -26,13 +26,21 @@ def adapt_shared(model: Any) -> HybridModel:
     Raises:
         UnsupportedError, ValueError: as ``adapt``.
     """
-    shared = {}
-    for name, weight in named_weights(model):
-        # PEFT merges an adapter into these. A detached tensor would count writes as the model's.
-        own = weight.data.clone() if ".base_layer." in name else weight.data
-        is_parameter = isinstance(weight, nn.Parameter)
-        shared[id(weight)] = nn.Parameter(own, requires_grad=False) if is_parameter else own
-    return adapt_where_it_lies(copy.deepcopy(model, shared))
+    # PEFT merges an adapter into a base. A detached tensor would count writes as the model's.
+    own = {
+        id(w): w.data.clone() if ".base_layer." in name else w.data
+        for name, w in named_weights(model)
+    }
+    return adapt_where_it_lies(with_weights(model, own))
+
+
+def with_weights(model: Any, weights: Mapping[int, Tensor]) -> Any:
+    """Copy a model, with these tensors for weights of such ids; others stay the model's own."""
+    taken = {id(old): old for _, old in named_weights(model)}
+    for number, new in weights.items():
+        is_parameter = isinstance(taken[number], nn.Parameter)
+        taken[number] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+    return copy.deepcopy(model, taken)
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:

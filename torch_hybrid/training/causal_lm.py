@@ -29,6 +29,7 @@ class MtpCausalLMOutput(MoeCausalLMOutputWithPast):  # type: ignore[misc]
     mtp_loss: Tensor | None = None
 
 
+_OF_LAYERS = ("output_hidden_states", "output_attentions")
 SOFTCAPS = ("logits_soft_cap", "output_logit_soft_cap", "final_logit_softcapping")
 
 
@@ -98,24 +99,12 @@ class CausalLM(nn.Module):
         **inputs: Any,
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Compute the loss as transformers does, by chunks of logits, and that of an MTP head."""
-        config: Any = self.config.get_text_config()
-        if output_router_logits is None:  # a field that dense models have not
-            output_router_logits = getattr(config, "output_router_logits", False)
+        routes = self._hands_out("output_router_logits", output_router_logits)
         outputs = self.base_model(
-            attention_mask=attention_mask, output_router_logits=output_router_logits, **inputs
+            attention_mask=attention_mask, output_router_logits=routes, **inputs
         )
         targets = _next_of(labels) if shift_labels is None else shift_labels
-        # Factors on logits, of Falcon-H1, of Granite and of Inkling.
-        factor = vars(self.base_model).get("lm_head_multiplier", 1.0)
-        factor = factor / vars(self).get("logits_scaling", 1.0)
-        if config.model_type == "inkling_text":
-            factor = factor / config.logits_mup_width_multiplier
-        hidden = outputs[0] if factor == 1 else outputs[0] * factor
-        # A bound of logits, of RecurrentGemma, of xLSTM and of Inkling-2.
-        bounds = (getattr(config, name, None) for name in SOFTCAPS)
-        softcap = next((bound for bound in bounds if bound is not None), None)
-        vocab_size = getattr(config, "unpadded_vocab_size", None)  # of Inkling
-        head = self.lm_head
+        head, hidden, (softcap, vocab_size) = self.lm_head, self._scaled(outputs[0]), self._bounds()
         total = (
             head(hidden, targets, softcap, vocab_size)
             if softcap or vocab_size
@@ -130,14 +119,10 @@ class CausalLM(nn.Module):
             "attentions": outputs.get("attentions"),
         }
         kind: Any = CausalLMOutputWithPast
-        balance = vars(sys.modules[type(self).__module__]).get("load_balancing_loss_func")
-        if output_router_logits and balance is not None:
-            sizes = self if "num_experts" in vars(self) else config
-            made["aux_loss"] = balance(
-                outputs.router_logits, sizes.num_experts, sizes.num_experts_per_tok, attention_mask
-            )
-            loss = loss + sizes.router_aux_loss_coef * made["aux_loss"]
-            made["router_logits"] = outputs.router_logits
+        if routes:
+            made |= self._balance(outputs.router_logits, attention_mask)
+        if "aux_loss" in made:
+            loss = loss + self._balance_coef * made["aux_loss"]
             kind = MoeCausalLMOutputWithPast
         if self.trains_head:
             made["mtp_loss"] = self.head_loss(outputs[0], targets, inputs) / num_items_in_batch
@@ -151,27 +136,89 @@ class CausalLM(nn.Module):
         labels: Tensor | None,
         server: ServedLogits,
         *,
+        attention_mask: Tensor | None = None,
+        output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         shift_labels: Tensor | None = None,
         **inputs: Any,
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
-        """Run the model's own forward, and compute logits and loss with a server's bits."""
-        outputs: Any = super().forward(**inputs)
-        logits = served_logits(self, outputs.logits, inputs, server)
-        outputs.logits = kept_rows(logits, logits_to_keep)
+        """Compute logits and loss with a server's bits.
+
+        The model itself runs where something has gradients, or layers hand out what is asked for.
+        """
+        routes = self._hands_out("output_router_logits", output_router_logits)
+        asks = routes or any(self._hands_out(name, inputs.get(name)) for name in _OF_LAYERS)
+        made: dict[str, Any] = {}
+        hidden = None
+        if asks or (torch.is_grad_enabled() and any(w.requires_grad for w in self.parameters())):
+            outputs = self.base_model(
+                attention_mask=attention_mask, output_router_logits=routes, **inputs
+            )
+            hidden = self._scaled(outputs[0])
+            made = {name: outputs.get(name) for name in ("hidden_states", "attentions")}
+            if routes:
+                made |= self._balance(outputs.router_logits, attention_mask)
+        logits = served_logits(self, hidden, inputs, server, *self._bounds())
+        made["logits"] = kept_rows(logits, logits_to_keep)
         if labels is not None:
             targets = _next_of(labels) if shift_labels is None else shift_labels
             known = targets.flatten() != IGNORED
             each = token_logprobs(logits.flatten(0, -2), targets.flatten().clamp(min=0))
             count = known.sum() if num_items_in_batch is None else num_items_in_batch
-            outputs.loss = each.masked_fill(~known, 0.0).sum() / -count
+            made["loss"] = each.masked_fill(~known, 0.0).sum() / -count
             if self.z_loss > 0:
-                outputs.loss += self.z_loss * logits.logsumexp(-1).square().mean()
-            if outputs.get("aux_loss") is not None:
-                sizes = self if "router_aux_loss_coef" in vars(self) else self.config
-                outputs.loss += sizes.router_aux_loss_coef * outputs.aux_loss
-        return outputs
+                made["loss"] += self.z_loss * logits.logsumexp(-1).square().mean()
+            if "aux_loss" in made:
+                made["loss"] += self._balance_coef * made["aux_loss"]
+            if self.trains_head and hidden is not None:
+                made["mtp_loss"] = self.head_loss(outputs[0], targets, inputs) / count
+                made["loss"] += self.mtp_loss_weight * made["mtp_loss"]
+        kind: Any = MoeCausalLMOutputWithPast if "aux_loss" in made else CausalLMOutputWithPast
+        return (MtpCausalLMOutput if "mtp_loss" in made else kind)(**made)
+
+    def _hands_out(self, name: str, asked: bool | None) -> bool:
+        """Tell whether a call or else the config asks for outputs of layers."""
+        if asked is not None:
+            return asked
+        of_config: bool = getattr(self.config.get_text_config(), name, False)  # dense ones lack it
+        return of_config
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """Multiply hidden states by factors on logits, of Falcon-H1, of Granite and of Inkling."""
+        config: Any = self.config.get_text_config()
+        factor = vars(self.base_model).get("lm_head_multiplier", 1.0)
+        factor = factor / vars(self).get("logits_scaling", 1.0)
+        if config.model_type == "inkling_text":
+            factor = factor / config.logits_mup_width_multiplier
+        return hidden if factor == 1 else hidden * factor
+
+    def _bounds(self) -> tuple[float | None, int | None]:
+        """Return the bound of logits, and the number of those that stand for tokens if not all."""
+        config: Any = self.config.get_text_config()
+        # Of RecurrentGemma, of xLSTM and of Inkling-2.
+        softcaps = (getattr(config, name, None) for name in SOFTCAPS)
+        softcap = next((bound for bound in softcaps if bound is not None), None)
+        return softcap, getattr(config, "unpadded_vocab_size", None)  # of Inkling
+
+    def _balance(self, router_logits: Any, attention_mask: Tensor | None) -> dict[str, Any]:
+        """Compute the loss that balances experts, where a model has one."""
+        balance = vars(sys.modules[type(self).__module__]).get("load_balancing_loss_func")
+        if balance is None:
+            return {}
+        sizes = self._router_sizes
+        made = balance(router_logits, sizes.num_experts, sizes.num_experts_per_tok, attention_mask)
+        return {"aux_loss": made, "router_logits": router_logits}
+
+    @property
+    def _router_sizes(self) -> Any:
+        return self if "num_experts" in vars(self) else self.config.get_text_config()
+
+    @property
+    def _balance_coef(self) -> float:
+        """Factor on the loss that balances experts."""
+        factor: float = self._router_sizes.router_aux_loss_coef
+        return factor
 
 
 def _within_sequences(labels: Tensor, packing: Packing) -> Tensor:
@@ -195,7 +242,7 @@ def kept_rows(hidden: Tensor, keep: int | Tensor) -> Tensor:
     transformers 5.20 has no function for it.
     """
     if not isinstance(keep, Tensor):
-        return hidden[:, -keep:]
+        return hidden[:, -keep:] if keep else hidden
     if keep.ndim == 1:
         return hidden[:, keep]
     return hidden[keep] if keep.dtype == torch.bool else hidden.take_along_dim(keep[..., None], 1)

@@ -41,7 +41,8 @@ def make_trainable(
     With ``batch_invariant``, logits have the bits of ``Runner(batch_invariant=True)`` on these
     weights, as do :func:`token_logprobs` of them: a runner of the model's own computes them in each
     call, beside the model, whose gradients are computed for them. Its weights are the model's, and
-    those that a server joins a second time. Calls with a cache are as without.
+    those that a server joins a second time. For a quantized base it reads the checkpoint again, and
+    serves the adapter beside that. Calls with a cache are as without.
 
     Ring-2.5, which transformers has no class for, is a
     ``torch_hybrid.training.ring_2_5.BailingMoeV2_5ForCausalLM``.
@@ -52,7 +53,8 @@ def make_trainable(
             several heads it is the first, and the others are not saved.
         mtp_loss_weight: factor on the head's loss, kept as ``model.mtp_loss_weight``.
         batch_invariant: True, or options of that runner. Those that decide bits must be the
-            server's: ``compile=False``, say, if it does not compile.
+            server's: ``compile=False``, say, if it does not compile. Of a base that torchao
+            quantized, ``weights`` is as in ``from_pretrained``.
 
     Returns:
         ``model``.
@@ -63,7 +65,7 @@ def make_trainable(
             and no frozen base under PEFT. Such a base is in block-FP8, or in a format of torchao or
             bitsandbytes. Or ``mtp`` is given for a model of PEFT, one with images, or one whose
             heads are not known here; or ``batch_invariant`` is for one that has no output head of
-            its own, is quantized, or has such a head.
+            its own.
     """
     from torch_hybrid.training.causal_lm import causal_lm_of, head_of
     from torch_hybrid.training.decoder import (
@@ -85,13 +87,9 @@ def make_trainable(
         came = type(model).__name__
         raise ValueError(f"model must be one of transformers or PEFT in memory, got {came}")
     if mtp is not None:
-        if batch_invariant is not False:
-            raise UnsupportedError(
-                "an MTP head and batch_invariant do not go together: leave either"
-            )
         from torch_hybrid.training.mtp import make_trainable_with_head
 
-        return make_trainable_with_head(model, mtp, mtp_loss_weight)
+        return _served(make_trainable_with_head(model, mtp, mtp_loss_weight), batch_invariant)
     modules: list[Any] = list(model.modules())
     twins: dict[str, Any] = dict(TWINS)
     if any(isinstance(module, Twin) for module in modules):
@@ -139,11 +137,10 @@ def _served(model: M, batch_invariant: bool | Mapping[str, Any]) -> M:
     from torch_hybrid.training.served_logits import ServedLogits
 
     found = [each for each in model.modules() if isinstance(each, CausalLM)]
-    quantized = found and found[0].config.to_dict().get("quantization_config")
-    if len(found) != 1 or quantized or "mtp" in dict(found[0].named_children()):
+    if len(found) != 1:
         raise UnsupportedError(
-            "batch_invariant is for a causal language model in floats, whose own head makes logits "
-            f"and which has no MTP head, got {type(model).__name__}"
+            "batch_invariant is for a causal language model whose own head makes logits, got "
+            f"{type(model).__name__}"
         )
     found[0].server = ServedLogits({} if batch_invariant is True else batch_invariant)
     found[0].server.serve(found[0])
