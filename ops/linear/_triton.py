@@ -39,23 +39,24 @@ _NARROW = 2048
 _BUSY = 80
 
 
-def linear(x: Linear) -> Tensor:
-    """Multiply by all weights in one launch, or by torch where that is faster."""
+def linear(x: Linear, *, is_invariant: bool = False) -> Tensor:
+    """Multiply by all weights in one launch, or by torch where that is faster.
+
+    With ``is_invariant``, any number of rows is multiplied in one launch and one order of sums.
+    """
     if x.scales is not None:
         is_fp8 = x.weights[0].dtype == block_scales.DTYPE
-        return fp8_linear(x) if is_fp8 else integer_linear(x)
+        multiply = fp8_linear if is_fp8 else integer_linear
+        return multiply(x, is_invariant=is_invariant)
+    if is_invariant:
+        y = x.x.new_empty(x.x.shape[0], sum(x.sizes))
+        if y.numel():
+            _multiply(x, y, _tile_of_any_rows(x), any_rows=True)
+        return y
     y = empty_columns(x.x, x.sizes)
     if not _is_ours(x):
         return product_by_torch(x.x, x.weights, x.biases, y)
     _multiply(x, y, _tile(x))
-    return y
-
-
-def invariant_linear(x: Linear) -> Tensor:
-    """Multiply any number of rows in one order of sums: "triton_invariant"."""
-    y = x.x.new_empty(x.x.shape[0], sum(x.sizes))
-    if y.numel():
-        _multiply(x, y, _tile_of_any_rows(x), any_rows=True)
     return y
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 from torch import Tensor
 
 from torch_hybrid.ops.linear.op import Linear
+from torch_hybrid.ops.triton.devices import is_hopper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,21 @@ class Tile:
             "num_warps": self.num_warps,
             "enable_fp_fusion": True,
         }
+
+
+def tile_of_any_rows(x: Linear) -> Tile:
+    """Choose the tile of rows in blocks, by weights with scales, in one order of sums.
+
+    128 columns are summed at a time, 16 products after 16 on tensor cores. That other tiles sum so
+    was tried on Hopper; elsewhere there is one.
+    """
+    num_rows = x.x.shape[0]
+    if x.x.dtype == torch.float32:  # outside the tensor cores, on operands in registers
+        return Tile(block_m=16, block_n=32, block_k=32, num_stages=2)
+    block_m, stages = 64, 3
+    if is_hopper(x.x.device) and num_rows <= 32:
+        block_m, stages = (16, 5) if num_rows <= 16 else (32, 4)
+    return Tile(block_m=block_m, block_n=64, block_k=128, num_stages=stages)
 
 
 def readable_biases(x: Linear) -> tuple[Tensor, ...]:
