@@ -17,7 +17,7 @@ from torch_hybrid.ops.formats import block_scales
 from torch_hybrid.ops.linear._triton_columns import store_columns
 from torch_hybrid.ops.linear._triton_fp8 import fp8_linear
 from torch_hybrid.ops.linear._triton_integers import integer_linear
-from torch_hybrid.ops.linear._triton_tile import Tile, is_empty, readable_biases
+from torch_hybrid.ops.linear._triton_tile import BUSY, Tile, is_empty, readable_biases
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
 from torch_hybrid.ops.linear.op import Linear
 from torch_hybrid.ops.triton.devices import is_hopper
@@ -33,10 +33,8 @@ _FEW_COLUMNS = 4096
 _PART_ROWS = 32
 _PART_DEPTH = 1024
 _PART_COLUMNS = 1024  # of one weight: fewer are faster by torch
-# Of batch-invariant products: columns that are too few programs of 64, and programs of large tiles
-# that are not; with fewer of them, small ones are faster.
+# Of batch-invariant products: columns that are too few programs of 64.
 _NARROW = 2048
-_BUSY = 80
 
 
 def linear(x: Linear, *, is_invariant: bool = False) -> Tensor:
@@ -104,7 +102,7 @@ def _tile_of_any_rows(x: Linear) -> Tile:
         return one(block_m=32, num_stages=4)
     for block_m in (256, 128):
         num_programs = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, 128)
-        if num_programs >= _BUSY:
+        if num_programs >= BUSY:
             return one(block_m=block_m, block_n=128, block_k=64, num_warps=8)
     return one()
 

@@ -191,7 +191,8 @@ def test_compiles_without_spills() -> None:
             rows += [resources_of(launch, "sm_90", label) for launch in launches]
     launches = integer_launches("sm_90", 64, *REAL["out_proj"], "int8").values()
     rows += [resources_of(launch, "sm_90", "out_proj of int8, 64 rows") for launch in launches]
-    for num_rows, dtype in (*((n, torch.bfloat16) for n in (16, 32, 1000)), (1000, torch.float32)):
+    sizes = *((n, torch.bfloat16) for n in (16, 32, 64, 1000)), (1000, torch.float32)
+    for num_rows, dtype in sizes:
         options = {"dtype": dtype, "is_invariant": True}
         label = f"any {num_rows}" if dtype == torch.bfloat16 else "any of float32"
         launches = fp8_launches("sm_90", num_rows, *REAL["qkv"], **options).values()
