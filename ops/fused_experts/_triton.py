@@ -29,7 +29,7 @@ from torch_hybrid.ops.fused_experts._triton_integers import (
     integer_products,
 )
 from torch_hybrid.ops.fused_experts._triton_plain import few_tokens
-from torch_hybrid.ops.fused_experts._triton_scaled import Tile
+from torch_hybrid.ops.fused_experts._triton_scaled import Tile, share_of
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.launch import bind
@@ -39,23 +39,18 @@ from torch_hybrid.ops.triton.products import dot
 _FEW_TOKENS = 4
 
 
-def _tile(num_pairs: int, num_experts: int, like: Tensor) -> Tile:
-    """Choose a tile for inputs of the dtype and device of ``like``."""
+def _tile(share: int, like: Tensor) -> Tile:
+    """Choose a tile for ``share`` pairs of an expert, of the dtype and device of ``like``."""
     if like.dtype == torch.float32:  # outside the tensor cores, on operands in registers
         return Tile(block_m=16, block_n=64, block_k=32, num_warps=4, num_stages=2)
     # Most experts have less than twice their share: then one block holds all their pairs.
-    rows = triton.next_power_of_2(2 * triton.cdiv(num_pairs, num_experts))
+    rows = triton.next_power_of_2(2 * share)
     if rows <= 16:
         return Tile(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=3)
     if rows <= 64:
         return Tile(block_m=rows, block_n=128, block_k=64, num_warps=4, num_stages=4)
     block_n, stages = (256, 4) if is_hopper(like.device) else (128, 3)
     return Tile(block_m=128, block_n=block_n, block_k=64, num_warps=8, num_stages=stages)
-
-
-def _tile_of_any_pairs(like: Tensor) -> Tile:
-    """Choose one tile for any number of pairs."""
-    return _tile(32, 1, like)
 
 
 Products = Callable[[FusedExperts, Tensor, Tensor, Tensor], None]
@@ -68,17 +63,17 @@ def fused_experts(x: FusedExperts, *, is_invariant: bool = False) -> Tensor:
     """
     if x.num_pairs == 0 or x.num_experts == 0:
         return x.x.new_zeros(x.x.shape)
-    if is_invariant:
-        return _many_tokens(x, partial(_products, tile=_tile_of_any_pairs(x.x)))
     few: Callable[[FusedExperts], Tensor] = few_tokens
-    products: Products = _products
+    products = _products
     if x.has_scales:
         is_fp8 = x.down.dtype == block_scales.DTYPE
         few = fp8_few_tokens if is_fp8 else integer_few_tokens
         products = fp8_products if is_fp8 else integer_products
-    elif suits(x):
-        products = hopper_products
-    return few(x) if len(x.x) <= _FEW_TOKENS else _many_tokens(x, products)
+    if len(x.x) <= _FEW_TOKENS and not is_invariant:
+        return few(x)
+    if not (is_invariant or x.has_scales) and suits(x):
+        return _many_tokens(x, hopper_products)
+    return _many_tokens(x, partial(products, share=share_of(x, is_invariant=is_invariant)))
 
 
 def rounded_experts(x: FusedExperts) -> Tensor:
@@ -110,11 +105,11 @@ def _many_tokens(x: FusedExperts, products: Products) -> Tensor:
 
 
 def _products(
-    x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor, *, tile: Tile | None = None
+    x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor, *, share: int
 ) -> None:
     """Fill ``results`` [P, D] with each pair's output of its expert, unweighted."""
     hidden = x.x.new_empty(x.num_pairs, x.width)
-    tile = tile or _tile(x.num_pairs, x.num_experts, x.x)
+    tile = _tile(share, x.x)
     blocks = num_blocks(x.num_pairs, x.num_experts, tile.block_m)
     block_n = tile.block_n // x.num_parts
     constants = {

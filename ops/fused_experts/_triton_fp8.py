@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_hybrid.ops.formats.block_scales import BLOCK
 from torch_hybrid.ops.fused_experts._triton_few import multiply_few
 from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored, unscaled
-from torch_hybrid.ops.fused_experts._triton_scaled import Tile, scaled_products
+from torch_hybrid.ops.fused_experts._triton_scaled import Tile, scaled_products, share_of
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.fp8 import fp8_product, readable, widen
 
@@ -31,15 +31,17 @@ def fp8_few_tokens(x: FusedExperts) -> Tensor:
     return multiply_few(x, _LOADER, weights, block_n=_FEW_BLOCK_N, num_stages=_FEW_STAGES)
 
 
-def fp8_products(x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor) -> None:
+def fp8_products(
+    x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor, *, share: int
+) -> None:
     """Fill ``results`` [P, D] with each pair's output of its expert, unweighted."""
-    weights, tile = _stored(x, rounds=False), _tile(x, rounds=False)
+    weights, tile = _stored(x, rounds=False), _tile(x, share, rounds=False)
     scaled_products(x, _LOADER, weights, tile, (order, starts), results)
 
 
 def rounded_products(x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor) -> None:
     """Fill ``results`` with FP8 products: tokens and hidden activations are rounded to FP8."""
-    weights, tile = _stored(x, rounds=True), _tile(x, rounds=True)
+    weights, tile = _stored(x, rounds=True), _tile(x, share_of(x), rounds=True)
     scaled_products(x, _LOADER, weights, tile, (order, starts), results)
 
 
@@ -60,13 +62,13 @@ def _stored(x: FusedExperts, *, rounds: bool) -> tuple[Stored, Stored]:
     return stored(x.gate_up, x.gate_up_scales), stored(x.down, x.down_scales)
 
 
-def _tile(x: FusedExperts, *, rounds: bool) -> Tile:
+def _tile(x: FusedExperts, share: int, *, rounds: bool) -> Tile:
     """Choose a tile whose rows and columns divide 128: gate and up have one scale each."""
     # Outside the tensor cores, on operands in registers.
     if x.x.dtype == torch.float32 and not rounds:
         return Tile(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
     # Most experts have less than twice their share: then one block holds all their pairs.
-    rows = triton.next_power_of_2(2 * triton.cdiv(x.num_pairs, x.num_experts))
+    rows = triton.next_power_of_2(2 * share)
     block_m = min(max(rows, 16), 64)
     if rounds and (rows > 32 or x.num_pairs > _FEW_PAIRS):
         num_warps = 4 if rows <= 16 else 8

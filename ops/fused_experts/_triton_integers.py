@@ -33,10 +33,12 @@ def integer_few_tokens(x: FusedExperts) -> Tensor:
     return multiply_few(x, _LOADER, _stored(x), block_n=_FEW_BLOCK_N, num_stages=None)
 
 
-def integer_products(x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor) -> None:
+def integer_products(
+    x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor, *, share: int
+) -> None:
     """Fill ``results`` [P, D] with each pair's output of its expert, unweighted."""
     weights = _stored(x)
-    tile = _tile(x, group=weights[1].form[0])
+    tile = _tile(x, share, group=weights[1].form[0])
     scaled_products(x, _LOADER, weights, tile, (order, starts), results)
 
 
@@ -60,12 +62,11 @@ def _stored(x: FusedExperts) -> tuple[Stored, Stored]:
     return stored(x.gate_up, x.gate_up_scales), stored(x.down, x.down_scales)
 
 
-def _tile(x: FusedExperts, *, group: int) -> Tile:
+def _tile(x: FusedExperts, share: int, *, group: int) -> Tile:
     """Choose a tile for pairs of such tokens, and groups of so many numbers."""
     # Outside the tensor cores, on operands in registers; a tile's products are one chain.
     if x.x.dtype == torch.float32:
         return Tile(block_m=16, block_n=16, block_k=32, num_warps=4, num_stages=2)
-    share = triton.cdiv(x.num_pairs, x.num_experts)
     # Where tensor cores read memory, sums of 128 pairs fit registers: weights are widened once.
     if share > 64 and is_hopper(x.x.device):
         block_n, num_warps = (64, 4) if group == 128 else (128, 8)

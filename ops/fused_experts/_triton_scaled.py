@@ -17,6 +17,8 @@ from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.launch import bind
 
+_ANY_SHARE = 32  # of tiles for any number of pairs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
@@ -30,6 +32,11 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int
+
+
+def share_of(x: FusedExperts, *, is_invariant: bool = False) -> int:
+    """Count the pairs of an expert, for which a tile is chosen; invariant, one for any number."""
+    return _ANY_SHARE if is_invariant else triton.cdiv(x.num_pairs, x.num_experts)
 
 
 def scaled_products(

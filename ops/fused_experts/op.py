@@ -27,6 +27,7 @@ _CPP = in_cpp(
     features=stored_weights.FEATURES,
     figures="torch_hybrid.ops.native.cpu_tuning:figures",
 )
+_TRITON = in_triton(f"{_PACKAGE}._triton:fused_experts", features=stored_weights.FEATURES)
 IMPLEMENTATIONS = {
     "cpp": _CPP,
     "cpp_invariant": invariant(_CPP),
@@ -36,8 +37,8 @@ IMPLEMENTATIONS = {
         only_with=FEATURES,
         available=fp8_products_missing,
     ),
-    "triton": in_triton(f"{_PACKAGE}._triton:fused_experts", features=stored_weights.FEATURES),
-    "triton_invariant": invariant(in_triton(f"{_PACKAGE}._triton:fused_experts")),
+    "triton": _TRITON,
+    "triton_invariant": invariant(_TRITON),
     "torch": in_torch(f"{_PACKAGE}._torch:fused_experts", features=stored_weights.FEATURES),
 }
 

@@ -17,7 +17,7 @@ from torch_hybrid.ops.formats import block_scales
 from torch_hybrid.ops.linear._triton_columns import store_columns
 from torch_hybrid.ops.linear._triton_fp8 import fp8_linear
 from torch_hybrid.ops.linear._triton_integers import integer_linear
-from torch_hybrid.ops.linear._triton_tile import Tile, is_empty, readable_biases
+from torch_hybrid.ops.linear._triton_tile import BUSY, Tile, is_empty, readable_biases
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
 from torch_hybrid.ops.linear.op import Linear
 from torch_hybrid.ops.triton.devices import is_hopper
@@ -33,29 +33,28 @@ _FEW_COLUMNS = 4096
 _PART_ROWS = 32
 _PART_DEPTH = 1024
 _PART_COLUMNS = 1024  # of one weight: fewer are faster by torch
-# Of batch-invariant products: columns that are too few programs of 64, and programs of large tiles
-# that are not; with fewer of them, small ones are faster.
+# Of batch-invariant products: columns that are too few programs of 64.
 _NARROW = 2048
-_BUSY = 80
 
 
-def linear(x: Linear) -> Tensor:
-    """Multiply by all weights in one launch, or by torch where that is faster."""
+def linear(x: Linear, *, is_invariant: bool = False) -> Tensor:
+    """Multiply by all weights in one launch, or by torch where that is faster.
+
+    With ``is_invariant``, any number of rows is multiplied in one launch and one order of sums.
+    """
     if x.scales is not None:
         is_fp8 = x.weights[0].dtype == block_scales.DTYPE
-        return fp8_linear(x) if is_fp8 else integer_linear(x)
+        multiply = fp8_linear if is_fp8 else integer_linear
+        return multiply(x, is_invariant=is_invariant)
+    if is_invariant:
+        y = x.x.new_empty(x.x.shape[0], sum(x.sizes))
+        if y.numel():
+            _multiply(x, y, _tile_of_any_rows(x), any_rows=True)
+        return y
     y = empty_columns(x.x, x.sizes)
     if not _is_ours(x):
         return product_by_torch(x.x, x.weights, x.biases, y)
     _multiply(x, y, _tile(x))
-    return y
-
-
-def invariant_linear(x: Linear) -> Tensor:
-    """Multiply any number of rows in one order of sums: "triton_invariant"."""
-    y = x.x.new_empty(x.x.shape[0], sum(x.sizes))
-    if y.numel():
-        _multiply(x, y, _tile_of_any_rows(x), any_rows=True)
     return y
 
 
@@ -103,7 +102,7 @@ def _tile_of_any_rows(x: Linear) -> Tile:
         return one(block_m=32, num_stages=4)
     for block_m in (256, 128):
         num_programs = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, 128)
-        if num_programs >= _BUSY:
+        if num_programs >= BUSY:
             return one(block_m=block_m, block_n=128, block_k=64, num_warps=8)
     return one()
 

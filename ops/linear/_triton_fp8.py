@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_hybrid.ops.formats.block_scales import BLOCK
 from torch_hybrid.ops.linear._triton_columns import store_columns
 from torch_hybrid.ops.linear._triton_place import place, scales_of, store_tile
-from torch_hybrid.ops.linear._triton_tile import Tile, is_empty, readable_biases
+from torch_hybrid.ops.linear._triton_tile import Tile, is_empty, readable_biases, tile_of_any_rows
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
 from torch_hybrid.ops.linear.op import Linear
 from torch_hybrid.ops.triton.devices import is_hopper
@@ -39,9 +39,16 @@ _PART_DEPTH = 1024
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 
 
-def fp8_linear(x: Linear) -> Tensor:
-    """Multiply x as it is by FP8 weights: few rows in one launch, others by torch."""
+def fp8_linear(x: Linear, *, is_invariant: bool = False) -> Tensor:
+    """Multiply x as it is by FP8 weights: few rows in one launch, others by torch.
+
+    With ``is_invariant``, any number of rows is multiplied in one launch.
+    """
     y = empty_columns(x.x, x.sizes)
+    if is_invariant:
+        if y.numel():
+            _launch(x, y, tile_of_any_rows(x), rounds=False)
+        return y
     if not _is_ours(x):
         return product_by_torch(x.x, _dequantized(x), x.biases, y)
     _launch(x, y, _tile(x), rounds=False)

@@ -5,6 +5,8 @@ For many rows, weights are widened in memory once, and torch multiplies.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.formats.integers import depth_of
 from torch_hybrid.ops.linear._triton_place import place, scales_of, store_tile
-from torch_hybrid.ops.linear._triton_tile import Tile, is_empty, readable_biases
+from torch_hybrid.ops.linear._triton_tile import Tile, is_empty, readable_biases, tile_of_any_rows
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
 from torch_hybrid.ops.linear.op import Linear
 from torch_hybrid.ops.triton.integers import (
@@ -40,14 +42,23 @@ _FEW_COLUMNS = 4096
 _PART_ROWS = 32  # that a program multiplies so at most
 
 
-def integer_linear(x: Linear) -> Tensor:
-    """Multiply by INT8, INT4 or FP4 weights: few rows in one launch, others by torch."""
-    y = empty_columns(x.x, x.sizes)
+def integer_linear(x: Linear, *, is_invariant: bool = False) -> Tensor:
+    """Multiply by INT8, INT4 or FP4 weights: few rows in one launch, others by torch.
+
+    With ``is_invariant``, any number of rows is multiplied in one launch for weights of one form.
+    """
     formats = {form_of(*pair) for pair in x.scaled}
-    if not _is_ours(x) or len(formats) > 1:
+    if is_invariant and len(formats) > 1:
+        each = zip(x.scaled, x.biases, strict=True)
+        alone = [replace(x, weights=[w], scales=[scale], biases=[b]) for (w, scale), b in each]
+        return torch.cat([integer_linear(one, is_invariant=True) for one in alone], 1)
+    y = empty_columns(x.x, x.sizes)
+    if is_invariant and not y.numel():
+        return y
+    if not is_invariant and (not _is_ours(x) or len(formats) > 1):
         return product_by_torch(x.x, _dequantized(x), x.biases, y)
     group, zeros = formats.pop()
-    tile = _tile(x, is_int4=group > 0)
+    tile = tile_of_any_rows(x) if is_invariant else _tile(x, is_int4=group > 0)
     bind(_integer_linear_kernel, x)[tile.grid(x)](
         weights=tuple(map(as_bytes, x.weights)),
         scales=tuple(x.scales or ()),
@@ -56,6 +67,7 @@ def integer_linear(x: Linear) -> Tensor:
         M=x.x.shape[0],
         GROUP=group,
         ZEROS=zeros,
+        ROWS_IN_BLOCKS=is_invariant or tile.num_parts > 1,
         **tile.options(x),
     )
     return y
@@ -159,10 +171,11 @@ def _integer_linear_kernel(
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,  # of the depth, side by side: of few columns
     STAGES: tl.constexpr,
+    ROWS_IN_BLOCKS: tl.constexpr,
 ) -> None:
     """Multiply x by all weights, widened in registers.
 
-    Grid: tiles of BLOCK_N columns of all weights; with PARTS, blocks of BLOCK_M rows too.
+    Grid: tiles of BLOCK_N columns of all weights; with ROWS_IN_BLOCKS, blocks of BLOCK_M rows too.
     One row is multiplied outside the tensor cores. Else loads are pipelined in STAGES.
     """
     ONE_ROW: tl.constexpr = BLOCK_M == 1
@@ -170,7 +183,7 @@ def _integer_linear_kernel(
     scale = scales_of(scales, which)
     row = first_row + tl.arange(0, BLOCK_N)
     index_m = tl.arange(0, BLOCK_M)
-    if PARTS > 1:
+    if ROWS_IN_BLOCKS:
         index_m += tl.program_id(1) * BLOCK_M
     mask_n, mask_m = row < size, index_m < M
     p_w, p_scale = rows_at(weight, scale, row.to(tl.int64), 0, K, GROUP, ZEROS)
@@ -188,7 +201,10 @@ def _integer_linear_kernel(
             k = first + tl.arange(0, BLOCK_K)[None, :]
             b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < K), other=0.0)
             b_w = wide_tile(p_w, p_scale, first, mask_n, K, GROUP, ZEROS, BLOCK_K, b_x.dtype)
-            acc = dot(b_w, tl.trans(b_x), acc)
+            if b_x.dtype == tl.float32:  # by +, a product would go on from the sum before it
+                acc = tl.fma(acc, 1.0, dot(b_w, tl.trans(b_x), tl.zeros_like(acc)))
+            else:
+                acc = dot(b_w, tl.trans(b_x), acc)
     else:
         DEPTH: tl.constexpr = K // PARTS
         index = tl.arange(0, PARTS * BLOCK_N)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 import triton
 from torch import Tensor
 
 from torch_hybrid.ops.linear.op import Linear
+from torch_hybrid.ops.triton.devices import is_hopper
+
+# Programs of large tiles; with fewer of them, small ones are faster.
+BUSY = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +57,25 @@ class Tile:
             "num_warps": self.num_warps,
             "enable_fp_fusion": True,
         }
+
+
+def tile_of_any_rows(x: Linear) -> Tile:
+    """Choose the tile of rows in blocks, by weights with scales, in one order of sums.
+
+    128 columns are summed at a time, 16 products after 16 on tensor cores. That other tiles sum so
+    was tried on Hopper; elsewhere there is one.
+    """
+    num_rows = x.x.shape[0]
+    if x.x.dtype == torch.float32:  # outside the tensor cores, on operands in registers
+        return Tile(block_m=16, block_n=32, block_k=32, num_stages=2)
+    one = partial(Tile, block_m=64, block_n=64, block_k=128, num_stages=3)
+    if not is_hopper(x.x.device):
+        return one()
+    if num_rows <= 32:
+        block_m, stages = (16, 5) if num_rows <= 16 else (32, 4)
+        return one(block_m=block_m, num_stages=stages)
+    large = one(block_m=128, block_n=128, num_warps=8)
+    return large if math.prod(large.grid(x)) >= BUSY else one()
 
 
 def readable_biases(x: Linear) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, NO_FEATURES, Ne
 from torch_hybrid.ops.core.declare import Op, Rows, define, made
 from torch_hybrid.ops.core.registration import check_contiguous, check_dtypes, check_shapes
 from torch_hybrid.ops.formats import block_scales, stored_weights
-from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton, invariant
+from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton, invariant
 from torch_hybrid.ops.linear.by_torch import empty_columns
 from torch_hybrid.ops.triton.devices import fp8_products_missing
 
@@ -27,6 +27,7 @@ _CPP = in_cpp(
     checks_indices=False,
     figures="torch_hybrid.ops.native.cpu_tuning:figures",
 )
+_TRITON = in_triton(f"{_PACKAGE}._triton:linear", features=stored_weights.FEATURES)
 IMPLEMENTATIONS = {
     "cpp": _CPP,
     "cpp_invariant": invariant(_CPP),
@@ -36,8 +37,8 @@ IMPLEMENTATIONS = {
         only_with=FEATURES,
         available=fp8_products_missing,
     ),
-    "triton": in_triton(f"{_PACKAGE}._triton:linear", features=stored_weights.FEATURES),
-    "triton_invariant": in_triton(f"{_PACKAGE}._triton:invariant_linear", features=INVARIANT),
+    "triton": _TRITON,
+    "triton_invariant": invariant(_TRITON),
     "torch": in_torch(
         f"{_PACKAGE}._torch:linear",
         dtypes=FLOATS_AND_FLOAT64,

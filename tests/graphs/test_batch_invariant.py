@@ -15,7 +15,7 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.devices import needs_cuda
 from tests.ops.triton_interpreter import needs_triton
-from tests.tiny_models import BUILDERS, EACH_KIND, FEWEST_LAYERS, VOCAB_SIZE, make_model
+from tests.tiny_models import BUILDERS, FEWEST_LAYERS, VOCAB_SIZE, make_model
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import impls_of, select
 from torch_hybrid.backends.step import make_backends
@@ -25,22 +25,28 @@ from torch_hybrid.graphs.passes.row_sums import row_sums
 from torch_hybrid.graphs.stepping import model_choices, steps
 from torch_hybrid.graphs.two_batch import OverlapPolicy
 from torch_hybrid.models.families import architecture_of
-from torch_hybrid.ops.core.capability import Need
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Need
 from torch_hybrid.ops.core.registration import REGISTERED
+from torch_hybrid.ops.formats.stored_weights import FEATURES
 
 LENGTH = 75  # more than a chunk of a recurrence, a block of keys, a stretch of tokens
 CUTS = [1, 32, 2, 33, 7]
-UNTRIED = ("inkling2", "lfm2", "minimax")  # on a GPU
-ON_A_GPU = (*(family for family in EACH_KIND if family not in UNTRIED), "lfm3", "deepseek_v3")
+STORED = ("int8", "int4", "mxfp4", "nvfp4")
 IN_HALVES = ("qwen3_next", "falcon_h1", "deepseek_v3", "glm5_next")  # norms, softmaxes, streams
 IN_BF16 = ("qwen3_next", "falcon_h1", "bailing_hybrid", "lfm3")  # of different mixers
 
 
 def make_runner(
-    family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: object
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    stored: str | None = None,
+    **options: object,
 ) -> th.Runner:
     sizes = {"max_seqs": 5, "max_tokens": 192, "kv_tokens": 640, "page_size": 8, "compile": False}
     model = th.adapt(make_model(family, **FEWEST_LAYERS[family]).to(device, dtype))
+    if stored is not None:
+        th.quantize(model, stored)
     return th.Runner(model, **{**sizes, "batch_invariant": True, **options})
 
 
@@ -87,6 +93,11 @@ def test_any_cut_in_any_company_has_the_same_bits(family: str, dtype: torch.dtyp
     assert_same_bits(make_runner(family, dtype))
 
 
+@pytest.mark.parametrize("stored", ["int8", "nvfp4"])
+def test_quantized_weights_too(stored: str):
+    assert_same_bits(make_runner("qwen3_next", stored=stored))
+
+
 def assert_same_bits(runner: th.Runner) -> None:
     prompt = tokens(LENGTH)
     whole = in_pieces(runner, prompt, [LENGTH])
@@ -109,8 +120,11 @@ def test_an_op_of_every_family_can_serve_on_a_gpu():
             decode, extend = (impls_of(backend.choices[m]) for m in (Mode.DECODE, Mode.EXTEND))
             assert decode == extend, family
     need = Need(**cuda, features=wanted.features)
-    for op in ("linear", "fused_experts", "head_linear"):
-        assert "triton" in select(op, REGISTERED[op], need).impl
+    assert select("head_linear", REGISTERED["head_linear"], need).impl == "triton"
+    for features in ({BATCH_INVARIANT}, *({BATCH_INVARIANT, each} for each in FEATURES)):
+        need = Need(**cuda, features=frozenset(features))
+        for op in ("linear", "fused_experts"):
+            assert select(op, REGISTERED[op], need).impl == "triton_invariant"
 
 
 def test_products_of_torch_are_refused():
@@ -123,12 +137,19 @@ def test_products_of_torch_are_refused():
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ON_A_GPU)
+@pytest.mark.parametrize("family", sorted(BUILDERS))
 def test_on_a_gpu(family: str, dtype: torch.dtype):
     runner = make_runner(family, dtype, "cuda", compile=True)
     assert_same_bits(runner)
     names = {name.partition(",")[0] for name in runner.report().graphs}  # latents say their form
     assert names == {"decode", "extend"}
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", STORED)
+def test_quantized_weights_on_a_gpu(stored: str, dtype: torch.dtype):
+    assert_same_bits(make_runner("qwen3_next", dtype, "cuda", stored, compile=True))
 
 
 @needs_cuda

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torch_hybrid as th
+from tests.graphs.test_batch_invariant import assert_same_bits
 from tests.models.oracle import make_texts, serve
 from tests.parallel.jobs import LENGTHS, OPTIONS, SEEDS, SIZES, STEPS
 from tests.parallel.processes import results, run_ranks
@@ -58,8 +59,27 @@ def share(family: str, experts: Experts) -> dict[str, Shared]:
     return shared
 
 
+def keep_bits(families: list[str]) -> None:
+    """Tokens of shared models have the same bits in any batch."""
+    sizes = {**SIZES, "kv_tokens": 640, "page_size": 8, "batch_invariant": True}
+    for family in families:
+        assert_same_bits(th.Runner(th.shard(make(family)), **sizes))
+
+
+needs_two = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="there are fewer than two CUDA devices"
+)
+
+
 @pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two CUDA devices")
+@needs_two
+def test_the_same_bits_in_any_batch():
+    families = ["qwen3_next", "kimi_linear", "falcon_h1"]
+    results(run_ranks(keep_bits, 2, families, limit_s=600, backend="nccl"))
+
+
+@pytest.mark.cuda
+@needs_two
 @pytest.mark.parametrize(
     ("family", "experts"),
     [("qwen3_next_dense", "tensor"), ("kimi_linear", "tensor"), ("qwen3_next", "all_to_all")],

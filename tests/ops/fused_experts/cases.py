@@ -107,6 +107,15 @@ def make_fp8_inputs(
     return _with_stored(case, "fp8", dtype, seed)
 
 
+def make_stored_inputs(
+    case: Case, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Inputs, dict[str, Tensor]]:
+    """The same with weights that have scales: "fp8", or a name of ``FORMATS``."""
+    if name == "fp8":
+        return make_fp8_inputs(case, dtype=dtype, seed=seed)
+    return make_integer_inputs(case, name, dtype=dtype, seed=seed)
+
+
 def make_integer_inputs(
     case: Case, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[Inputs, dict[str, Tensor]]:

@@ -26,6 +26,7 @@ from tests.ops.fused_experts.cases import (
     make_fp8_inputs,
     make_inputs,
     make_integer_inputs,
+    make_stored_inputs,
 )
 from tests.ops.integers import FORMATS, not_finite
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, NO_FEATURES
@@ -36,6 +37,7 @@ from torch_hybrid.ops.fused_experts.op import FEATURES, IMPLEMENTATIONS
 SILU = {"activation": "silu"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = Case(num_tokens=5, num_experts=4, dim=24, width=20)
+TOKENS = Case(num_tokens=30, num_experts=3, dim=77, width=45)
 INVARIANT = impls_on("cpu", IMPLEMENTATIONS, frozenset({BATCH_INVARIANT}))
 
 
@@ -57,18 +59,28 @@ def test_matches_the_exact_result(impl: str, name: str) -> None:
     assert_within_budget(run(inputs, impl, options), exact, reference)
 
 
-def assert_same_bits_in_any_batch(inputs: tuple[Tensor, ...], impl: str) -> None:
+def assert_same_bits_in_any_batch(inputs: tuple[Tensor, ...], impl: str, **scales: Tensor) -> None:
     x, ids, factors, *weights = inputs
-    whole = run(inputs, impl)
+    whole = run(inputs, impl, **scales)
     for rows in (slice(1), slice(3), slice(4, 27), slice(29, None)):
-        assert torch.equal(run((x[rows], ids[rows], factors[rows], *weights), impl), whole[rows])
+        some = run((x[rows], ids[rows], factors[rows], *weights), impl, **scales)
+        assert torch.equal(some, whole[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("impl", INVARIANT, indirect=True)
 def test_a_token_has_the_same_bits_in_any_batch(impl: str, dtype: str) -> None:
-    case = Case(num_tokens=30, num_experts=3, dim=77, width=45)
-    assert_same_bits_in_any_batch(make_inputs(case, dtype=DTYPES[dtype]), impl)
+    assert_same_bits_in_any_batch(make_inputs(TOKENS, dtype=DTYPES[dtype]), impl)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", ["fp8", *FORMATS])
+@pytest.mark.parametrize("impl", INVARIANT, indirect=True)
+def test_a_token_of_stored_experts_has_the_same_bits_in_any_batch(
+    impl: str, stored: str, dtype: str
+) -> None:
+    inputs, scales = make_stored_inputs(TOKENS, stored, dtype=DTYPES[dtype])
+    assert_same_bits_in_any_batch(inputs, impl, **scales)
 
 
 def assert_near(actual: Tensor, exact: Tensor) -> None:

@@ -23,6 +23,7 @@ from tests.ops.fused_experts.cases import (
     make_fp8_inputs,
     make_inputs,
     make_integer_inputs,
+    make_stored_inputs,
 )
 from tests.ops.fused_experts.test_contract import (
     BLOCKS,
@@ -55,7 +56,9 @@ CONTRACT = """
         or blocks_are or does_not_see or int32 or twice or not_read or empty_choices
         or fp8 and blocks or of_its_block and 3 or opcheck and no_gate
     )
-    or triton_invariant and not integer and (exact and (some_choices or no_tokens) or any_batch)
+    or triton_invariant and not integer and exact and (some_choices or no_tokens)
+    or triton_invariant and any_batch and (not stored or bf16 and (fp8 or int8 or nvfp4))
+    or triton_invariant and integers and exact and some_choices and (int8 or zeros or nvfp4)
     or triton and not triton_invariant and not opcheck
         and integers and odd_sizes and (int8 or int4_64_zeros or fp4) and not no_gate
 """
@@ -120,7 +123,7 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("impl", ["triton", "triton_fp8"])
+@pytest.mark.parametrize("impl", ["triton", "triton_invariant", "triton_fp8"])
 @pytest.mark.parametrize("name", [*CASES, *WIDE, *BLOCKED])
 def test_fp8_on_a_gpu(name: str, impl: str, dtype: torch.dtype) -> None:
     if (reason := IMPLEMENTATIONS[impl].capability.available()) is not None:
@@ -145,12 +148,13 @@ def test_fp8_on_a_gpu(name: str, impl: str, dtype: torch.dtype) -> None:
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("impl", ["triton", "triton_invariant"])
 @pytest.mark.parametrize("name", [*CASES, *WIDE])
-def test_integers_on_a_gpu(name: str, stored: str, dtype: torch.dtype) -> None:
+def test_integers_on_a_gpu(name: str, impl: str, stored: str, dtype: torch.dtype) -> None:
     case = {**CASES, **WIDE}[name]
     inputs, scales = make_integer_inputs(case, stored, dtype=dtype)
     moved = {name: scale.cuda() for name, scale in scales.items()}
-    options = {**case.options(), "impl": "triton"}
+    options = {**case.options(), "impl": impl}
     out = fused_experts(*on_device(inputs), **moved, **options).cpu()
     exact = exact_of(inputs, scales, case.options())
     if dtype == torch.float32:
@@ -180,10 +184,16 @@ def test_a_captured_graph_serves_other_choices(name: str, dtype: torch.dtype) ->
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_has_the_same_bits_in_any_batch_on_a_gpu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("stored", ["floats", "fp8", *FORMATS])
+def test_a_token_has_the_same_bits_in_any_batch_on_a_gpu(stored: str, dtype: torch.dtype) -> None:
     case = Case(num_tokens=300, num_experts=32, top_k=8, dim=512, width=256)
-    inputs = tuple(each.cuda() for each in make_inputs(case, dtype=dtype))
-    assert_same_bits_in_any_batch(inputs, "triton_invariant")
+    if stored == "floats":
+        inputs, scales = make_inputs(case, dtype=dtype), dict[str, Tensor]()
+    else:
+        inputs, scales = make_stored_inputs(case, stored, dtype=dtype)
+    scales = {name: scale.cuda() for name, scale in scales.items()}
+    inputs = tuple(each.cuda() for each in inputs)
+    assert_same_bits_in_any_batch(inputs, "triton_invariant", **scales)
 
 
 @needs_cuda
@@ -310,6 +320,15 @@ def test_compiles_without_spills() -> None:
         for num_tokens in (1, 32, 4096)
         for launch in record_integer_launches("sm_90", num_tokens, stored).values()
     ]
+    rows += [
+        resources_of(launch, "sm_90", "any number, 8 bits")
+        for launch in record_fp8_launches("sm_90", 1, is_invariant=True).values()
+    ]
+    rows += [
+        resources_of(launch, "sm_90", f"any number, {stored}")
+        for stored in ("int8", "int4_of_32", "int4_of_128", "int4_64_zeros", "mxfp4", "nvfp4")
+        for launch in record_integer_launches("sm_90", 1, stored, is_invariant=True).values()
+    ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
         kernel = row.kernel.removeprefix("hopper_").removeprefix("fp8_").removeprefix("scaled_")
@@ -352,12 +371,15 @@ def record_launches(
 
 
 def record_fp8_launches(
-    target: str, num_tokens: int, *, width: int = 512, rounds: bool = False
+    target: str,
+    num_tokens: int,
+    *,
+    width: int = 512,
+    rounds: bool = False,
+    is_invariant: bool = False,
 ) -> dict[str, Launch]:
     """The same of Qwen3-Next's experts in 8 bits, or of wider ones."""
     from torch_hybrid.ops.fused_experts import _triton
-
-    launcher = _triton.rounded_experts if rounds else _triton.fused_experts
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -374,7 +396,10 @@ def record_fp8_launches(
             activation="silu",
             impl="triton_fp8" if rounds else "triton",
         )
-        launcher(x)
+        if rounds:
+            _triton.rounded_experts(x)
+        else:
+            _triton.fused_experts(x, is_invariant=is_invariant)
     return of_weights(launches)
 
 
@@ -394,7 +419,12 @@ def test_float32_sums_beside_integers_are_of_one_tile_each() -> None:
 
 
 def record_integer_launches(
-    target: str, num_tokens: int, stored: str, x_dtype: torch.dtype = torch.bfloat16
+    target: str,
+    num_tokens: int,
+    stored: str,
+    x_dtype: torch.dtype = torch.bfloat16,
+    *,
+    is_invariant: bool = False,
 ) -> dict[str, Launch]:
     """The same of Qwen3-Next's experts as integers."""
     from torch_hybrid.ops.fused_experts import _triton
@@ -416,5 +446,5 @@ def record_integer_launches(
             activation="silu",
             impl="triton",
         )
-        _triton.fused_experts(x)
+        _triton.fused_experts(x, is_invariant=is_invariant)
     return of_weights(launches)

@@ -112,6 +112,15 @@ def make_fp8_inputs(case: Case, *, dtype: torch.dtype = torch.float32, seed: int
     return _stored(case, in_blocks, dtype, seed)
 
 
+def make_stored_inputs(
+    case: Case, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Inputs:
+    """Draw inputs with weights that have scales: "fp8", or a name of ``FORMATS``."""
+    if name == "fp8":
+        return make_fp8_inputs(case, dtype=dtype, seed=seed)
+    return make_integer_inputs(case, name, dtype=dtype, seed=seed)
+
+
 def make_mixed_inputs(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
     """Draw inputs of which the first half of the weights is FP8, the others have x's dtype."""
     fp8 = make_fp8_inputs(case, dtype=dtype, seed=seed)

@@ -28,6 +28,7 @@ from tests.ops.linear.cases import (
     make_inputs,
     make_integer_inputs,
     make_mixed_inputs,
+    make_stored_inputs,
 )
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, NO_FEATURES
 from torch_hybrid.ops.formats.block_scales import rounded
@@ -40,6 +41,7 @@ from torch_hybrid.ops.linear.reference import linear_reference
 ALL_OPCHECKS = ("test_schema", *FP8_OPCHECKS)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = Case(num_rows=6, depth=50, widths=(7, 20), biased=frozenset({1}))
+ROWS = Case(num_rows=75, depth=330, widths=(70, 9), biased=frozenset({1}))
 INVARIANT = impls_on("cpu", IMPLEMENTATIONS, frozenset({BATCH_INVARIANT}))
 
 
@@ -81,8 +83,16 @@ def assert_same_bits_in_any_batch(impl: str, inputs: Inputs) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("impl", INVARIANT, indirect=True)
 def test_a_row_has_the_same_bits_in_any_batch(impl: str, dtype: str) -> None:
-    case = Case(num_rows=75, depth=330, widths=(70, 9), biased=frozenset({1}))
-    assert_same_bits_in_any_batch(impl, make_inputs(case, dtype=DTYPES[dtype]))
+    assert_same_bits_in_any_batch(impl, make_inputs(ROWS, dtype=DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", ["fp8", *FORMATS])
+@pytest.mark.parametrize("impl", INVARIANT, indirect=True)
+def test_a_row_beside_scales_has_the_same_bits_in_any_batch(
+    impl: str, stored: str, dtype: str
+) -> None:
+    assert_same_bits_in_any_batch(impl, make_stored_inputs(ROWS, stored, dtype=DTYPES[dtype]))
 
 
 def test_merged_equals_one_by_one(impl: str) -> None:

@@ -20,6 +20,7 @@ from tests.ops.linear.cases import (
     make_inputs,
     make_integer_inputs,
     make_mixed_inputs,
+    make_stored_inputs,
 )
 from tests.ops.linear.test_contract import assert_same_bits_in_any_batch, expected_of
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
@@ -36,10 +37,12 @@ CONTRACT = """
         exact and (odd or three_rows or thirteen_rows or one_by_one or most_rows or no_)
         or does_not_see and 9-bf16 or infinity or opcheck or 8_bits or of_its_block or beside_those
     )
-    or triton_invariant and not integers and (exact and (three_rows or no_) or any_batch)
+    or triton_invariant and not integers and exact and (three_rows or no_)
+    or triton_invariant and any_batch and (not scales or bf16 and (fp8 or int8 or zeros or nvfp4))
+    or triton_invariant and integers and exact and three_rows and (int8 or zeros or nvfp4)
 """
 # Merged layers of Qwen3-Next-80B: attention's, the router's with the shared expert's, an output's.
-FP8_IMPLS = ("triton", "triton_fp8")
+FP8_IMPLS = ("triton", "triton_invariant", "triton_fp8")
 REAL = {
     "qkv": (2048, (8192, 512, 512)),
     "router": (2048, (512, 512, 512, 1)),
@@ -110,9 +113,10 @@ def assert_fp8_as_exact(case: Case, dtype: torch.dtype, impl: str) -> None:
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("impl", ["triton", "triton_invariant"])
 @pytest.mark.parametrize("name", CASES)
-def test_integers_on_a_gpu(name: str, stored: str, dtype: torch.dtype) -> None:
-    assert_on_gpu("triton", make_integer_inputs(CASES[name], stored, dtype=dtype))
+def test_integers_on_a_gpu(name: str, impl: str, stored: str, dtype: torch.dtype) -> None:
+    assert_on_gpu(impl, make_integer_inputs(CASES[name], stored, dtype=dtype))
 
 
 @needs_cuda
@@ -137,7 +141,19 @@ def test_real_sizes_on_a_gpu(name: str, num_rows: int) -> None:
 def test_a_row_has_the_same_bits_in_any_batch_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     depth, widths = REAL[name]
     case = Case(num_rows=1000, depth=depth, widths=widths)  # of each tile, those that few rows have
-    inputs = make_inputs(case, dtype=dtype)
+    assert_same_bits_in_any_batch("triton_invariant", make_inputs(case, dtype=dtype).on_gpu())
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", ["fp8", *FORMATS])
+@pytest.mark.parametrize("name", REAL)
+def test_a_row_beside_scales_has_the_same_bits_on_a_gpu(
+    name: str, stored: str, dtype: torch.dtype
+) -> None:
+    depth, widths = REAL[name]
+    case = Case(num_rows=300, depth=depth, widths=widths)
+    inputs = make_stored_inputs(case, stored, dtype=dtype)
     assert_same_bits_in_any_batch("triton_invariant", inputs.on_gpu())
 
 
@@ -160,7 +176,7 @@ def test_compiles_without_spills() -> None:
     any_rows += [("sm_90", num_rows, torch.bfloat16) for num_rows in (16, 32, 64, 150)]
     for target, num_rows, dtype in any_rows:
         with launches_on(target) as launches:
-            _triton.invariant_linear(nowhere(num_rows, depth, widths, dtype=dtype))
+            _triton.linear(nowhere(num_rows, depth, widths, dtype=dtype), is_invariant=True)
         label = f"qkv of any rows, {num_rows} of {dtype}"
         rows.append(resources_of(launches["_linear_kernel"], target, label))
     for name, num_rows in (*cases, ("qkv", 8), ("qkv", 64), ("out_proj", 1000)):
@@ -175,6 +191,15 @@ def test_compiles_without_spills() -> None:
             rows += [resources_of(launch, "sm_90", label) for launch in launches]
     launches = integer_launches("sm_90", 64, *REAL["out_proj"], "int8").values()
     rows += [resources_of(launch, "sm_90", "out_proj of int8, 64 rows") for launch in launches]
+    sizes = *((n, torch.bfloat16) for n in (16, 32, 64, 1000)), (1000, torch.float32)
+    for num_rows, dtype in sizes:
+        options = {"dtype": dtype, "is_invariant": True}
+        label = f"any {num_rows}" if dtype == torch.bfloat16 else "any of float32"
+        launches = fp8_launches("sm_90", num_rows, *REAL["qkv"], **options).values()
+        rows += [resources_of(launch, "sm_90", f"{label}, fp8") for launch in launches]
+        for stored in ("int8", "int4_of_32", "int4_of_128", "int4_64_zeros", "mxfp4", "nvfp4"):
+            launches = integer_launches("sm_90", num_rows, *REAL["qkv"], stored, **options).values()
+            rows += [resources_of(launch, "sm_90", f"{label}, {stored}") for launch in launches]
     for name, num_rows in (("router", 8), ("qkv", 32), ("out_proj", 64)):
         launches = fp8_launches("sm_90", num_rows, *REAL[name], rounds=True).values()
         label = f"{name}, {num_rows} rounded rows"
@@ -218,24 +243,42 @@ def mixed_launches(
 
 
 def integer_launches(
-    target: str, num_rows: int, depth: int, widths: tuple[int, ...], stored: str
+    target: str,
+    num_rows: int,
+    depth: int,
+    widths: tuple[int, ...],
+    stored: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    is_invariant: bool = False,
 ) -> dict[str, Launch]:
     from torch_hybrid.ops.linear import _triton
 
     weights, scales = zip(*(without_data((n, depth), stored) for n in widths), strict=True)
-    inputs = nowhere(num_rows, depth, widths)
+    inputs = nowhere(num_rows, depth, widths, dtype=dtype)
+    inputs = replace(inputs, weights=list(weights), scales=list(scales))
     with launches_on(target) as launches:
-        _triton.linear(replace(inputs, weights=list(weights), scales=list(scales)))
+        _triton.linear(inputs, is_invariant=is_invariant)
     return launches
 
 
 def fp8_launches(
-    target: str, num_rows: int, depth: int, widths: tuple[int, ...], *, rounds: bool = False
+    target: str,
+    num_rows: int,
+    depth: int,
+    widths: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    rounds: bool = False,
+    is_invariant: bool = False,
 ) -> dict[str, Launch]:
     from torch_hybrid.ops.linear import _triton, _triton_fp8
 
-    launcher = _triton_fp8.rounded_linear if rounds else _triton.linear
     blocks = [(num_blocks(n), num_blocks(depth)) for n in widths]
+    inputs = nowhere(num_rows, depth, widths, dtype=dtype, stored=DTYPE, scale_shapes=blocks)
     with launches_on(target) as launches:
-        launcher(nowhere(num_rows, depth, widths, stored=DTYPE, scale_shapes=blocks))
+        if rounds:
+            _triton_fp8.rounded_linear(inputs)
+        else:
+            _triton.linear(inputs, is_invariant=is_invariant)
     return launches
