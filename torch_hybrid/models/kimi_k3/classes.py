@@ -293,9 +293,8 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self, present: Tensor, blocks: tuple[Tensor, ...], attention_mask: Any, **options: Any
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the layer on the present block's sum [B, T, dim], after those of blocks before."""
-        x = present
-        if blocks:
-            x = mix(present, blocks, self.self_attention_res_proj, self.self_attention_res_norm)
+        # Without blocks it is the present sum itself.
+        x = mix(present, blocks, self.self_attention_res_proj, self.self_attention_res_norm)
         total, _ = self.self_attn(self.input_layernorm(x), attention_mask=attention_mask, **options)
         if self.begins_block:
             blocks = (*blocks, present)
