@@ -110,15 +110,18 @@ def product(
         of_output: whether weights are transposed.
         fills: whether the 0 of rows without an expert are written.
     """
+    weight, scales, num_parts = x.down, x.down_scales, 1
+    if name == "gate_up":
+        weight, scales, num_parts = x.gate_up, x.gate_up_scales, x.num_parts
     if rows.device.type != "cpu":
-        weight = whole_weight(x, name)
+        if scales is not None:
+            weight = dequantized(weight, scales, rows.dtype, num_parts=num_parts)
         out = F.grouped_mm(rows, weight if of_output else weight.mT, offs=ends)
         if not fills:
             return out
         row = torch.arange(len(rows), dtype=ends.dtype, device=rows.device)
         return out.masked_fill((row >= ends[-1])[:, None], 0)
-    weight, scales, num_parts = _stored(x, name)
-    width = (num_parts * x.width, x.dim) if name == "gate_up" else (x.dim, x.width)
+    width = (x.num_parts * x.width, x.dim) if name == "gate_up" else (x.dim, x.width)
     out = rows.new_empty(len(rows), width[of_output])
     *groups, past = zip(*(each.split(_counts(ends, rows)) for each in (rows, out)), strict=True)
     past[1].zero_()
@@ -131,14 +134,6 @@ def product(
             worth = worth if of_output else worth.T
         torch.mm(row, worth, out=result)
     return out
-
-
-def whole_weight(x: FusedExperts, name: str) -> Tensor:
-    """Dequantize the weights "gate_up" or "down" of all experts, where they have scales."""
-    weight, scales, num_parts = _stored(x, name)
-    if scales is None:
-        return weight
-    return dequantized(weight, scales, x.x.dtype, num_parts=num_parts)
 
 
 def weight_product(dout: Tensor, rows: Tensor, like: Tensor, ends: Tensor) -> Tensor:
@@ -198,13 +193,6 @@ def derivatives(x: FusedExperts, projected: Tensor) -> tuple[Tensor, Tensor]:
     if x.limit is not None:
         slope, activated = slope * is_gate_free, activated * is_up_free
     return hidden, torch.cat([slope, activated], -1)
-
-
-def _stored(x: FusedExperts, name: str) -> tuple[Tensor, Tensor | None, int]:
-    """Look up weights, their scales, and how many parts their rows are of."""
-    if name == "gate_up":
-        return x.gate_up, x.gate_up_scales, x.num_parts
-    return x.down, x.down_scales, 1
 
 
 def _counts(ends: Tensor, rows: Tensor) -> list[int]:

@@ -1,8 +1,8 @@
-"""Implementation "triton": grouped products, and kernels for what lies between them.
+"""Implementation "triton": grouped products of torch, and kernels for what lies between them.
 
-Torch multiplies groups on the device in bfloat16 alone; other dtypes have kernels here. All grids
-follow from shapes, and nothing is read on the host of a GPU. Rows past ``starts[E]``, of pairs
-without an expert, are neither written nor read.
+All grids follow from shapes, and nothing is read on the host where torch multiplies groups on the
+device: on CUDA in bfloat16. Rows past ``starts[E]``, of pairs without an expert, are neither
+written nor read.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.fused_experts._triton_activation import activate, activated, tanh
 from torch_hybrid.ops.fused_experts._triton_group import group_pairs
 from torch_hybrid.ops.fused_experts.op import FusedExperts
-from torch_hybrid.ops.fused_experts.training._torch import product, weight_product, whole_weight
-from torch_hybrid.ops.fused_experts.training._triton_products import (
-    grouped_product,
-    grouped_weight_product,
-)
+from torch_hybrid.ops.fused_experts.training._torch import product, weight_product
 from torch_hybrid.ops.fused_experts.training.op import (
     FusedExpertsBackward,
     empty_gradients,
@@ -40,7 +36,7 @@ def fused_experts_forward(x: FusedExperts) -> tuple[Tensor, Tensor]:
         return out.zero_(), projected
     order, starts = group_pairs(x.expert_ids, x.num_experts)
     rows, places = _gathered(x, x.x, order, starts)
-    projected = _product(rows, x, "gate_up", starts)
+    projected = product(rows, x, "gate_up", starts[1:], fills=False)
     hidden = x.x.new_empty(x.num_pairs, x.width)
     rows_of_tile, block = _tile(x.width)
     bind(_activate_kernel, x)[
@@ -56,7 +52,7 @@ def fused_experts_forward(x: FusedExperts) -> tuple[Tensor, Tensor]:
         ROWS=rows_of_tile,
         BLOCK=block,
     )
-    results = _product(hidden, x, "down", starts)
+    results = product(hidden, x, "down", starts[1:], fills=False)
     return _summed(x, results, places), projected.view(*x.expert_ids.shape, projected.shape[1])
 
 
@@ -69,7 +65,7 @@ def fused_experts_backward(x: FusedExpertsBackward) -> tuple[Tensor, ...]:
     dgate_up = ddown = x.x.new_empty(0)
     order, starts = group_pairs(x.expert_ids, x.num_experts)
     dresults, places = _gathered(x, x.dout, order, starts)
-    dweighted = _product(dresults, x, "down", starts, of_output=True)
+    dweighted = product(dresults, x, "down", starts[1:], of_output=True, fills=False)
     weighted, dprojected = torch.empty_like(dweighted), torch.empty_like(x.projected).flatten(0, 1)
     rows_of_tile, block = _tile(x.width)
     bind(_activate_backward_kernel, x)[(triton.cdiv(x.num_pairs, rows_of_tile),)](
@@ -93,7 +89,7 @@ def fused_experts_backward(x: FusedExpertsBackward) -> tuple[Tensor, ...]:
         rows, _ = _gathered(x, x.x, order, starts)
         dgate_up = _weight_product(x, dprojected, rows, x.gate_up, starts)
         del rows
-    drows = _product(dprojected, x, "gate_up", starts, of_output=True)
+    drows = product(dprojected, x, "gate_up", starts[1:], of_output=True, fills=False)
     return _summed(x, drows, places), dweights, dgate_up, ddown
 
 
@@ -131,21 +127,10 @@ def _summed(x: FusedExperts, results: Tensor, places: Tensor) -> Tensor:
     return out
 
 
-def _product(
-    rows: Tensor, x: FusedExperts, name: str, starts: Tensor, *, of_output: bool = False
-) -> Tensor:
-    """Multiply rows by each one's expert, on the device in any dtype."""
-    if rows.dtype == torch.bfloat16:
-        return product(rows, x, name, starts[1:], of_output=of_output, fills=False)
-    return grouped_product(rows, whole_weight(x, name), starts, of_output=of_output)
-
-
 def _weight_product(
     x: FusedExperts, dout: Tensor, rows: Tensor, like: Tensor, starts: Tensor
 ) -> Tensor:
     """Sum ``dout^T rows`` over the rows of each expert, 0 where there are none."""
-    if rows.dtype != torch.bfloat16:
-        return grouped_weight_product(dout, rows, like, starts)
     grad = weight_product(dout, rows, like, starts[1:])
     # Of groups without rows torch leaves anything on Blackwell (pytorch #172439).
     bind(_clear_kernel, x)[(len(like), _PARTS)](

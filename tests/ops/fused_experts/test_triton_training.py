@@ -72,10 +72,9 @@ def test_on_a_gpu(name: str):
 
 
 @needs_cuda
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_cuda_graph_serves_any_routing(dtype: torch.dtype):
+def test_a_cuda_graph_serves_any_routing():
     """Nothing is read on the host."""
-    x = moved(make_backward(ON_A_GPU["plain"], dtype=dtype), "cuda")
+    x = moved(make_backward(ON_A_GPU["plain"], dtype=torch.bfloat16), "cuda")
     made_by_both(x, "triton")  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -97,10 +96,8 @@ def test_compiles_without_spills() -> None:
         ),
     }
     shapes["Inkling-2"] = replace(shapes["Qwen3-Next"], softcaps=(8.0, 8.0))
-    shapes["float32"] = shapes["Qwen3-Next"]
     for label, case in shapes.items():
-        dtype = torch.float32 if label == "float32" else torch.bfloat16
-        small = make_backward(replace(case, num_tokens=4, num_experts=16), dtype=dtype)
+        small = make_backward(replace(case, num_tokens=4, num_experts=16), dtype=torch.bfloat16)
         for target in SHARED_LIMITS:
             one = replace(moved(small, "meta"), needs_gate_up=False)  # nothing is launched twice
             with launches_on(target) as launches:
