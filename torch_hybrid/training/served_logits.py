@@ -11,6 +11,7 @@ joins or scales are made again in each call: no counter tells all the ways to ch
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, pairwise
@@ -80,13 +81,20 @@ class ServedLogits:
             return
         self._form = with_weights(trainer, {id(w): w.detach().to("meta") for w in weights})
 
-    def check_form(self, weights: Sequence[Tensor]) -> None:
+    def check_form(self, trainer: Any, weights: Sequence[Tensor]) -> None:
         """Raise UnsupportedError for sharded weights of a trainer that was not seen whole."""
-        known = 0 if self._form is None else len(_read_weights(self._form))
-        if _is_sharded(weights) and known != len(weights):
+        if not _is_sharded(weights):
+            return
+        form = self._form
+        if (
+            form is None
+            or len(_read_weights(form)) != len(weights)
+            or _switches(form) != _switches(trainer)
+        ):
             raise UnsupportedError(
                 "a model with batch_invariant=True that changed or was copied since "
-                "make_trainable is called once before fully_shard"
+                "make_trainable is called once before fully_shard, after which its adapters are "
+                "neither switched nor exchanged"
             )
 
     def compute(
@@ -148,7 +156,7 @@ class ServedLogits:
             for name in runner.adapters:
                 runner.unload_adapter(name)
             self._adapter = None
-            if _adapts(model):
+            if any(is_on for is_on, _ in _switches(model)):
                 self._adapter = "trained"
                 runner.load_adapter(self._adapter, model)
         return runner
@@ -205,12 +213,14 @@ def _is_sharded(weights: Sequence[Tensor]) -> bool:
     return any(isinstance(each, DTensor) for each in weights)
 
 
-def _adapts(model: nn.Module) -> bool:
-    """Tell whether adapters are there and switched on."""
+def _switches(model: nn.Module) -> list[tuple[bool, list[str]]]:
+    """List whether adapters are switched on, and which are active, for each layer that has some."""
+    if "peft" not in sys.modules:
+        return []
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer)]
-    return any(not each.disable_adapters for each in layers)
+    return [(not each.disable_adapters, [*each.active_adapters]) for each in layers]
 
 
 def _read_weights(model: Any) -> list[Tensor]:
@@ -341,7 +351,7 @@ def served_logits(
     weights = [weight.detach() for weight in _read_weights(trainer)]
     if not torch.compiler.is_compiling():
         server.serve(trainer)
-        server.check_form(weights)
+        server.check_form(trainer, weights)
     weights = [w.full_tensor() if isinstance(w, DTensor) else w for w in weights]
     head = trainer.lm_head
     dtype, kind = head.weight.dtype, tokens.device.type
