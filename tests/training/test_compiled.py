@@ -75,7 +75,7 @@ def test_one_graph_of_any_size_has_the_gradients_of_eager(family: str):
 
 def test_twenty_packings_compile_nothing_and_other_sizes_one_graph():
     twin = make_twin()
-    step = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    step = torch.compile(twin, fullgraph=True, backend="eager")
     assert compiled_steps(twin, step, twin, [TOKENS] * 22) < 1e-5
     graphs = counters["stats"]["unique_graphs"]
     assert graphs == 2
@@ -119,7 +119,8 @@ def test_inductor_has_the_gradients_of_eager():
 
 @pytest.mark.slow
 def test_inductor_rounds_bfloat16_no_worse_than_eager_with_checkpointing():
-    twin, sent = make_twin(), collated(2)
+    """In one layer, which has a recurrence beside attention."""
+    twin, sent = make_twin("falcon_h1", num_hidden_layers=1), collated(2)
     exact = grads(twin, twin(**sent).loss)
     twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     step = torch.compile(twin, fullgraph=True)
