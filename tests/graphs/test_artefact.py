@@ -114,7 +114,8 @@ def test_a_runner_that_loaded_steps_saves_them_again(
 @pytest.mark.slow
 def test_an_artefact_is_written_as_soon_as_a_step_is_compiled(tmp_path: Path):
     """Not when all are, nor when somebody asks for it; and what was in it stays in it."""
-    path, model = tmp_path / "steps", make_model(num_layers=2)
+    path, one_layer = tmp_path / "steps", {"layer_types": ["linear_attention"]}
+    model = make_hybrid(num_hidden_layers=1, **one_layer)
     [prompts, *others] = PREFILL
 
     def served(steps: list[list[list[int]]], **options: Any) -> tuple[dict[str, bool], Tensor]:

@@ -69,10 +69,22 @@ class Ranks:
         return [process.exitcode for process in self.processes]
 
 
+def characters():
+    """A tokenizer of printable characters, which grammars can read."""
+    vocab = {"<end>": 0, "Ġ": 1} | {chr(code): code - 31 for code in range(33, 127)}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>")
+
+
 @pytest.fixture
-def checkpoint():
-    """The demo's."""
-    return RECALL
+def checkpoint(tmp_path):
+    """The demo's model with a tokenizer of characters."""
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(RECALL / name)
+    characters().save_pretrained(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
@@ -124,12 +136,13 @@ class TestWithAnAdapter:
         return "--lora", f"other={adapter}"
 
     def test_texts_are_those_of_one_rank(self, ranks, recall, adapter):
-        """Greedy and drawn, after a client that left; SIGTERM to all ends all of them well."""
+        """Greedy and drawn, by grammars and without, with the adapter, after a client that left and
+        a request that is refused; SIGTERM to all ends all of them well."""
+        pytest.importorskip("llguidance")
         left = http.client.HTTPConnection("127.0.0.1", ranks.port, timeout=LIMIT_S)
-        body = {"prompt": prompt_of(9), "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        left.request(
-            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
-        )
+        body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        headers = {"content-type": "application/json"}
+        left.request("POST", "/v1/completions", json.dumps(body), headers)
         answer = left.getresponse()
         assert answer.status == 200
         assert running(ranks) == 1
@@ -138,22 +151,30 @@ class TestWithAnAdapter:
         wait_for(lambda: running(ranks) == 0)
         sizes = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 2048, "max_adapters": 1}
         runner = th.Runner(recall, compile=False, **sizes)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(RECALL)
-        engine = th.Engine(runner, tokenizer, adapters={"other": adapter})
-        drawn, found = {"temperature": 1.0, "seed": 5}, []
-        for options, name in (({"temperature": 0.0}, None), (drawn, None), (drawn, "other")):
-            prompts = [prompt_of(seed) for seed in range(3)]
-            body = {"prompt": prompts, "max_tokens": 12, **options}
+        engine = th.Engine(runner, characters(), eos_token_ids=[], adapters={"other": adapter})
+        schema = {"type": "array", "items": {"enum": ["a", 12]}, "minItems": 2, "maxItems": 4}
+        of_json = th.Grammar.json_schema(schema), {"structured_outputs": {"json": schema}}
+        of_regex = th.Grammar.regex("[ab]{3}c"), {"structured_outputs": {"regex": "[ab]{3}c"}}
+        free, drawn, found = (None, {}), {"temperature": 1.0, "seed": 5}, []
+        for options, (grammar, given), name in (
+            *(({"temperature": 0.0}, each, None) for each in (of_json, of_regex, free)),
+            *((drawn, each, None) for each in (of_json, of_regex, free)),
+            (drawn, free, "other"),
+        ):
+            prompts = ["abc", "b", "some words"]
+            body = {"prompt": prompts, "max_tokens": 30, **options, **given}
             body |= {} if name is None else {"model": name}
             status, text = ranks.ask("POST", "/v1/completions", body)
             assert status == 200, text
-            sampling = th.Sampling(max_new_tokens=12, **options)
-            expected = engine.generate(prompts, sampling, adapter=name)
-            texts = [output.text for output in sorted(expected, key=lambda output: output.index)]
+            sampling = th.Sampling(max_new_tokens=30, grammar=grammar, **options)
+            outputs = engine.generate(prompts, sampling, adapter=name)
+            texts = [output.text for output in sorted(outputs, key=lambda output: output.index)]
             found.append([choice["text"] for choice in json.loads(text)["choices"]])
             assert found[-1] == texts
-        assert found[1] != found[2]
-        body = {"prompt": prompt_of(1), "max_tokens": 12, "temperature": 1.0, "n": 3}
+        assert found[-1] != found[-2]
+        refused = {"prompt": "a", "structured_outputs": {"regex": "("}}
+        assert ranks.ask("POST", "/v1/completions", refused)[0] == 400
+        body = {"prompt": "abc", "max_tokens": 12, "temperature": 1.0, "n": 3}
         assert ranks.ask("POST", "/v1/completions", body)[0] == 200  # drawn without a seed
         for process in ranks.processes:
             process.terminate()
@@ -168,46 +189,6 @@ def test_a_rank_that_dies_ends_the_other(ranks):
     assert ranks.ends()[0] == 1
     assert time.monotonic() - begun < 60
     assert "a step of the ranks failed" in ranks.log
-
-
-def characters():
-    """A tokenizer of printable characters, which grammars can read."""
-    vocab = {"<end>": 0, "Ġ": 1} | {chr(code): code - 31 for code in range(33, 127)}
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>")
-
-
-class TestGrammars:
-    @pytest.fixture
-    def checkpoint(self, tmp_path):
-        """The demo's model with a tokenizer of characters."""
-        for name in ("config.json", "generation_config.json", "model.safetensors"):
-            (tmp_path / name).symlink_to(RECALL / name)
-        characters().save_pretrained(tmp_path)
-        return tmp_path
-
-    def test_outputs_follow_grammars(self, ranks, recall):
-        """As on one rank, beside an output without a grammar; a refusal stops nothing."""
-        pytest.importorskip("llguidance")
-        runner = th.Runner(recall, max_seqs=4, max_tokens=64, kv_tokens=2048, compile=False)
-        engine = th.Engine(runner, characters(), eos_token_ids=[])
-        schema = {"type": "array", "items": {"enum": ["a", 12]}, "minItems": 2, "maxItems": 4}
-        for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5}):
-            for grammar, given in (
-                (th.Grammar.json_schema(schema), {"structured_outputs": {"json": schema}}),
-                (th.Grammar.regex("[ab]{3}c"), {"structured_outputs": {"regex": "[ab]{3}c"}}),
-                (None, {}),
-            ):
-                body = {"prompt": "abc", "max_tokens": 30, **options, **given}
-                status, text = ranks.ask("POST", "/v1/completions", body)
-                assert status == 200, text
-                sampling = th.Sampling(max_new_tokens=30, grammar=grammar, **options)
-                (expected,) = engine.generate("abc", sampling)
-                assert json.loads(text)["choices"][0]["text"] == expected.text
-            refused = {"prompt": "a", "structured_outputs": {"regex": "("}}
-            assert ranks.ask("POST", "/v1/completions", refused)[0] == 400
 
 
 def test_own_functions_are_refused(make_engine):

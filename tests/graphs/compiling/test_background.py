@@ -92,8 +92,9 @@ def state_of(pid: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_sequence_goes_on_where_its_steps_switch(model: th.HybridModel, tmp_path: Path):
+def test_a_sequence_goes_on_where_its_steps_switch(tmp_path: Path):
     path = tmp_path / "steps"
+    model = make_hybrid(num_hidden_layers=1, layer_types=["linear_attention"])
     runner = Runner(model, compile="background", artefact=path, **DECODE)
     seqs, first = runner.new_sequences(3), [3, 9, 27]
     served = greedy(runner, seqs, first, 6)

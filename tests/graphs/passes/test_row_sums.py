@@ -43,13 +43,12 @@ WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "rms_norm": lambda x: F.rms_norm(x, (x.shape[-1],), x[0, 0], 1e-3),
     "layer_norm": lambda x: F.layer_norm(x, (x.shape[-1],), x[0, 0], x[0, 1], 1e-3),
 }
-# Their graphs are parts of those of others, whose code has experts or norms besides.
+# Every form in which their steps sum (function, dims, dtype) is in the graph of another family.
 WRITTEN_BY_OTHERS = {
-    "qwen3_next_dense",  # qwen3_next
-    "qwen3_5",  # qwen3_5_moe
-    "granitemoehybrid_dense",  # granitemoehybrid
-    "falcon_h1",  # falcon_h1_norm
-    "lfm2",  # lfm2_moe
+    *("bailing_hybrid", "bamba", "deepseek_v3", "falcon_h1", "falcon_h1_norm", "inkling2", "jamba"),
+    *("granitemoehybrid_dense", "kimi_linear", "lfm2", "lfm3", "mamba", "mamba2", "minimax"),
+    *("nemotron_h", "olmo_hybrid", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *("qwen3_next_dense", "recurrent_gemma", "zamba2"),
 }
 # What leaves elements as they are, or computes each by itself; ``amax`` and ``topk`` compare them.
 _ELEMENTWISE = {

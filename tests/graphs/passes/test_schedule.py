@@ -38,9 +38,8 @@ from torch_hybrid.models.adapt import adapt
 # And layers of feed-forward alone: a schedule sees ops and what they write, and other families have
 # no others.
 FAMILIES = (*EACH_KIND, "nemotron_h")
-# Ops of these are those of Mamba2, the convolution and full attention.
-WITHOUT_STEPS = ("inkling2", "lfm2", "minimax", "xlstm", "zaya")
-DECODED = tuple(family for family in EACH_KIND if family not in WITHOUT_STEPS)
+# With each op that only steps of one token have; the others of these have those of their prompts.
+DECODED = ("qwen3_next", "falcon_h1", "glm5_next", "minimax")
 STEPS = [
     *((family, [70, 3]) for family in FAMILIES),
     *((family, [1, 1, 1]) for family in DECODED),

@@ -149,7 +149,7 @@ def test_rows_of_whole_blocks_stay_one_weight(tmp_path: Path):
 def test_a_rank_has_its_part_of_the_twin(family: str, rank: int, tmp_path: Path):
     """Numbers times scales are what the same rank has of the twin."""
     folder = checkpoint(family, tmp_path)
-    ours, theirs = _cut(tmp_path, rank), _cut(folder, rank)
+    ours, theirs = read_cut(tmp_path, rank), read_cut(folder, rank)
     for name, module in ours.named_modules():
         match module:
             case SideBySide():
@@ -169,7 +169,8 @@ def test_a_rank_has_its_part_of_the_twin(family: str, rank: int, tmp_path: Path)
                 assert torch.equal(worth, expected.down_proj), name
 
 
-def _cut(folder: Path, rank: int) -> Any:
+def read_cut(folder: Path, rank: int) -> Any:
+    """What one of two ranks has of a checkpoint, in float32."""
     cpu = torch.device("cpu")
     opened, model = unread(str(folder), torch.float32, cpu)
     cut(model, Ranks(rank=rank, size=2, group_name="two"), "tensor")
@@ -251,14 +252,14 @@ def test_numbers_that_are_nan(tmp_path: Path):
 def test_experts_that_are_cut_within_blocks(tmp_path: Path):
     checkpoint("qwen3_next", tmp_path, **_TWO_LAYERS, moe_intermediate_size=384)
     with pytest.raises(th.UnsupportedError) as error:
-        _cut(tmp_path, 1)
+        read_cut(tmp_path, 1)
     assert str(error.value) == (
         "model.layers.0.mlp.experts.0.gate_proj.weight of 8 bits cannot be cut at 192 and 384: its "
         "scales are those of blocks of 128"
     )
 
 
-def test_models_in_memory_are_not_cut(tmp_path: Path):
+def test_models_in_memory_are_notread_cut(tmp_path: Path):
     checkpoint("qwen3", tmp_path, num_hidden_layers=1)
     with pytest.raises(th.UnsupportedError, match="from_pretrained"):
         th.shard(th.from_pretrained(tmp_path))

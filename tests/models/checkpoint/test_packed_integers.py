@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import torch_hybrid as th
 from tests.models import packed_checkpoint
+from tests.models.checkpoint.test_block_fp8 import read_cut
 from tests.models.fp8_checkpoint import change_config
 from tests.models.oracle import ask, assert_serves, decoded, make_texts
 from tests.models.packed_checkpoint import (
@@ -27,12 +28,7 @@ from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.layers.side_by_side import SideBySide
 from torch_hybrid.models.checkpoint.packed_integers import _transposed_blocks
-from torch_hybrid.models.checkpoint.read import read_weights
-from torch_hybrid.models.load import unread
-from torch_hybrid.models.scaled_weights import hold_scales
-from torch_hybrid.models.shard import cut
 from torch_hybrid.ops.formats.stored_weights import dequantized
-from torch_hybrid.ranks import Ranks
 
 LENGTHS = (3, 40, 90)
 SIZES = {"max_seqs": 4, "max_tokens": 256, "kv_tokens": 512}
@@ -91,7 +87,7 @@ def assert_as_twin(folder: Path, twin: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
 def test_a_rank_has_its_part_of_the_twin(family: str, name: str, rank: int, tmp_path: Path):
     folder = checkpoint(family, tmp_path, name)
-    ours, theirs = _cut(tmp_path, rank), _cut(folder, rank)
+    ours, theirs = read_cut(tmp_path, rank), read_cut(folder, rank)
     compared = 0
     for name, module in ours.named_modules():
         match module:
@@ -112,15 +108,6 @@ def test_a_rank_has_its_part_of_the_twin(family: str, name: str, rank: int, tmp_
                 continue
         compared += 1
     assert compared > 8
-
-
-def _cut(folder: Path, rank: int) -> Any:
-    cpu = torch.device("cpu")
-    opened, model = unread(str(folder), torch.float32, cpu)
-    cut(model, Ranks(rank=rank, size=2, group_name="two"), "tensor")
-    hold_scales(model)
-    read_weights(model, opened, cpu)
-    return model
 
 
 def _worth(linear: Any) -> Tensor:
@@ -272,7 +259,7 @@ def test_ranks_that_cut_groups(tmp_path: Path):
     heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
     checkpoint("qwen3_5", tmp_path, "gptq", intermediate_size=96, **heads)
     with pytest.raises(th.UnsupportedError) as error:
-        _cut(tmp_path, 1)
+        read_cut(tmp_path, 1)
     assert str(error.value) == (
         "model.layers.0.mlp.down_proj.weight of 4 bits cannot be cut at 48 and 96: its scales are "
         "those of groups of 32"

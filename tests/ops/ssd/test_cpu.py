@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -16,13 +14,7 @@ _WHY_NOT = skip_reason(IMPLEMENTATIONS["recurrent_cpp"], "cpu")
 pytestmark = pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "it runs here")
 
 
-@pytest.fixture(autouse=True)
-def _restore_num_threads() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-
-
+@pytest.mark.usefixtures("own_num_threads")
 @pytest.mark.parametrize("impl", ["recurrent_cpp", "chunk_cpp"])
 def test_the_number_of_threads_changes_no_bit(impl: str):
     """Seven heads of a group are dealt out whole, as 4 and 3, in twos and one, and one by one."""
