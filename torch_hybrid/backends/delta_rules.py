@@ -28,7 +28,7 @@ def opens_chunks(table: LayerTable, sizes: PoolSizes, backends: Backends) -> boo
         specs = {entry.spec for entry in table.of_kind(kind)}
         (op, choice), *_ = rules[kind].choose(specs, sizes, backends, Mode.DECODE)
         able.append(op.implementations[choice.impl].capability.features >= OPEN)
-    return all(able) and bool(able)
+    return bool(able) and all(able)
 
 
 def sizes_of(spec: DeltaRuleSpec | KimiDeltaSpec | JetBlockSpec) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from torch_hybrid.ops.delta_rule.open_chunk import open_chunk_size
@@ -80,23 +81,14 @@ class DeltaRuleSpec(Divided):
         }
 
 
-@layer_spec()
-class KimiDeltaSpec(Divided):
-    """A Kimi-delta-attention mixer: convolution, delta rule with a decay per channel, gated norm.
-
-    ``gate_lower_bound`` is the least log decay of a token in the bounded form (Ling-3). None is the
-    softplus form, which has no bound.
-    """
-
-    kind: ClassVar[str] = "kimi_delta_attention"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EqualHeadsSpec(Divided):
+    """Facts of a delta rule's mixer that has as many heads of keys as of values."""
 
     num_heads: Annotated[int, divide]
     head_k_dim: int
     head_v_dim: int
     conv_width: int
-    activation: str = "silu"
-    norm_eps: float = 1e-6
-    gate_lower_bound: float | None = None
 
     @property
     def k_channels(self) -> int:
@@ -109,14 +101,29 @@ class KimiDeltaSpec(Divided):
         return self.num_heads * self.head_v_dim
 
     @property
-    def conv_channels(self) -> int:
-        """Width of ``[q | k | v]``, the convolution's input."""
-        return 2 * self.k_channels + self.v_channels
-
-    @property
     def state_shape(self) -> tuple[int, int, int]:
         """Shape of a state: heads, values, keys."""
         return self.num_heads, self.head_v_dim, self.head_k_dim
+
+
+@layer_spec()
+class KimiDeltaSpec(_EqualHeadsSpec):
+    """A Kimi-delta-attention mixer: convolution, delta rule with a decay per channel, gated norm.
+
+    ``gate_lower_bound`` is the least log decay of a token in the bounded form (Ling-3). None is the
+    softplus form, which has no bound.
+    """
+
+    kind: ClassVar[str] = "kimi_delta_attention"
+
+    activation: str = "silu"
+    norm_eps: float = 1e-6
+    gate_lower_bound: float | None = None
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of ``[q | k | v]``, the convolution's input."""
+        return 2 * self.k_channels + self.v_channels
 
     def pools(self) -> dict[str, Pool]:
         """Declare the convolution's last inputs, the state, and ``[q | k | v | b | f]`` of drafts.
@@ -133,7 +140,7 @@ class KimiDeltaSpec(Divided):
 
 
 @layer_spec()
-class JetBlockSpec(Divided):
+class JetBlockSpec(_EqualHeadsSpec):
     """A Jet-Nemotron mixer: convolution of values by each token's own filters, recurrence, gated
     norm.
 
@@ -142,27 +149,8 @@ class JetBlockSpec(Divided):
 
     kind: ClassVar[str] = "jet_block"
 
-    num_heads: Annotated[int, divide]
-    head_k_dim: int
-    head_v_dim: int
-    conv_width: int
     filter_rank: int
     norm_eps: float = 1e-5
-
-    @property
-    def k_channels(self) -> int:
-        """Width of q and of k."""
-        return self.num_heads * self.head_k_dim
-
-    @property
-    def v_channels(self) -> int:
-        """Width of v, the convolution's input, and of the output gate."""
-        return self.num_heads * self.head_v_dim
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """Shape of a state: heads, values, keys."""
-        return self.num_heads, self.head_v_dim, self.head_k_dim
 
     def pools(self) -> dict[str, Pool]:
         """Declare the convolution's last inputs, the state, and v and ``[k | v | b | a]`` of
