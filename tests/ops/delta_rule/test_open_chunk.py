@@ -23,7 +23,7 @@ from torch_hybrid.ops.triton.devices import interpreted
 
 NUM_STEPS = 2 * OPEN_TOKENS + 3
 SLOTS = 8
-CONTRACT = "test_open_chunk and plays and not gpu"
+CONTRACT = "test_open_chunk and (plays or opcheck) and not gpu"
 test_in_the_interpreter = interprets(CONTRACT)
 needs_interpreter = pytest.mark.skipif(not interpreted(), reason="runs in the interpreter")
 
@@ -110,6 +110,18 @@ def close(family: Family, inputs: Inputs, chunk: Tensor) -> None:
 )
 def test_plays(family: Family, name: str):
     play(family, family.cases[name], torch.float32)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("family", [GATED, KIMI], ids=["gated", "kimi"])
+def test_opcheck(family: Family):
+    """The schema names all that a step changes, and the fake is as its results."""
+    inputs = family.mixed()
+    pools = {name: pool.nan_to_num() for name, pool in inputs.pools().items()}
+    given = replace(inputs, **pools)
+    options = given.options() | {"chunk": chunk_of(given, fill=0.0), "impl": "triton"}
+    op = getattr(torch.ops.torch_hybrid, family.op.__name__).default
+    torch.library.opcheck(op, given.args(), options)
 
 
 @needs_cuda
