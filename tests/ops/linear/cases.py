@@ -136,3 +136,15 @@ def make_integer_inputs(
     """Draw inputs with INT8 or INT4 weights in whole groups, ``name`` of ``FORMATS``."""
     case = replace(case, depth=whole_groups(case.depth, name))
     return _stored(case, lambda weight: in_integers(weight, name), dtype, seed)
+
+
+def draws_of_integers(name: str, stored: str, *, dtype: torch.dtype) -> list[Inputs]:
+    """Draws of a case that count as one.
+
+    Of a single number the reference may be right by chance, but not in several draws; of FP4, too,
+    whose few numbers are summed almost exactly, it may be nearer than it is at worst.
+    """
+    case = CASES[name]
+    is_one_number = case.num_rows == len(case.widths) == case.widths[0] == 1
+    count = 8 if is_one_number else 3 if stored.endswith("fp4") else 1
+    return [make_integer_inputs(case, stored, dtype=dtype, seed=seed) for seed in range(count)]

@@ -24,6 +24,7 @@ from tests.ops.linear.cases import (
     CASES,
     Case,
     Inputs,
+    draws_of_integers,
     make_fp8_inputs,
     make_inputs,
     make_integer_inputs,
@@ -207,16 +208,9 @@ def check_takes(impl: str, weight: Tensor) -> None:
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("name", CASES)
 def test_integers_match_the_exact_result(impl: str, name: str, stored: str, dtype: str) -> None:
-    """Of a single number the reference may be right by chance, but not in several draws; of FP4,
-    too, whose few numbers are summed almost exactly, it may be nearer than it is at worst."""
-    case = CASES[name]
-    is_one_number = case.num_rows == len(case.widths) == case.widths[0] == 1
-    draws = []
-    for seed in range(8 if is_one_number else 3 if stored.endswith("fp4") else 1):
-        inputs = make_integer_inputs(case, stored, dtype=DTYPES[dtype], seed=seed)
-        check_takes(impl, inputs.weights[0])
-        draws.append((inputs.run(impl), *expected_of(inputs)))
-    assert_draws_within_budget(draws)
+    draws = draws_of_integers(name, stored, dtype=DTYPES[dtype])
+    check_takes(impl, draws[0].weights[0])
+    assert_draws_within_budget([(i.run(impl), *expected_of(i)) for i in draws])
 
 
 @pytest.mark.parametrize("stored", FORMATS)

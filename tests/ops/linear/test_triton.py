@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.contract import assert_within_budget
+from tests.ops.contract import assert_draws_within_budget, assert_within_budget
 from tests.ops.integers import FORMATS, without_data
 from tests.ops.linear.cases import (
     CASES,
     Case,
     Inputs,
+    draws_of_integers,
     make_fp8_inputs,
     make_inputs,
-    make_integer_inputs,
     make_mixed_inputs,
     make_stored_inputs,
 )
@@ -93,8 +94,11 @@ def test_mixed_weights_on_a_gpu(name: str, num_rows: int) -> None:
 
 
 def assert_on_gpu(impl: str, inputs: Inputs) -> None:
-    out = inputs.on_gpu().run(impl).cpu()
-    assert_within_budget(out, *expected_of(inputs, impl))
+    assert_within_budget(on_gpu(impl, inputs), *expected_of(inputs, impl))
+
+
+def on_gpu(impl: str, inputs: Inputs) -> Tensor:
+    return inputs.on_gpu().run(impl).cpu()
 
 
 def assert_fp8_as_exact(case: Case, dtype: torch.dtype, impl: str) -> None:
@@ -104,7 +108,7 @@ def assert_fp8_as_exact(case: Case, dtype: torch.dtype, impl: str) -> None:
     if impl != "triton_fp8" or dtype != torch.float32:
         assert_on_gpu(impl, inputs)
         return
-    out, (exact, _) = inputs.on_gpu().run(impl).cpu(), expected_of(inputs, impl)
+    out, (exact, _) = on_gpu(impl, inputs), expected_of(inputs, impl)
     if out.numel():
         # Tensor cores sum products of FP8 in fewer bits than a float has.
         assert (out.double() - exact).abs().max() <= 2**-11 * exact.abs().max()
@@ -116,7 +120,8 @@ def assert_fp8_as_exact(case: Case, dtype: torch.dtype, impl: str) -> None:
 @pytest.mark.parametrize("impl", ["triton", "triton_invariant"])
 @pytest.mark.parametrize("name", CASES)
 def test_integers_on_a_gpu(name: str, impl: str, stored: str, dtype: torch.dtype) -> None:
-    assert_on_gpu(impl, make_integer_inputs(CASES[name], stored, dtype=dtype))
+    draws = draws_of_integers(name, stored, dtype=dtype)
+    assert_draws_within_budget([(on_gpu(impl, i), *expected_of(i, impl)) for i in draws])
 
 
 @needs_cuda
