@@ -2,8 +2,8 @@
 
 A token's outputs, and the states after it, depend only on the tokens before it. Three launches, as
 in ``_triton_step.py``. The first prepares every token by itself. In the second, states walk from
-token to token while the inputs of the next two are loaded. Eight threads sum a row of a state,
-however many rows a program has.
+token to token, whose inputs come by way of L1. Eight threads sum a row of a state, however many
+rows a program has.
 """
 
 from __future__ import annotations
@@ -28,16 +28,23 @@ from torch_hybrid.ops.delta_rule._triton_step import (
 )
 from torch_hybrid.ops.delta_rule.op_step import DeltaStep
 from torch_hybrid.ops.triton.conv_step import convolve, inputs_before, leave_inputs, taps
-from torch_hybrid.ops.triton.devices import launches_early
+from torch_hybrid.ops.triton.devices import PROCESSORS, launches_early
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import sequence_of_token
+from torch_hybrid.ops.triton.state import fetch
 
 # Rows of a state that a warp has where a sequence has so many tokens, which wait for one another: a
-# vector of each row in a thread; and how many tokens a turn of its loop has.
+# vector of each row in a thread.
 _FEW_ROWS = 4
 _MANY_ROWS = 32
 _WALKED_TOKENS = 16
-_UNROLLED = 2
+# Tokens whose inputs are on their way to L1, and, where few warps have nobody to wait for them,
+# those that are in registers: with decays by channel they take half as many again.
+_FETCHED_TOKENS = 16
+_LINES = 32  # that a warp fetches at once
+_FEW_WARPS = 2 * 4 * PROCESSORS
+_LOADED_TOKENS = 4
+_LOADED_TOKENS_BY_CHANNEL = 3
 
 
 def launch_extend(x: DeltaStep, rule: Rule) -> Tensor:
@@ -68,6 +75,8 @@ def launch_extend(x: DeltaStep, rule: Rule) -> Tensor:
         num_warps=1,
         enable_fp_fusion=False,
     )
+    pieces = triton.cdiv(head_dim_k, PIECE)
+    lines = triton.next_power_of_2(3 * pieces + 2)
     num_rows = _rows_of_program(num_seqs, num_tokens, x.state)
     is_few = num_rows <= _FEW_ROWS
     walks = triton.cdiv(head_dim_v, num_rows) * num_v_heads
@@ -76,12 +85,15 @@ def launch_extend(x: DeltaStep, rule: Rule) -> Tensor:
         prepared=prepared,
         out=out,
         **sizes,
-        PIECES=triton.cdiv(head_dim_k, PIECE),
+        PIECES=pieces,
         LANES=PIECE,
         ROWS=num_rows,
         CHANNELS=PREPARED_CHANNELS,
         BESIDE=num_rows if is_few else 1,
-        UNROLL=_UNROLLED if is_few else 1,
+        LINES=lines,
+        TOGETHER=_LINES // lines,
+        FETCHED=_FETCHED_TOKENS if is_few else 0,
+        AHEAD=_tokens_ahead(walks * num_seqs, rule) if is_few else 1,
         EARLY=early,
         num_warps=max(1, num_rows // rows_of_warp(head_dim_k)),
         enable_fp_fusion=False,
@@ -101,6 +113,13 @@ def _rows_of_program(num_seqs: int, num_tokens: int, state: Tensor) -> int:
         return _MANY_ROWS
     few: int = min(triton.next_power_of_2(head_dim_v), _FEW_ROWS)
     return few
+
+
+def _tokens_ahead(num_warps: int, rule: Rule) -> int:
+    """Choose how many tokens' inputs a warp of few rows has in registers."""
+    if num_warps > _FEW_WARPS:
+        return 1
+    return _LOADED_TOKENS_BY_CHANNEL if rule.by_channel else _LOADED_TOKENS
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -195,6 +214,31 @@ def _prepare_token_kernel(
 
 
 @triton.jit
+def _columns(
+    line: tl.tensor,
+    head: tl.tensor,
+    first_v: tl.tensor,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+) -> tl.tensor:
+    """Tell where in a prepared row the inputs of a head lie, by line of memory: pieces of k, of q
+    and of decays, rows of v, and the step size."""
+    C: tl.constexpr = 2 * H * K + HV * V
+    head_k = head // (HV // H)
+    piece = line % PIECES * LANES
+    column = tl.where(line == 3 * PIECES, 2 * H * K + head * V + first_v, C + head)
+    decay = C + HV + (head * K + piece if BY_CHANNEL else head)
+    column = tl.where(line < 3 * PIECES, decay, column)
+    column = tl.where(line < 2 * PIECES, head_k * K + piece, column)
+    return tl.where(line < PIECES, (H + head_k) * K + piece, column)
+
+
+@triton.jit
 def _pieces(
     p_row: tl.tensor,
     K: tl.constexpr,
@@ -244,6 +288,17 @@ def _inputs_of_token(
 
 
 @triton.jit
+def _walk_token(
+    states: tl.tuple, inputs: tl.tuple, p_out: tl.tensor, mask: tl.tensor, PIECES: tl.constexpr
+) -> tl.tuple:
+    """Advance the rows by one token, and store what is read from them."""
+    k, q, b_v, beta, decays = inputs
+    states = advance_states(states, k, b_v, beta, decays, PIECES)
+    tl.store(p_out, read_states(states, q, PIECES).to(p_out.dtype.element_ty), mask=mask)
+    return states
+
+
+@triton.jit
 def _walk_tokens_kernel(
     prepared: tl.tensor,
     qkv: tl.tensor,
@@ -265,15 +320,20 @@ def _walk_tokens_kernel(
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BESIDE: tl.constexpr,
-    UNROLL: tl.constexpr,
+    LINES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    FETCHED: tl.constexpr,
+    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Walk ROWS rows of one head's state of one sequence through its tokens, or store its
     convolution's state.
 
     Grid: (V / ROWS times heads, and blocks of CHANNELS channels) times sequences. Registers: the
-    rows, in PIECES pieces of LANES columns. Pipeline: inputs are loaded two tokens ahead. Programs
-    of channels store the convolution's last inputs, once the launch before has read the old ones.
+    rows, in PIECES pieces of LANES columns. Pipeline: inputs are loaded AHEAD tokens before their
+    turn, and their LINES of memory are fetched FETCHED tokens before, of TOGETHER tokens at once.
+    Programs of channels store the convolution's last inputs, once the launch before has read the
+    old ones.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -304,28 +364,40 @@ def _walk_tokens_kernel(
                 states = states + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
             p_out = out + (begin * HV + head) * V + index_v
             p_rows = prepared + begin * R
-            p_next = p_rows + tl.minimum(num_new - 1, 1) * R
 
             if EARLY:
                 gdc_wait()
-            k, q, b_v, beta, decays = _inputs_of_token(
-                p_rows, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES, BESIDE
+            line = tl.arange(0, LINES * TOGETHER)
+            column = _columns(
+                line % LINES, head, part % BLOCKS * ROWS, H, HV, K, V, BY_CHANNEL, LANES, PIECES
             )
-            next_k, next_q, next_v, next_beta, next_decays = _inputs_of_token(
-                p_next, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES, BESIDE
-            )
-            for i in tl.range(num_new, loop_unroll_factor=UNROLL):
-                p_last = p_rows + tl.minimum(num_new - 1, i + 2).to(tl.int64) * R
-                last_k, last_q, last_v, last_beta, last_decays = _inputs_of_token(
-                    p_last, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES, BESIDE
+            for i in tl.static_range(0, FETCHED, TOGETHER):
+                token = tl.minimum(num_new - 1, i + line // LINES)
+                fetch(p_rows + token.to(tl.int64) * R + column)
+            loaded = ()
+            for i in tl.static_range(AHEAD):
+                p_row = p_rows + tl.minimum(num_new - 1, i) * R
+                inputs = _inputs_of_token(
+                    p_row, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES, BESIDE
                 )
-                states = advance_states(states, k, b_v, beta, decays, PIECES)
-                b_o = read_states(states, q, PIECES)
-                tl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask)
-                p_out += HV * V
-                k, q, b_v, beta, decays = next_k, next_q, next_v, next_beta, next_decays
-                next_k, next_q, next_v = last_k, last_q, last_v
-                next_beta, next_decays = last_beta, last_decays
+                loaded = loaded + (inputs,)  # type: ignore[assignment]  # noqa: RUF005
+            whole = num_new // AHEAD * AHEAD
+            for first in range(0, whole, AHEAD):
+                for i in tl.static_range(AHEAD):
+                    if FETCHED > 0 and (first + i) % TOGETHER == 0:
+                        token = tl.minimum(num_new - 1, first + i + FETCHED + line // LINES)
+                        fetch(p_rows + token.to(tl.int64) * R + column)
+                    p_row = p_rows + tl.minimum(num_new - 1, first + i + AHEAD).to(tl.int64) * R
+                    inputs = _inputs_of_token(
+                        p_row, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES, BESIDE
+                    )
+                    states = _walk_token(states, loaded[0], p_out, mask, PIECES)
+                    loaded = loaded[1:] + (inputs,)  # noqa: RUF005
+                    p_out += HV * V
+            for i in tl.static_range(AHEAD - 1):
+                if whole + i < num_new:
+                    states = _walk_token(states, loaded[i], p_out, mask, PIECES)
+                    p_out += HV * V
             p_left = state + (slot * HV + head) * V * K + tile
             leave_states(p_left, states, mask & (slot != 0), K, LANES, PIECES, "")
         else:

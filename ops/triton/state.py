@@ -1,4 +1,4 @@
-"""Tiles of a recurrent state, and zero rows for padding, in Triton."""
+"""Tiles of a recurrent state, what is fetched for them, and zero rows for padding, in Triton."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from torch_hybrid.ops.triton.devices import interpreted
+
+_INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 # State elements that one warp keeps in registers, 32 a thread: it has 4 KiB of loads in flight.
 # With 2048, 64 sequences and more take 1 to 3 % longer, and with 512 up to 20 % (an H200).
 _STATE_TILE = 1024
@@ -30,6 +33,20 @@ class Tile:
         num_rows = (1 + by_channel) * _STATE_TILE // block_k
         block_v = min(triton.next_power_of_2(head_dim_v), max(1, num_rows))
         return cls(block_v=block_v, block_k=block_k)
+
+
+@triton.jit
+def fetch(pointers: tl.tensor) -> None:
+    """Bring the lines of memory that hold ``pointers`` to L1, and wait for nothing."""
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
