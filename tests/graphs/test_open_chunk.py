@@ -12,7 +12,7 @@ from tests.devices import needs_cuda
 from tests.ops.triton_interpreter import interprets
 from tests.tiny_models import make_hybrid
 from torch_hybrid import Backends, Runner
-from torch_hybrid.ops.delta_rule.open_chunk import OPEN_TOKENS
+from torch_hybrid.ops.open_chunk import OPEN_TOKENS
 from torch_hybrid.ops.triton.devices import interpreted
 
 # A family for each op, with heads of the sizes at which Triton's form serves.
