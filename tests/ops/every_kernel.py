@@ -60,6 +60,8 @@ from tests.ops.ssd import backward as ssd_backward
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd import step_lightning_cases as lightning_step_cases
 from tests.ops.ssd import step_mamba2_cases as ssd_step_cases
+from tests.ops.ssd.step_lightning_family import FAMILY as LIGHTNING
+from tests.ops.ssd.step_mamba2_family import FAMILY as MAMBA2
 from tests.ops.step_family import Family
 from tests.ops.wkv import backward as wkv_backward
 from torch_hybrid.ops import (
@@ -166,6 +168,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         inputs = ssd_step_cases.make_inputs(replace(mamba2, lengths=DRAFTED), dtype)
         given = with_records(inputs, inputs.xBC.shape[1] + inputs.dt.shape[1], dtype)
         yield f"{op.__name__}, drafts, {gate}", partial(run, op, *given)
+        yield from by_open_chunks(MAMBA2, ssd_step_cases.make_inputs(mamba2, dtype))
     for gated in (True, False):
         mixer = lightning_step_cases.Case(
             lengths=(1, 0, 1), num_padding_tokens=3, gated=gated, dim=27, rotary_dim=6
@@ -177,6 +180,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         inputs = lightning_step_cases.make_inputs(replace(mixer, lengths=DRAFTED), dtype)
         given = with_records(inputs, 2 * mixer.num_heads * mixer.dim, torch.float32)
         yield f"{name}, drafts", partial(run, op, *given)
+        yield from by_open_chunks(LIGHTNING, lightning_step_cases.make_inputs(mixer, dtype))
     lengths = {"lengths": (150, 0, 33), "num_padding_tokens": 2}
     for name in channel_recurrences():
         cases, op = import_module(f"tests.ops.{name}.cases"), public_ops()[name]

@@ -14,6 +14,8 @@ from tests.devices import needs_cuda
 from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
 from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
 from tests.ops.recurrent_triton import on_device
+from tests.ops.ssd.step_lightning_family import FAMILY as LIGHTNING
+from tests.ops.ssd.step_mamba2_family import FAMILY as MAMBA2
 from tests.ops.step_family import Family, Inputs
 from tests.ops.triton_interpreter import interprets
 from torch_hybrid.ops.open_chunk import OPEN_TOKENS
@@ -21,7 +23,9 @@ from torch_hybrid.ops.triton.devices import interpreted
 
 NUM_STEPS = 2 * OPEN_TOKENS + 3
 SLOTS = 8
-FAMILIES = {family.op.__name__: family for family in (GATED, KIMI)}
+FAMILIES = {family.op.__name__: family for family in (GATED, KIMI, MAMBA2, LIGHTNING)}
+# Families whose tokens add the same to any state, so that states are advanced by the same numbers.
+STATELESS = (MAMBA2, LIGHTNING)
 of_each = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 CONTRACT = "(plays or opcheck) and not gpu"
 test_in_the_interpreter = interprets(CONTRACT)
@@ -76,15 +80,18 @@ def play(family: Family, case: Any, dtype: torch.dtype, device: str = "cpu") -> 
             replace(storing, **moved),
         )
         expected, usual = family.by_reference(exact), family.by_reference(rounded)
-        stored = usual if device == "cpu" else family.run(storing, "triton").cpu()
+        is_compared = device != "cpu" or family in STATELESS
+        stored = family.run(storing, "triton").cpu() if is_compared else usual
         out = family.op(*own.args(), **own.options(), chunk=chunk, impl="triton").cpu()
         errors.append([error(x, expected) for x in (out, usual, stored)])
     close(family, own, chunk)
-    own = on_device(own, "cpu")
+    own, storing = on_device(own, "cpu"), on_device(storing, "cpu")
     live = rounded.state_indices.long()
     of_states = [error(x.state[live], exact.state[live]) for x in (own, rounded)]
     for mine, *others in (map(max, zip(*errors, strict=True)), of_states):
         assert mine <= 2 * max(others) + torch.finfo(dtype).eps
+    if family in STATELESS:
+        assert torch.equal(own.state[live], storing.state[live])
     for name in own.pools().keys() - {"state"}:
         assert torch.equal(getattr(own, name)[live], getattr(rounded, name)[live])
     nobodys = [0, 4, 6, 7]
@@ -112,6 +119,10 @@ def close(family: Family, inputs: Any, chunk: Tensor) -> None:
     [
         (GATED, "three_value_heads"),
         (KIMI, "odd_dims"),
+        (MAMBA2, "odd_dims"),
+        (MAMBA2, "bounded_steps"),
+        (LIGHTNING, "odd_dims"),
+        (LIGHTNING, "ungated"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.op.__name__,
 )
@@ -168,6 +179,8 @@ def test_errors(family: Family, changes: dict[str, Any], message: str):
 def records_of(family: Family, inputs: Any) -> Tensor:
     """Room for the inputs of two drafts of each slot."""
     shape = len(inputs.state), 2
+    if family is LIGHTNING:
+        return inputs.state.new_zeros(*shape, 2 * inputs.state[0, :, 0].numel())
     recorded = [getattr(inputs, name) for name in family.value.recorded]
     return recorded[0].new_zeros(*shape, sum(x.shape[1] for x in recorded))
 
