@@ -1,7 +1,7 @@
 """Decode steps of Mamba2 and lightning attention by open chunks (``ops/open_chunk.py``).
 
-What a token adds to a state does not depend on the state, so states that are stored have the bits
-that steps without chunks leave.
+What a token adds to a state does not depend on it: stored states have the bits that steps without
+chunks leave.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ class SsdStep(OpenStep):
             )
 
     def check(self) -> None:
-        """Raise ValueError for an unknown activation, bounds that leave no step size, groups that
-        do not divide the channels, and records or a chunk that do not fit."""
+        """Raise ValueError for an unknown activation, empty bounds of step sizes, groups that do
+        not divide the channels, and misfit records or chunks."""
         OpenStep.check(self)
         check_activation(self.activation)
         if not 0 <= self.dt_min <= self.dt_max:

@@ -186,8 +186,8 @@ def open_states(
     The state is stored, by all of its records, if the chunk is full or began in another slot. Keys
     by channel are decayed by the tokens after theirs; else weights are these decays.
 
-    Returns the state in pieces, keys [TOKENS, BLOCK_K], values [TOKENS, ROWS], weights [TOKENS],
-    the chunk's total decays, and its first record and how many there are.
+    Returns the state in pieces, keys [TOKENS, BLOCK_K], values [TOKENS, ROWS], weights [TOKENS] and
+    the chunk's total decays. After these come its first record, and how many there are.
     """
     D: tl.constexpr = K if BY_CHANNEL else 1
     row = tl.arange(0, ROWS)
