@@ -21,7 +21,7 @@ from torch_hybrid.ops.implementations import (
 EXTEND = frozenset({"extend"})
 NO_STORE = frozenset({"no_store"})  # so of sequences, too, whose states are not stored
 VERIFY = frozenset({"verify"})  # drafts after the first token, too; see ``ops.verify``
-OPEN = frozenset({"open"})  # by chunks that stay open between steps; see ``delta_rule/open_chunk``
+OPEN = frozenset({"open"})  # by chunks that stay open between steps; see ``ops/open_chunk``
 
 
 def composed_of(launcher: str) -> Implementation:

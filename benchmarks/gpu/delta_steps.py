@@ -12,11 +12,12 @@ from torch import Tensor
 
 from benchmarks.gpu.case import Case, Inputs, Turns, offsets, own, randn
 from benchmarks.gpu.delta_rules import KIMI_LINEAR, QWEN3_NEXT
+from benchmarks.gpu.open_chunks import open_chunks
 from tests.ops.delta_rule import step_cases as cases_of_tests
 from tests.ops.delta_rule.step_family import Family
 from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
 from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
-from torch_hybrid.ops.delta_rule.open_chunk import OPEN_TOKENS
+from torch_hybrid.ops.open_chunk import OpenStep
 
 WIDTH = 4  # of the convolution
 RULES: dict[str, dict[str, float | None]] = {
@@ -104,6 +105,10 @@ def _case(family: Family, model: str, heads: tuple[int, int, int, int], num_seqs
     def call(inputs: DeltaStep, impl: str) -> Tensor:
         return family.run(inputs.of_op, impl)
 
+    def value(inputs: DeltaStep, impl: str) -> OpenStep:
+        given = inputs.of_op
+        return family.value(*given.args(), **given.options(), impl=impl)
+
     return Case(
         op=f"{'KDA' if family is KIMI else 'GDN'} step",
         model=model,
@@ -111,20 +116,11 @@ def _case(family: Family, model: str, heads: tuple[int, int, int, int], num_seqs
         make=partial(DeltaStep.make, family.op.__name__, heads, num_seqs),
         reference=partial(call, impl="torch"),
         own=own(family.implementations, call),
-        others={"open chunks": partial(_opened, family), "parts": partial(_parts, family)},
+        others={
+            "open chunks": open_chunks(family.op, value),
+            "parts": partial(_parts, family),
+        },
     )
-
-
-def _opened(family: Family, inputs: Sequence[DeltaStep]) -> Turns:
-    """The same by open chunks, of which each turn's stands at another token."""
-    calls: list[Any] = []
-    for turn, each in enumerate(inputs):
-        given = each.of_op
-        options = given.options() | {"chunk": cases_of_tests.chunk_of(given, fill=0.0)}
-        calls.append(partial(family.op, *given.args(), **options, impl="triton"))
-        for _ in range(turn % OPEN_TOKENS):
-            calls[-1]()
-    return Turns(calls=calls)
 
 
 def _parts(family: Family, inputs: Sequence[DeltaStep]) -> Turns:

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.case import Case, Inputs, Turns, offsets, own, randn
+from benchmarks.gpu.open_chunks import open_chunks
 from torch_hybrid.layers.lightning_attention import alibi_slopes
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
 from torch_hybrid.ops.ssd import lightning_step, ssd
-from torch_hybrid.ops.ssd.op_step_lightning import IMPLEMENTATIONS
+from torch_hybrid.ops.ssd.op_step_lightning import IMPLEMENTATIONS, LightningStep
 
 EPS = 1e-6
 
@@ -89,10 +90,10 @@ class Step(Inputs):
         return self.projected.nbytes + out + self.angles.nbytes + 2 * self.state[1:].nbytes
 
 
-def call(inputs: Step, impl: str) -> Tensor:
-    """One call of this package's op."""
+def value(inputs: Step, impl: str) -> LightningStep:
+    """The arguments of a call of this package's op."""
     mixer, turned = inputs.mixer, inputs.is_turned
-    return lightning_step(
+    return LightningStep(
         *inputs.views(),
         *(inputs.norm_weights if turned else (None, None)),
         *(inputs.angles if turned else (None, None)),
@@ -105,6 +106,11 @@ def call(inputs: Step, impl: str) -> Tensor:
         norm_eps=EPS,
         impl=impl,
     )
+
+
+def call(inputs: Step, impl: str) -> Tensor:
+    """One call of this package's op."""
+    return lightning_step(value(inputs, impl))
 
 
 def _parts(inputs: Step, impl: str) -> Tensor:
@@ -150,5 +156,5 @@ def _case(model: str, mixer: Mixer, num_seqs: int) -> Case:
         make=partial(Step.make, mixer, num_seqs),
         reference=partial(call, impl="torch"),
         own=own(IMPLEMENTATIONS, call),
-        others={"parts": _compiled_parts},
+        others={"open chunks": open_chunks(lightning_step, value), "parts": _compiled_parts},
     )

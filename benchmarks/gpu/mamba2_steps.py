@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.case import Case, Inputs, Turns, offsets, own, randn
+from benchmarks.gpu.open_chunks import open_chunks
 from benchmarks.gpu.state_spaces import MAMBA2
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 from torch_hybrid.ops.ssd import ssd, ssd_step
-from torch_hybrid.ops.ssd.op_step_mamba2 import IMPLEMENTATIONS
+from torch_hybrid.ops.ssd.op_step_mamba2 import IMPLEMENTATIONS, SsdStep
 
 WIDTH, EPS = 4, 1e-5
 NORM_GROUPS = {"Bamba": 1, "Nemotron-H": 8, "Falcon-H1": 0}  # 0: no norm
@@ -82,10 +83,10 @@ class Step(Inputs):
         return self.projected.nbytes + out + self.conv_weight.nbytes + pools
 
 
-def call(inputs: Step, impl: str) -> Tensor:
-    """One call of this package's op."""
+def value(inputs: Step, impl: str) -> SsdStep:
+    """The arguments of a call of this package's op."""
     z, xBC, dt = inputs.views()
-    return ssd_step(
+    return SsdStep(
         xBC,
         z,
         dt,
@@ -104,6 +105,11 @@ def call(inputs: Step, impl: str) -> Tensor:
         norm_eps=EPS,
         impl=impl,
     )
+
+
+def call(inputs: Step, impl: str) -> Tensor:
+    """One call of this package's op."""
+    return ssd_step(value(inputs, impl))
 
 
 def _parts(inputs: Step, impl: str) -> Tensor:
@@ -156,5 +162,5 @@ def _case(model: str, sizes: tuple[int, int, int, int], norm_groups: int, num_se
         make=partial(Step.make, sizes, norm_groups, num_seqs),
         reference=partial(call, impl="torch"),
         own=own(IMPLEMENTATIONS, call),
-        others={"parts": _compiled_parts},
+        others={"open chunks": open_chunks(ssd_step, value), "parts": _compiled_parts},
     )

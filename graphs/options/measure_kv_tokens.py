@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from torch_hybrid.backends.delta_rules import opens_chunks
 from torch_hybrid.backends.select import Backends
+from torch_hybrid.backends.step import opens_chunks
 from torch_hybrid.caches.pools import pool_cost
 from torch_hybrid.caches.room import byte_count, free_bytes
 from torch_hybrid.caches.sizes import PoolSizes

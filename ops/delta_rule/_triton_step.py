@@ -27,9 +27,14 @@ from torch_hybrid.ops.triton.conv_step import convolve, last_inputs, leave_input
 from torch_hybrid.ops.triton.decays import exp, softplus
 from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.launch import bind
+from torch_hybrid.ops.triton.state_pieces import (
+    PIECE,
+    leave_states,
+    load_states,
+    pieces_of_row,
+    read_states,
+)
 
-# Columns of a piece of a state, which stand side by side in a warp: eight threads hold a row.
-PIECE = 32
 # State elements that one warp keeps in registers, 64 a thread: what they meet along K is read once
 # for all of them. So many warps of a program read it from L1.
 _STATE_TILE = 2048
@@ -395,20 +400,6 @@ def _prepare_kernel(
 
 
 @triton.jit
-def pieces_of_row(
-    p_row: tl.tensor, K: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr
-) -> tl.tuple:
-    """Load a vector along K in pieces of LANES, as the states are held."""
-    lane = tl.arange(0, LANES)
-    pieces = ()
-    for piece in tl.static_range(PIECES):
-        index = piece * LANES + lane
-        b_x = tl.load(p_row + index, mask=index < K, other=0.0)[None, :]
-        pieces = pieces + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
-    return pieces
-
-
-@triton.jit
 def inputs_of_head(
     p_row: tl.tensor,
     head: tl.tensor,
@@ -435,15 +426,6 @@ def inputs_of_head(
 
 
 @triton.jit
-def read_states(states: tl.tuple, parts: tl.tuple, PIECES: tl.constexpr) -> tl.tensor:
-    """Multiply rows of a head's state by a vector, both in pieces."""
-    read = tl.zeros_like(states[0])
-    for piece in tl.static_range(PIECES):
-        read = tl.fma(states[piece], tl.broadcast_to(parts[piece], read.shape), read)
-    return tl.sum(read, 1)
-
-
-@triton.jit
 def advance_states(
     states: tl.tuple,
     parts_k: tl.tuple,
@@ -463,23 +445,6 @@ def advance_states(
         b_s = tl.fma(b_u[:, None], parts_k[piece], decayed[piece])
         advanced = advanced + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
     return advanced
-
-
-@triton.jit
-def leave_states(
-    p_left: tl.tensor,
-    states: tl.tuple,
-    mask: tl.tensor,
-    K: tl.constexpr,
-    LANES: tl.constexpr,
-    PIECES: tl.constexpr,
-    PASSING: tl.constexpr,
-) -> None:
-    """Store rows of a head's state."""
-    lane = tl.arange(0, LANES)
-    for piece in tl.static_range(PIECES):
-        inside = mask[:, None] & (piece * LANES + lane < K)[None, :]
-        tl.store(p_left + piece * LANES, states[piece], mask=inside, eviction_policy=PASSING)
 
 
 @triton.jit
@@ -533,16 +498,7 @@ def _walk_kernel(
         tile = index_v[:, None] * K + lane[None, :]
         p_state = state + (initial * HV + head) * V * K + tile
         p_left = state + (slot * HV + head) * V * K + tile
-        states = ()
-        for piece in tl.static_range(PIECES):
-            inside = mask[:, None] & (piece * LANES + lane < K)[None, :]
-            b_s = tl.load(
-                p_state + piece * LANES,
-                mask=inside & (initial != 0),
-                other=0.0,
-                eviction_policy=PASSING,
-            )
-            states = states + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
+        states = load_states(p_state, mask & (initial != 0), K, LANES, PIECES, PASSING)
         p_prepared = prepared + seq.to(tl.int64) * (1 + 2 * DRAFTS) * R
         p_out = out + (begin.to(tl.int64) * HV + head) * V + index_v
 

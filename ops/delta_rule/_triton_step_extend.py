@@ -15,14 +15,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.delta_rule._triton_step import (
-    PIECE,
     PREPARED_CHANNELS,
     Rule,
     advance_states,
     decay_of,
     launch_norm,
-    leave_states,
-    read_states,
     rows_of_warp,
     unit,
 )
@@ -32,6 +29,7 @@ from torch_hybrid.ops.triton.devices import PROCESSORS, launches_early
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 from torch_hybrid.ops.triton.state import fetch
+from torch_hybrid.ops.triton.state_pieces import PIECE, leave_states, read_states
 
 # Rows of a state that a warp has where a sequence has so many tokens, which wait for one another: a
 # vector of each row in a thread.

@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation, check_width
-from torch_hybrid.ops.core.capability import NO_FEATURES
 from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows
-from torch_hybrid.ops.delta_rule.open_chunk import open_chunk_size
-from torch_hybrid.ops.step_implementations import OPEN
-from torch_hybrid.ops.verify import StepOp
+from torch_hybrid.ops.open_chunk import OpenStep
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class DeltaStep(StepOp):
+class DeltaStep(OpenStep):
     """Arguments of a delta rule's step; the ops' classes derive from it.
 
     A rule with decays by channel declares ``a``, ``dt_bias`` and ``records`` anew.
@@ -42,17 +39,12 @@ class DeltaStep(StepOp):
         records: [S, D, R] a row ``[qkv | b | a]`` of inputs for each draft, in qkv's dtype, where
             the step verifies drafts; else None. **Mutated**: slot ``state_indices[n]`` receives
             those of the second token on.
-        chunk: [S, R] float32 records of tokens since states were stored, R as ``open_chunk_size``
-            says; None stores states in each call. **Mutated**: slots ``state_indices``. A slot's
-            state is then that of ``state`` and its records together. Not with drafts. A call with
-            no token at all (T = 0) closes chunks: those slots of all pools receive what sequences
-            start from, and have no records, as other ops read them.
     """
 
     recorded: ClassVar[tuple[str, ...]] = ("qkv", "b", "a")
     read: ClassVar[tuple[str, ...]] = ("z",)
     pools: ClassVar[tuple[str, ...]] = ("conv_state", "state")
-    by_channel: ClassVar[bool] = False  # whether each channel of K has its own decay
+    per_token: ClassVar[tuple[str, ...]] = (*recorded, *read)
 
     qkv: Annotated[Tensor, Rows("C")]
     z: Annotated[Tensor, Rows("HV * V")]
@@ -71,13 +63,6 @@ class DeltaStep(StepOp):
     activation: str = field(kw_only=True)
     scale: float = field(kw_only=True)
     records: Annotated[Tensor | None, Pool("D_", "C + 2 * HV")] = field(default=None, kw_only=True)
-    chunk: Annotated[Tensor | None, Pool("R_", dtype=torch.float32)] = field(
-        default=None, kw_only=True
-    )
-
-    def features(self) -> frozenset[str]:
-        """List what an implementation must have, for drafts and for open chunks."""
-        return StepOp.features(self) | (NO_FEATURES if self.chunk is None else OPEN)
 
     @property
     def widths(self) -> list[int]:
@@ -85,6 +70,11 @@ class DeltaStep(StepOp):
         v_size = self.state.shape[1] * self.state.shape[2]
         k_size = (self.qkv.shape[1] - v_size) // 2
         return [k_size, k_size, v_size]
+
+    @property
+    def num_k_heads(self) -> int:
+        """Heads of q and k, each of which heads of v share."""
+        return self.widths[0] // self.state.shape[3]
 
     def check_form(self) -> None:
         """Raise ValueError for filters that no kernel is made for, and unless q and k take what v
@@ -112,18 +102,9 @@ class DeltaStep(StepOp):
             )
 
     def check(self) -> None:
-        """Raise ValueError for an unknown activation, for records without counts, and for a chunk
-        of another size or in a step that verifies drafts."""
-        StepOp.check(self)
+        """Raise ValueError for an unknown activation, and records or a chunk that do not fit."""
+        OpenStep.check(self)
         check_activation(self.activation)
-        if self.chunk is None:
-            return
-        if self.records is not None:
-            raise ValueError("chunk must be None in a step that verifies drafts, got a tensor")
-        _, num_v_heads, v_dim, k_dim = self.state.shape
-        heads = self.widths[0] // k_dim, num_v_heads, k_dim, v_dim
-        if self.chunk.shape[1] != (size := open_chunk_size(*heads, by_channel=self.by_channel)):
-            raise ValueError(f"chunk must have {size} numbers a slot, got {self.chunk.shape[1]}")
 
 
 CPP_SIZES = "C=channels W=width HV=num_v_heads V=v_dim K=k_dim"

@@ -1,7 +1,7 @@
 """Implementation "triton" of ``lightning_step``: walk the states, then norm and gate the outputs.
 
 Two launches, of which the second begins while the first ends, where a GPU can (PDL). A step with
-drafts has one before them. See README.md.
+drafts, or by open chunks, has one before them. See README.md.
 """
 
 from __future__ import annotations
@@ -13,21 +13,31 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.ssd._triton_norm import SIGMOID, launch_norm
+from torch_hybrid.ops.ssd._triton_step_open import read_open_chunks
+from torch_hybrid.ops.ssd._triton_token import fixed_decay
 from torch_hybrid.ops.ssd.op_step_lightning import LightningStep, empty_outputs
 from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.launch import bind
+from torch_hybrid.ops.triton.open_chunk import close_chunks
 from torch_hybrid.ops.triton.state import Tile, zero_rows
 
 
 def lightning_step(x: LightningStep) -> Tensor:
-    """Launch the kernels: prepare tokens and records if there are drafts, walk the states, norm."""
+    """Launch the kernels: prepare tokens for drafts or open chunks, walk the states, norm."""
     num_tokens = x.qkv.shape[0]
     if x.state_indices.shape[0] == 0:
         return empty_outputs(x).zero_()
+    if x.chunk is not None and not num_tokens:
+        close_chunks(x, None)
+        return empty_outputs(x)
     early = launches_early(x.qkv.device)
-    prepared = None if x.records is None else _prepare(x, x.records, early)
     o = x.qkv.new_empty(num_tokens, x.width, dtype=torch.float32)
-    _walk(x, prepared, o, early)
+    prepares = x.records is not None or x.chunk is not None
+    prepared = _prepare(x, early) if prepares else None
+    if x.chunk is None or prepared is None:
+        _walk(x, prepared, o, early)
+    else:
+        _read_open_chunks(x, prepared, o, early)
     if x.gate is None or x.norm_weight is None:
         return o
     out = empty_outputs(x)
@@ -35,16 +45,15 @@ def lightning_step(x: LightningStep) -> Tensor:
     return out
 
 
-def _prepare(x: LightningStep, records: Tensor, early: bool) -> Tensor:
+def _prepare(x: LightningStep, early: bool) -> Tensor:
     """Prepare rows [q | k | v] of new tokens, and after them of each sequence's records, without
     q."""
     num_tokens, num_seqs = x.qkv.shape[0], x.state_indices.shape[0]
     _, num_heads, dim, _ = x.state.shape
-    num_drafts = records.shape[1]
-    num_rows = num_tokens + num_seqs * num_drafts
+    num_drafts = None if x.records is None else x.records.shape[1]
+    num_rows = num_tokens + num_seqs * (num_drafts or 0)
     prepared = x.state.new_empty(num_rows, 3 * x.width)
     bind(_prepare_kernel, x)[(num_seqs * num_heads,)](
-        records=records,
         prepared=prepared,
         DRAFTS=num_drafts,
         BLOCK=Tile.of(dim, dim).block_k,
@@ -54,6 +63,19 @@ def _prepare(x: LightningStep, records: Tensor, early: bool) -> Tensor:
         enable_fp_fusion=False,
     )
     return prepared
+
+
+def _read_open_chunks(x: LightningStep, prepared: Tensor, o: Tensor, early: bool) -> None:
+    """Add the tokens' records to the open chunks, and store what queries read in ``o``."""
+    read_open_chunks(
+        x,
+        prepared,
+        o,
+        {"VALUES": 2 * x.width, "KEYS": x.width, "QUERIES": 0},
+        early=early,
+        rounded=x.qkv if x.q_norm_weight is None else o,
+        **dict.fromkeys(("z", "dt", "A_log", "dt_bias", "D", "dt_min", "dt_max")),
+    )
 
 
 def _walk(x: LightningStep, prepared: Tensor | None, o: Tensor, early: bool) -> None:
@@ -163,12 +185,6 @@ def _read(
     return b_o
 
 
-@triton.jit
-def _decay(slope: tl.tensor) -> tl.tensor:
-    """Compute a head's decay in float64: every token has the same, so an error would add up."""
-    return tl.exp(-slope.to(tl.float64)).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _prepare_kernel(
     qkv: tl.tensor,
@@ -179,8 +195,8 @@ def _prepare_kernel(
     cu_seqlens: tl.tensor,
     initial_indices: tl.tensor,
     state_indices: tl.tensor,
-    accepted: tl.tensor,
-    records: tl.tensor,
+    accepted: tl.tensor | None,
+    records: tl.tensor | None,
     prepared: tl.tensor,
     scale: tl.tensor,
     norm_eps: tl.tensor,
@@ -211,15 +227,17 @@ def _prepare_kernel(
     width: tl.constexpr = H * D
     begin = tl.load(cu_seqlens + seq)
     num_new = tl.load(cu_seqlens + seq + 1) - begin
-    initial = tl.load(initial_indices + seq).to(tl.int64)
-    slot = tl.load(state_indices + seq).to(tl.int64)
-    p_record = records + initial * DRAFTS * 2 * width + head * D + index
-    p_before = prepared + (num_tokens.to(tl.int64) + seq * DRAFTS) * 3 * width + head * D + index
-    for i in range(tl.load(accepted + seq)):
-        for part in tl.static_range(2):
-            b_x = tl.load(p_record + (2 * i + part) * width, mask=mask)
-            tl.store(p_before + (3 * i + 1 + part) * width, b_x, mask=mask)
-    tl.debug_barrier()  # all threads of this program have read what is left anew here
+    if DRAFTS is not None:
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        of_head = head * D + index
+        p_record = records + initial * DRAFTS * 2 * width + of_head
+        p_before = prepared + (num_tokens.to(tl.int64) + seq * DRAFTS) * 3 * width + of_head
+        for i in range(tl.load(accepted + seq)):
+            for part in tl.static_range(2):
+                b_x = tl.load(p_record + (2 * i + part) * width, mask=mask)
+                tl.store(p_before + (3 * i + 1 + part) * width, b_x, mask=mask)
+        tl.debug_barrier()  # all threads of this program have read what is left anew here
     for i in range(num_new):
         token = begin.to(tl.int64) + i
         p_q = qkv + token * stride_qkv + head * D
@@ -238,10 +256,11 @@ def _prepare_kernel(
         tl.store(p_row, b_q, mask=mask)
         tl.store(p_row + width, b_k, mask=mask)
         tl.store(p_row + 2 * width, b_v, mask=mask)
-        is_draft = mask & (i > 0) & (slot != 0)
-        p_draft = records + (slot * DRAFTS + i - 1) * 2 * width + head * D + index
-        tl.store(p_draft, b_k, mask=is_draft)
-        tl.store(p_draft + width, b_v, mask=is_draft)
+        if DRAFTS is not None:
+            is_draft = mask & (i > 0) & (slot != 0)
+            p_draft = records + (slot * DRAFTS + i - 1) * 2 * width + head * D + index
+            tl.store(p_draft, b_k, mask=is_draft)
+            tl.store(p_draft + width, b_v, mask=is_draft)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -312,7 +331,7 @@ def _walk_kernel(
             p_k, p_v = p_q + width, p_q + 2 * width
             x_q, x_k = _row(p_q, index, mask, HALF), _row(p_k, index, mask, HALF)
             b_v = tl.load(p_v + index_v, mask=mask_v, other=0.0)
-            decay = _decay(tl.load(slopes + head))
+            decay = fixed_decay(tl.load(slopes + head))
             w_q, w_k = x_q, x_k
             if q_norm_weight is not None:
                 w_q = _row(q_norm_weight, index, mask, HALF)
@@ -332,7 +351,7 @@ def _walk_kernel(
             tl.store(state + slot * H * D * D + tile, b_s, mask=mask_s & (slot != 0))
         else:
             last_certain = num_replayed + tl.minimum(num_new, 1) - 1
-            decay = _decay(tl.load(slopes + head))
+            decay = fixed_decay(tl.load(slopes + head))
             tile = head * D * D + index_v[:, None] * D + index[None, :]
             mask_s = mask_v[:, None] & mask[None, :]
             p_s = state + initial * H * D * D + tile

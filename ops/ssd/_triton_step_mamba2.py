@@ -13,6 +13,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.ssd._triton_norm import SILU_AFTER, SILU_BEFORE, launch_norm
+from torch_hybrid.ops.ssd._triton_step_open import read_open_chunks
+from torch_hybrid.ops.ssd._triton_token import gated, step_size
 from torch_hybrid.ops.ssd.op_step_mamba2 import SsdStep, empty_outputs
 from torch_hybrid.ops.triton.conv_step import (
     convolve,
@@ -21,9 +23,10 @@ from torch_hybrid.ops.triton.conv_step import (
     leave_inputs,
     taps,
 )
-from torch_hybrid.ops.triton.decays import exp, softplus
+from torch_hybrid.ops.triton.decays import exp
 from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.launch import bind
+from torch_hybrid.ops.triton.open_chunk import close_chunks
 from torch_hybrid.ops.triton.state import Tile, zero_rows
 
 # Channels that a program convolves, of two warps: few, so that one sequence fills many processors.
@@ -34,9 +37,16 @@ def ssd_step(x: SsdStep) -> Tensor:
     """Launch the convolution, the walk over the states and, where there is one, the norm."""
     if x.state_indices.shape[0] == 0:
         return x.xBC.new_zeros(x.xBC.shape[0], x.inner)
+    if x.chunk is not None and not len(x.xBC):
+        close_chunks(x, x.conv_state)
+        return empty_outputs(x)
     early = launches_early(x.xBC.device)
     mixed = _convolve(x, early) if x.records is None else _convolve_drafts(x, x.records, early)
-    out = _walk(x, mixed, early)
+    out = empty_outputs(x)
+    if x.chunk is None:
+        _walk(x, mixed, out, early)
+    else:
+        _read_open_chunks(x, mixed, out, early)
     if x.z is not None and x.norm_weight is not None:
         launch_norm(
             out,
@@ -89,20 +99,17 @@ def _convolve_drafts(x: SsdStep, records: Tensor, early: bool) -> Tensor:
     return mixed
 
 
-def _walk(x: SsdStep, mixed: Tensor, early: bool) -> Tensor:
-    """Advance the states by the tokens, and return the outputs, gated unless they are normed
+def _walk(x: SsdStep, mixed: Tensor, out: Tensor, early: bool) -> None:
+    """Advance the states by the tokens, and store the outputs, gated unless they are normed
     later."""
-    num_seqs, num_channels = x.state_indices.shape[0], x.xBC.shape[1]
-    _, num_heads, head_dim_v, head_dim_k = x.state.shape
-    z = x.z if x.norm_weight is None else None
-    out = empty_outputs(x)
+    num_seqs, (num_heads, head_dim_v, head_dim_k) = x.state_indices.shape[0], x.state.shape[1:]
     tile = Tile.of(head_dim_v, head_dim_k)
     num_blocks = triton.cdiv(head_dim_v, tile.block_v)
     bind(_walk_kernel, x)[(num_blocks * num_heads * num_seqs,)](
         mixed=mixed,
-        z=z,
+        z=_gate_of_walk(x),
         out=out,
-        G=(num_channels - x.inner) // (2 * head_dim_k),
+        G=x.num_k_heads,
         DRAFTS=None if x.records is None else x.records.shape[1],
         BLOCK_K=tile.block_k,
         BLOCK_V=tile.block_v,
@@ -111,7 +118,20 @@ def _walk(x: SsdStep, mixed: Tensor, early: bool) -> Tensor:
         enable_fp_fusion=False,
         launch_pdl=early,
     )
-    return out
+
+
+def _read_open_chunks(x: SsdStep, mixed: Tensor, out: Tensor, early: bool) -> None:
+    """Add the tokens' records to the open chunks, and store the outputs as ``_walk`` does."""
+    group_width = x.num_k_heads * x.state.shape[3]
+    places = {"VALUES": 0, "KEYS": x.inner, "QUERIES": x.inner + group_width}
+    read_open_chunks(
+        x, mixed, out, places, early=early, z=_gate_of_walk(x), slopes=None, rounded=out
+    )
+
+
+def _gate_of_walk(x: SsdStep) -> Tensor | None:
+    """Return the gate, unless a norm stands between."""
+    return x.z if x.norm_weight is None else None
 
 
 @triton.jit
@@ -156,12 +176,6 @@ def _conv_kernel(
         leave_inputs(p_new, past[1:] + (b_x,), mask & (slot != 0), C, W)  # noqa: RUF005
 
 
-@triton.jit
-def _step_size(x_dt: tl.tensor, dt_min: tl.tensor, dt_max: tl.tensor) -> tl.tensor:
-    """Compute a head's step size: a clamped softplus."""
-    return tl.clamp(softplus(x_dt), dt_min, dt_max, tl.PropagateNan.ALL)
-
-
 # A state is to have the same bits with drafts and without: nothing is fused in these but what is
 # written as ``fma``, as the compiler would choose by what stands beside.
 @triton.jit
@@ -182,10 +196,7 @@ def _read(
     dtype: tl.constexpr,
 ) -> tl.tensor:
     """Multiply rows of a head's state by C and add D x; round, and gate if there is a gate."""
-    b_o = tl.fma(b_x, skip, tl.sum(b_s * b_c[None, :], 1)).to(dtype)
-    if b_z is not None:
-        b_o = (b_o.to(tl.float32) * b_z / (1.0 + tl.exp(-b_z))).to(dtype)
-    return b_o
+    return gated(tl.fma(b_x, skip, tl.sum(b_s * b_c[None, :], 1)).to(dtype), b_z)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -361,7 +372,7 @@ def _walk_kernel(
         b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
 
         if DRAFTS is None:
-            step = _step_size(x_dt + bias, dt_min, dt_max)
+            step = step_size(x_dt + bias, dt_min, dt_max)
             decay = exp(-exp(rate) * step)
             if EARLY:
                 gdc_wait()
@@ -386,7 +397,7 @@ def _walk_kernel(
                 b_x = tl.load(p_x + channel_x, mask=mask_v, other=0.0).to(tl.float32)
                 b_b = tl.load(p_x + channel_b, mask=mask_k, other=0.0).to(tl.float32)
                 x_dt = tl.load(p_x + C + head).to(tl.float32) + bias
-                step = _step_size(x_dt, dt_min, dt_max)
+                step = step_size(x_dt, dt_min, dt_max)
                 b_s = _next_state(b_s, b_x, b_b, step, exp(-exp(rate) * step))
                 if i == last_certain:
                     tl.store(state + slot * H * V * K + tile_s, b_s, mask=mask_s & (slot != 0))

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch_hybrid.ops.conv_step import check_activation
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, define, made
+from torch_hybrid.ops.open_chunk import OpenStep
 from torch_hybrid.ops.step_implementations import step_implementations
-from torch_hybrid.ops.verify import StepOp
 
 IMPLEMENTATIONS = step_implementations(
     "lightning_step",
@@ -25,11 +25,12 @@ IMPLEMENTATIONS = step_implementations(
     "lightning",
     limits={"head_k_dim": 512},
     composed="torch_hybrid.ops.ssd._composed:lightning",
+    opens_chunks=True,
 )
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class LightningStep(StepOp):
+class LightningStep(OpenStep):
     """Step of a mixer: norm and rotate q and k, advance the states by one token, and norm and gate
     what is read from them; or verify drafts.
 
@@ -92,6 +93,7 @@ class LightningStep(StepOp):
     """
 
     implementations: ClassVar[Mapping[str, Implementation]] = IMPLEMENTATIONS
+    per_token: ClassVar[tuple[str, ...]] = ("qkv", "gate", "cos", "sin")
 
     qkv: Annotated[Tensor, Rows("3 * H * D")]
     gate: Annotated[Tensor | None, Rows("H * D")]
@@ -119,6 +121,11 @@ class LightningStep(StepOp):
         return self.state.shape[1] * self.state.shape[2]
 
     @property
+    def num_k_heads(self) -> int:
+        """Heads, each of which has keys of its own."""
+        return self.state.shape[1]
+
+    @property
     def half(self) -> int:
         """Number of a token's angles, half of the channels that are rotated."""
         return 0 if self.cos is None else self.cos.shape[-1]
@@ -137,8 +144,8 @@ class LightningStep(StepOp):
 
     def check(self) -> None:
         """Raise ValueError for an unknown activation, for groups that do not divide the channels,
-        and for records without counts."""
-        StepOp.check(self)
+        and for records or a chunk that do not fit."""
+        OpenStep.check(self)
         check_activation(self.activation)
         if self.norm_groups < 1 or self.width % self.norm_groups:
             raise ValueError(

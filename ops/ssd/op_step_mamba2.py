@@ -16,8 +16,8 @@ from torch import Tensor
 from torch_hybrid.ops.conv_step import check_activation, check_width
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, define, made
+from torch_hybrid.ops.open_chunk import OpenStep
 from torch_hybrid.ops.step_implementations import step_implementations
-from torch_hybrid.ops.verify import StepOp
 
 IMPLEMENTATIONS = step_implementations(
     "ssd_step",
@@ -25,11 +25,12 @@ IMPLEMENTATIONS = step_implementations(
     "mamba2",
     limits={"head_k_dim": 512},
     composed="torch_hybrid.ops.ssd._composed:mamba2",
+    opens_chunks=True,
 )
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class SsdStep(StepOp):
+class SsdStep(OpenStep):
     """Step of a mixer: convolve, advance the states by one token, and gate and norm what is read
     from them; or verify drafts.
 
@@ -100,6 +101,7 @@ class SsdStep(StepOp):
     recorded: ClassVar[tuple[str, ...]] = ("xBC", "dt")
     read: ClassVar[tuple[str, ...]] = ("z",)
     pools: ClassVar[tuple[str, ...]] = ("conv_state", "state")
+    per_token: ClassVar[tuple[str, ...]] = (*recorded, *read)
 
     xBC: Annotated[Tensor, Rows("C")]
     z: Annotated[Tensor | None, Rows("H * V")]
@@ -128,6 +130,11 @@ class SsdStep(StepOp):
         """Channels of x, and of the outputs."""
         return self.state.shape[1] * self.state.shape[2]
 
+    @property
+    def num_k_heads(self) -> int:
+        """Groups of B and C."""
+        return (self.xBC.shape[1] - self.inner) // (2 * self.state.shape[3])
+
     def check_form(self) -> None:
         """Raise ValueError for filters without a kernel, for a norm without a gate, and unless B
         and C take what x leaves."""
@@ -155,9 +162,9 @@ class SsdStep(StepOp):
             )
 
     def check(self) -> None:
-        """Raise ValueError for an unknown activation, bounds that leave no step size, groups that
-        do not divide the channels, and records without counts."""
-        StepOp.check(self)
+        """Raise ValueError for an unknown activation, empty bounds of step sizes, groups that do
+        not divide the channels, and misfit records or chunks."""
+        OpenStep.check(self)
         check_activation(self.activation)
         if not 0 <= self.dt_min <= self.dt_max:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +13,24 @@ from tests.devices import needs_cuda
 from tests.ops.triton_interpreter import interprets
 from tests.tiny_models import make_hybrid
 from torch_hybrid import Backends, Runner
-from torch_hybrid.ops.delta_rule.open_chunk import OPEN_TOKENS
+from torch_hybrid.backends.ssd import MAMBA2 as MAMBA2_RULE
+from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.ops.open_chunk import OPEN_TOKENS
 from torch_hybrid.ops.triton.devices import interpreted
+from torch_hybrid.specs import Mamba2Spec
 
 # A family for each op, with heads of the sizes at which Triton's form serves.
 HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
 HEADS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_hidden_layers": 2}
+MAMBA2 = {"mamba_n_heads": 2, "mamba_d_head": 64, "mamba_expand": 4}
+MAMBA2 |= {"mamba_n_groups": 1, "mamba_d_state": 128}
 FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
     "gated_delta_step": ("qwen3_next_dense", HEADS),
     "kimi_delta_step": ("kimi_linear", {"linear_num_heads": 2, "linear_head_dim": 128}),
+    "ssd_step": ("granitemoehybrid_dense", MAMBA2),
+    "lightning_step": ("minimax", {"num_attention_heads": 2, "head_dim": 128}),
 }
-test_in_the_interpreter = interprets("test_open_chunk and history and interpreted")
+test_in_the_interpreter = interprets("test_open_chunk and interpreted")
 needs_interpreter = pytest.mark.skipif(not interpreted(), reason="runs in the interpreter")
 
 
@@ -88,8 +96,8 @@ def run_history(pair: Pair) -> None:
 
 
 @needs_interpreter
-def test_history_interpreted() -> None:
-    op = "gated_delta_step"
+@pytest.mark.parametrize("op", ["gated_delta_step", "ssd_step", "lightning_step"])
+def test_history_interpreted(op: str) -> None:
     run_history(Pair(*(make_runner(impl, op, compile=False) for impl in ("triton", "composed"))))
 
 
@@ -97,6 +105,18 @@ def test_history_interpreted() -> None:
 @pytest.mark.parametrize("op", FAMILIES)
 def test_history_on_a_gpu(op: str) -> None:
     run_history(Pair(*(make_runner(impl, op, "cuda") for impl in ("triton", "composed"))))
+
+
+@needs_interpreter
+def test_sizes_that_open_chunks_interpreted() -> None:
+    """Data say at which sizes of an op that is faster."""
+    spec = Mamba2Spec(num_heads=2, head_dim=64, state_dim=128, num_groups=1, conv_width=4)
+    of_pools = {"num_pages": 1, "page_size": 8, "num_slots": 1}
+    sizes = PoolSizes(**of_pools, dtype=torch.float32, device=torch.device("cpu"))
+    backends = Backends(ops={"decode ssd_step": "triton"})
+    assert MAMBA2_RULE.opens_chunks({spec}, sizes, backends)
+    elsewhere = replace(MAMBA2_RULE, opened={"head_k_dim": (256,)})
+    assert not elsewhere.opens_chunks({spec}, sizes, backends)
 
 
 def test_no_chunks_where_a_step_stores_each_state() -> None:

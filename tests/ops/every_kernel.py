@@ -36,7 +36,8 @@ from tests.ops.delta_rule import step_gated_cases as gdn_step
 from tests.ops.delta_rule import step_kimi_cases as kda_step
 from tests.ops.delta_rule.backward import make_backward
 from tests.ops.delta_rule.cases import Case as DeltaCase
-from tests.ops.delta_rule.step_cases import chunk_of
+from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
 from tests.ops.fused_experts import cases as experts
 from tests.ops.fused_experts import training as experts_training
 from tests.ops.gated_pooling import cases as pooling
@@ -59,6 +60,9 @@ from tests.ops.ssd import backward as ssd_backward
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd import step_lightning_cases as lightning_step_cases
 from tests.ops.ssd import step_mamba2_cases as ssd_step_cases
+from tests.ops.ssd.step_lightning_family import FAMILY as LIGHTNING
+from tests.ops.ssd.step_mamba2_family import FAMILY as MAMBA2
+from tests.ops.step_family import Family
 from tests.ops.wkv import backward as wkv_backward
 from torch_hybrid.ops import (
     block_attention,
@@ -120,6 +124,15 @@ def with_records(inputs: Any, width: int, dtype: torch.dtype) -> tuple[Any, dict
     return inputs.args(), {**inputs.options(), "records": records, "accepted": accepted}
 
 
+def by_open_chunks(family: Family, inputs: Any) -> Iterator[tuple[str, Call]]:
+    """A decode step by open chunks, and their closing."""
+    options = {**inputs.options(), "chunk": family.chunk_of(inputs, fill=0.0)}
+    no_tokens = {"cu_seqlens": torch.zeros_like(inputs.cu_seqlens)}
+    none = inputs.changed(**inputs.tokens(slice(0)), **no_tokens)
+    for what, given in (("open chunks", inputs), ("closing", none)):
+        yield f"{family.op.__name__}, {what}", partial(run, family.op, given.args(), options)
+
+
 def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     """Both forms of each rule, and the segments of long sequences."""
     delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, **ODD)
@@ -136,10 +149,8 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             yield f"{op.__name__}, {form}", partial(run, op, inputs.args(), options)
     odd = {"num_padding_tokens": 3, "has_bias": True, **ODD}
     gdn_one = gdn_step.case(lengths=(1, 0, 1), **odd)
-    for op, make_inputs, step in (
-        (delta_rule.gated_delta_step, gdn_step.make_inputs, gdn_one),
-        (delta_rule.kimi_delta_step, kda_step.make_inputs, kda_step.case(1, 0, 1, **odd)),
-    ):
+    for family, step in ((GATED, gdn_one), (KIMI, kda_step.case(1, 0, 1, **odd))):
+        op, make_inputs = family.op, family.make_inputs
         inputs = make_inputs(step, dtype)
         yield op.__name__, partial(run, op, inputs.args(), inputs.options())
         inputs = make_inputs(replace(step, lengths=DRAFTED), dtype)
@@ -148,10 +159,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         several = make_inputs(replace(step, **LENGTHS), dtype)
         options = several.options() | {"impl": "triton_invariant"}
         yield f"{op.__name__}, any lengths", partial(run, op, several.args(), options)
-        none = make_inputs(replace(step, lengths=(0,) * 3, num_padding_tokens=0), dtype)
-        for what, held in (("open chunks", make_inputs(step, dtype)), ("closing", none)):
-            options = held.options() | {"chunk": chunk_of(held, fill=0.0)}
-            yield f"{op.__name__}, {what}", partial(run, op, held.args(), options)
+        yield from by_open_chunks(family, make_inputs(step, dtype))
     for gate in ("before_norm", "no_norm"):
         mamba2 = ssd_step_cases.Case(lengths=(1, 0, 1), num_padding_tokens=3, gate=gate, **ODD)
         inputs = ssd_step_cases.make_inputs(mamba2, dtype)
@@ -160,6 +168,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         inputs = ssd_step_cases.make_inputs(replace(mamba2, lengths=DRAFTED), dtype)
         given = with_records(inputs, inputs.xBC.shape[1] + inputs.dt.shape[1], dtype)
         yield f"{op.__name__}, drafts, {gate}", partial(run, op, *given)
+        yield from by_open_chunks(MAMBA2, ssd_step_cases.make_inputs(mamba2, dtype))
     for gated in (True, False):
         mixer = lightning_step_cases.Case(
             lengths=(1, 0, 1), num_padding_tokens=3, gated=gated, dim=27, rotary_dim=6
@@ -171,6 +180,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         inputs = lightning_step_cases.make_inputs(replace(mixer, lengths=DRAFTED), dtype)
         given = with_records(inputs, 2 * mixer.num_heads * mixer.dim, torch.float32)
         yield f"{name}, drafts", partial(run, op, *given)
+        yield from by_open_chunks(LIGHTNING, lightning_step_cases.make_inputs(mixer, dtype))
     lengths = {"lengths": (150, 0, 33), "num_padding_tokens": 2}
     for name in channel_recurrences():
         cases, op = import_module(f"tests.ops.{name}.cases"), public_ops()[name]

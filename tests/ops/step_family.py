@@ -89,5 +89,10 @@ class Family:
     def by_reference(self, inputs: Inputs) -> Tensor:
         return self.reference(self.value(*inputs.args(), **inputs.options(), impl="reference"))
 
+    def chunk_of(self, inputs: Inputs, fill: float = torch.nan) -> Tensor:
+        """Records of all slots, of which nobody has any."""
+        step: Any = self.value(*inputs.args(), **inputs.options(), impl="triton")
+        return step.state.new_full((len(step.state), step.chunk_width), fill)
+
     def mixed(self, **changes: object) -> Any:
         return self.make_inputs(replace(self.cases["mixed"], **changes))

@@ -4,31 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.recurrent import CONVOLUTION, OpChoice, Recurrence, chunked_rule
-from torch_hybrid.backends.select import Backends
-from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.delta_rule import op, op_step_gated, op_step_kimi
-from torch_hybrid.ops.step_implementations import OPEN
-from torch_hybrid.specs import DeltaRuleSpec, JetBlockSpec, KimiDeltaSpec, LayerTable
-
-
-def opens_chunks(table: LayerTable, sizes: PoolSizes, backends: Backends) -> bool:
-    """Tell whether decode keeps chunks of delta rules open (``ops/delta_rule/open_chunk``).
-
-    It does where the implementation can. It stores a state for each token where drafts are
-    verified, and where a token has its bits in any batch.
-    """
-    if sizes.num_drafts or backends.batch_invariant:
-        return False
-    rules = {DeltaRuleSpec.kind: GATED_DELTA_RULE, KimiDeltaSpec.kind: KIMI_DELTA_ATTENTION}
-    able = []
-    for kind in rules.keys() & {*table.kinds}:
-        specs = {entry.spec for entry in table.of_kind(kind)}
-        (op, choice), *_ = rules[kind].choose(specs, sizes, backends, Mode.DECODE)
-        able.append(op.implementations[choice.impl].capability.features >= OPEN)
-    return bool(able) and all(able)
+from torch_hybrid.specs import DeltaRuleSpec, JetBlockSpec, KimiDeltaSpec
 
 
 def sizes_of(spec: DeltaRuleSpec | KimiDeltaSpec | JetBlockSpec) -> dict[str, int]:
@@ -47,6 +26,7 @@ def _rule(
         sizes=sizes_of,
         mixer=OpChoice(name=step, implementations=of_step, sizes=sizes_of),
         timed={"head_k_dim": (128,), "head_v_dim": (128,)},
+        opened={"head_k_dim": (128,), "head_v_dim": (128,)},
     )
 
 

@@ -23,9 +23,10 @@ from torch_hybrid.ops.composed import COMPOSED, Parts
 from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation, Need
 from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE, RECURRENT, of_form
 from torch_hybrid.ops.core.registration import REGISTERED
+from torch_hybrid.ops.open_chunk import OpenStep
 from torch_hybrid.ops.replay import Replay, Segments
 from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, OPEN, VERIFY
-from torch_hybrid.ops.verify import StepOp, verify_by_replay
+from torch_hybrid.ops.verify import verify_by_replay
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry
 from torch_hybrid.specs.pools import OPEN_CHUNK, RECORDS, STATE_RECORDS
@@ -115,13 +116,14 @@ class Recurrence:
     "composed" calls the ops of ``decode`` for tokens one by one, and those of ``extend`` for any
     number. "composed" runs where the user named an implementation of one of these ops, or where no
     other can serve. The Triton form runs in decode at the sizes ``timed`` alone, where it was
-    measured.
+    measured; of these it keeps chunks open at the sizes ``opened``, where it is faster so.
     """
 
     decode: tuple[OpChoice, ...]  # the recurrence first
     extend: tuple[OpChoice, ...]
     mixer: OpChoice | None = None
     timed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    opened: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     chunk_size: int = 0
 
     def parts(self, backends: Backends, mode: Mode) -> tuple[OpChoice, ...]:
@@ -173,6 +175,15 @@ class Recurrence:
             )
         return mixer, mixer.choose(specs, sizes, backends, mode)
 
+    def opens_chunks(self, specs: set[Any], sizes: PoolSizes, backends: Backends) -> bool:
+        """Tell whether decode of the layers keeps chunks open (``ops/open_chunk``): where its
+        implementation can, at sizes at which that is faster."""
+        (op, choice), *_ = self.choose(specs, sizes, backends, Mode.DECODE)
+        is_able = op.implementations[choice.impl].capability.features >= OPEN
+        told = [op.sizes(spec) for spec in specs]
+        known = self.opened.items()
+        return is_able and all(each[name] in among for each in told for name, among in known)
+
     def replays(self, chosen: Sequence[tuple[OpChoice, Choice]]) -> bool:
         """Tell whether what was chosen for steps with drafts runs them in two calls."""
         (op, choice), *_ = chosen
@@ -213,6 +224,7 @@ def chunked_rule(
     sizes: Callable[[Any], dict[str, int]],
     mixer: OpChoice | None = None,
     timed: Mapping[str, tuple[int, ...]] | None = None,
+    opened: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Recurrence:
     """Define a rule with two execution forms: by token in decode, by chunk in extend.
 
@@ -226,6 +238,7 @@ def chunked_rule(
         extend=(extend, *also),
         mixer=mixer,
         timed=timed or {},
+        opened=opened or {},
         chunk_size=DEFAULT_CHUNK_SIZE,
     )
 
@@ -293,7 +306,7 @@ def with_mixer(
     return (*impls, (mixer.name, COMPOSED))
 
 
-StepT = TypeVar("StepT", bound=StepOp)
+StepT = TypeVar("StepT", bound=OpenStep)
 
 
 def run_mixer(
@@ -329,9 +342,7 @@ def _closed(op: Callable[..., Tensor], x: StepT, chunk: dict[str, Any]) -> StepT
     """Close the open chunks of a step's sequences, which then start from their own slots."""
     known = x.implementations.items()
     opening = next(name for name, each in known if each.capability.features >= OPEN)
-    nothing: dict[str, Any] = {name: getattr(x, name)[:0] for name in (*x.recorded, *x.read)}
-    nothing["cu_seqlens"] = torch.zeros_like(x.cu_seqlens)
-    op(replace(x, **nothing, **chunk, impl=opening))
+    op(replace(x.without_tokens(), **chunk, impl=opening))
     starts = torch.where(x.initial_indices > 0, x.state_indices, 0)
     own: dict[str, Any] = {"initial_indices": starts}
     return replace(x, **own)

@@ -37,6 +37,7 @@ MAMBA2 = _RULE(
     sizes=sizes_of,
     mixer=OpChoice(name="ssd_step", implementations=step.IMPLEMENTATIONS, sizes=sizes_of),
     timed={"head_k_dim": (128, 256), "head_v_dim": (64,)},
+    opened={"head_k_dim": (128, 256), "head_v_dim": (64,)},
 )
 LIGHTNING_ATTENTION = _RULE(
     "ssd",
@@ -47,6 +48,7 @@ LIGHTNING_ATTENTION = _RULE(
         sizes=lightning_sizes,
     ),
     timed={"head_k_dim": (128,)},
+    opened={"head_k_dim": (128,)},
 )
 MLSTM = _RULE(
     "ssd", sizes=lambda spec: {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.memory_dim}

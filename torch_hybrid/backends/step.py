@@ -35,6 +35,7 @@ from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.pytrees import register_value, tensors_of
 from torch_hybrid.specs import LayerEntry, LayerTable
 from torch_hybrid.specs.layer import OPS
+from torch_hybrid.specs.pools import OPEN_CHUNK
 
 Plan = PagedAttentionPlan | LatentPlan | IndexedPlan | RecurrentPlan | PreviousHiddenPlan
 
@@ -66,6 +67,15 @@ class LayerBackend(Protocol):
 
 
 MakeBackend = Callable[[tuple[LayerEntry, ...], PoolSizes, Backends, Sequence[Mode]], LayerBackend]
+_RECURRENCES = {
+    "gated_delta_rule": GATED_DELTA_RULE,
+    "kimi_delta_attention": KIMI_DELTA_ATTENTION,
+    "jet_block": JET_BLOCK,
+    "mamba2": MAMBA2,
+    "mamba": MAMBA,
+    "lightning_attention": LIGHTNING_ATTENTION,
+    "mlstm": MLSTM,
+}
 _BACKENDS: dict[str, MakeBackend] = {
     "paged_attention": PagedAttentionBackend,
     "latent_attention": LatentAttentionBackend,
@@ -73,14 +83,8 @@ _BACKENDS: dict[str, MakeBackend] = {
     "indexed_latent_attention": partial(
         IndexedAttentionBackend, GATED_POOLING, POOLED_SELECTION_STEP
     ),
-    "gated_delta_rule": partial(RecurrentBackend, GATED_DELTA_RULE),
-    "kimi_delta_attention": partial(RecurrentBackend, KIMI_DELTA_ATTENTION),
-    "jet_block": partial(RecurrentBackend, JET_BLOCK),
-    "mamba2": partial(RecurrentBackend, MAMBA2),
-    "mamba": partial(RecurrentBackend, MAMBA),
-    "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),
-    "mlstm": partial(RecurrentBackend, MLSTM),
     "previous_hidden": PreviousHiddenBackend,
+    **{kind: partial(RecurrentBackend, rule) for kind, rule in _RECURRENCES.items()},
     **{kind: partial(RecurrentBackend.of_ops, ops) for kind, ops in OPS.items()},
 }
 
@@ -149,6 +153,21 @@ def make_backends(
     """
     names = backends or Backends(prefix=PrefixPolicy(absorbed="always"))
     return {kind: _BACKENDS[kind](table.of_kind(kind), sizes, names, modes) for kind in table.kinds}
+
+
+def opens_chunks(table: LayerTable, sizes: PoolSizes, backends: Backends) -> bool:
+    """Tell whether decode keeps chunks open (``ops/open_chunk``) in all layers that have records of
+    them.
+
+    It stores a state for each token where drafts are verified, and where a token has its bits in
+    any batch.
+    """
+    if sizes.num_drafts or backends.batch_invariant:
+        return False
+    specs = {kind: {entry.spec for entry in table.of_kind(kind)} for kind in table.kinds}
+    kinds = [k for k, each in specs.items() if any(OPEN_CHUNK in spec.pools() for spec in each)]
+    rules = ((_RECURRENCES[kind], specs[kind]) for kind in kinds)
+    return bool(kinds) and all(rule.opens_chunks(each, sizes, backends) for rule, each in rules)
 
 
 def chunk_grid(backends: Mapping[str, LayerBackend]) -> int:

@@ -5,17 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from torch_hybrid.ops.delta_rule.open_chunk import open_chunk_size
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.layer import Divided, layer_spec
-from torch_hybrid.specs.pools import (
-    OPEN_CHUNK,
-    RECORDS,
-    Pool,
-    conv_and_state,
-    open_chunk,
-    records_of,
-)
+from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, open_chunk, records_of
 
 
 @layer_spec()
@@ -73,10 +65,9 @@ class DeltaRuleSpec(Divided):
         And records of an open chunk. Each has its own storage.
         """
         width = self.conv_channels + 2 * self.num_v_heads
-        heads = self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
         return {
             **conv_and_state(self.conv_width, self.conv_channels, self.state_shape),
-            OPEN_CHUNK: open_chunk(open_chunk_size(*heads, by_channel=False)),
+            **open_chunk(self.num_k_heads, self.state_shape),
             RECORDS: Pool((width,), per="draft"),
         }
 
@@ -131,10 +122,9 @@ class KimiDeltaSpec(_EqualHeadsSpec):
         And records of an open chunk. Each has its own storage.
         """
         width = self.conv_channels + self.num_heads + self.k_channels
-        heads = self.num_heads, self.num_heads, self.head_k_dim, self.head_v_dim
         return {
             **conv_and_state(self.conv_width, self.conv_channels, self.state_shape),
-            OPEN_CHUNK: open_chunk(open_chunk_size(*heads, by_channel=True)),
+            **open_chunk(self.num_heads, self.state_shape, by_channel=True),
             RECORDS: Pool((width,), per="draft"),
         }
 

@@ -8,7 +8,7 @@ import torch
 
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.layer import Divided, layer_spec
-from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
+from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, open_chunk, records_of
 
 MOST_GATE_SOFTCAP = 40.0  # of exponential gates: float32 holds sums of terms weighted by e^40
 TOKEN_SHIFT = 2  # taps of a token shift, which mixes each token with the one before it
@@ -51,9 +51,11 @@ class LightningSpec(Divided):
         return self.num_heads, self.head_dim, self.head_dim
 
     def pools(self) -> dict[str, Pool]:
-        """Declare the state, and k and v of drafts as the recurrence takes them."""
+        """Declare the state, records of an open chunk, and k and v of drafts as the recurrence
+        takes them."""
         return {
             "state": Pool(self.state_shape, per="slot", dtype=torch.float32),
+            **open_chunk(self.num_heads, self.state_shape),
             RECORDS: Pool((2 * self.channels,), per="draft", dtype=torch.float32),
         }
 

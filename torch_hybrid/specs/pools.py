@@ -9,12 +9,13 @@ from typing import Literal
 import torch
 
 from torch_hybrid.ops.formats import fp8_kv
+from torch_hybrid.ops.open_chunk import open_chunk_size
 
 SCALES = "scales"  # pool of the dequantization scales of an FP8 cache
 # Pools of the inputs of drafts, which accepted drafts are replayed from (``ops.verify``): of a
 # layer's only op or its convolution, and of the recurrence after a convolution.
 RECORDS, STATE_RECORDS = "records", "state_records"
-OPEN_CHUNK = "chunk"  # pool of the tokens since a state was stored (``ops/delta_rule/open_chunk``)
+OPEN_CHUNK = "chunk"  # pool of the tokens since a state was stored (``ops/open_chunk``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,12 @@ def conv_and_state(width: int, channels: int, state_shape: tuple[int, ...]) -> d
     return {"conv": conv, "state": Pool(state_shape, per="slot", dtype=torch.float32)}
 
 
-def open_chunk(size: int) -> Pool:
-    """Declare the records of an open chunk, of that many numbers."""
-    return Pool((size,), per="open", dtype=torch.float32)
+def open_chunk(
+    num_k_heads: int, state_shape: tuple[int, ...], *, by_channel: bool = False
+) -> dict[str, Pool]:
+    """Declare the records of an open chunk, which ``open_chunk_size`` counts."""
+    size = open_chunk_size(num_k_heads, state_shape, by_channel=by_channel)
+    return {OPEN_CHUNK: Pool((size,), per="open", dtype=torch.float32)}
 
 
 def records_of(convolved: int, width: int) -> dict[str, Pool]:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Self
 
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.layer import Divided, layer_spec
-from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
+from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, open_chunk, records_of
 
 
 @layer_spec()
@@ -62,11 +62,14 @@ class Mamba2Spec(Divided):
     def pools(self) -> dict[str, Pool]:
         """Declare the convolution's last inputs, the state, and ``[x | B | C | dt]`` of drafts.
 
-        Each has its own storage.
+        And records of an open chunk. Each has its own storage.
         """
         width = self.conv_channels + self.num_heads
-        pools = conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
-        return {**pools, RECORDS: Pool((width,), per="draft")}
+        return {
+            **conv_and_state(self.conv_width, self.conv_channels, self.state_shape),
+            **open_chunk(self.num_groups, self.state_shape),
+            RECORDS: Pool((width,), per="draft"),
+        }
 
 
 @layer_spec()

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.ops import step_family
 from tests.ops.pages import offsets
-from torch_hybrid.ops.delta_rule.open_chunk import open_chunk_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +105,3 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, by_channel: bool
         scale=case.k_dim**-0.5,
         rule=dict(case.options),
     )
-
-
-def chunk_of(inputs: Inputs, fill: float = torch.nan) -> Tensor:
-    """Records of all slots, of which nobody has any."""
-    _, num_v_heads, v_dim, k_dim = inputs.state.shape
-    num_k_heads = (inputs.qkv.shape[1] - num_v_heads * v_dim) // (2 * k_dim)
-    heads = num_k_heads, num_v_heads, k_dim, v_dim
-    size = open_chunk_size(*heads, by_channel=inputs.dt_bias.ndim > 1)
-    return inputs.state.new_full((len(inputs.state), size), fill)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.ops.delta_rule.step_cases import Case, chunk_of
+from tests.ops.delta_rule.step_cases import Case
 from tests.ops.delta_rule.step_family import Family
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, orders_of_sums
 from tests.ops.triton_resources import assert_all_fit, resources_of
@@ -35,7 +35,7 @@ def record_launches(
         if x is not None
     }
     args = replace(inputs, **laid_out_alike).args()
-    drafts = {"chunk": chunk_of(replace(inputs, **laid_out_alike))} if opens else {}
+    drafts = {"chunk": family.chunk_of(replace(inputs, **laid_out_alike))} if opens else {}
     if verify:
         width = sum(laid_out_alike[each].shape[1] for each in ("qkv", "b", "a"))
         records = laid_out_alike["qkv"].new_empty(len(inputs.state), 3, width)

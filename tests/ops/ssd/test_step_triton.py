@@ -82,11 +82,11 @@ def test_a_captured_graph_serves_other_lengths(name: str):
 @of_each
 def test_compiles_without_spills(name: str) -> None:
     rows = [
-        resources_of(launch, target, label + ", drafts" * kernel.endswith(", drafts"))
+        resources_of(launch, target, label + what)
         for label, shape in SHAPES[name].items()
         for target in SHARED_LIMITS
-        for kernel, launch in record_launches(name, target, *shape).items()
-        if kernel != "_norm_kernel, drafts"
+        for (kernel, what), launch in record_launches(name, target, *shape).items()
+        if (kernel, bool(what)) not in (("_norm_kernel", True), ("_conv_kernel", True))
     ]
     assert_all_fit(rows, Path(__file__).with_name(f"resources_step_{name}.txt"))
 
@@ -96,27 +96,35 @@ def test_compiles_without_spills(name: str) -> None:
 def test_both_steps_sum_in_one_order(name: str) -> None:
     """As they must, to leave the same bits; nothing is fused but what both write so."""
     launches = record_launches(name, "sm_90", *next(iter(SHAPES[name].values())))
-    step = launches["_walk_kernel"]
-    parts = [launches[f"_{part}_kernel, drafts"] for part in WALKS[name]]
+    step = launches["_walk_kernel", ""]
+    parts = [launches[f"_{part}_kernel", ", drafts"] for part in WALKS[name]]
     verified = [order for part in parts for order in orders_of_sums(part, "sm_90")]
     expected = sorted(verified) if len(parts) > 1 else verified
     assert orders_of_sums(step, "sm_90") == expected != []
     assert not any(launch.kwargs["enable_fp_fusion"] for launch in (step, *parts))
 
 
-def record_launches(name: str, target: str, *shape: Any) -> dict[str, Launch]:
-    """What the launchers launch for slices of a projection."""
+def record_launches(name: str, target: str, *shape: Any) -> dict[tuple[str, str], Launch]:
+    """What the launchers launch for slices of a projection, by kernel and by what a step does more
+    than decode."""
     step, width = (lightning if name == "lightning" else mamba2)(*shape)
     num_slots = len(step.state)
     dtype = torch.float32 if name == "lightning" else step.dt.dtype
     records = step.state.new_empty(num_slots, 3, width, dtype=dtype)
-    drafted = replace(step, records=records, accepted=step.state_indices)
+    opened = replace(step, chunk=step.state.new_empty(num_slots, step.chunk_width))
+    steps = {
+        "": [step],
+        ", drafts": [replace(step, records=records, accepted=step.state_indices)],
+        ", open": [opened, opened.without_tokens()],
+    }
     launch = FAMILIES[name].implementations["triton"].load()
-    with launches_on(target) as verified:
-        launch(drafted)
-    with launches_on(target) as launches:
-        launch(step)
-    return launches | {f"{kernel}, drafts": each for kernel, each in verified.items()}
+    found = {}
+    for what, each in steps.items():
+        with launches_on(target) as launches:
+            for call in each:
+                launch(call)
+        found |= {(kernel, what): launched for kernel, launched in launches.items()}
+    return found
 
 
 def lightning(
