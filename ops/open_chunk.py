@@ -32,27 +32,42 @@ from torch_hybrid.ops.verify import StepOp
 
 OPEN_TOKENS = 8  # of a chunk, when its state is stored
 RING = OPEN_TOKENS + 1
-_ROWS = 32  # of a state, which a program has at most
-_TILE = 4096  # numbers of a state, which a program has at most
+_LEAST_WIDTH = 128  # of a row, for the rows of a block
 _ALIGNED = 32  # numbers: rows of slots begin at as many
 
 
-def rows_of_block(head_dim_v: int, head_dim_k: int) -> int:
-    """Count the rows of a head's state that one program has: a power of 2."""
-    width = 1 << (head_dim_k - 1).bit_length()
-    return min(_ROWS, max(1, _TILE // width), 1 << (head_dim_v - 1).bit_length())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkLayout:
+    """Layout of a rule's records.
+
+    Attributes:
+        numbers: numbers of a state that a program of two warps has, as measured.
+        by_channel: whether each channel of K has its own decay.
+    """
+
+    numbers: int
+    by_channel: bool = False
+
+    def rows(self, head_dim_v: int, head_dim_k: int) -> int:
+        """Count the rows of a head's state that one program has: a power of 2."""
+        width = max(_LEAST_WIDTH, 1 << (head_dim_k - 1).bit_length())
+        return min(max(1, self.numbers // width), 1 << (head_dim_v - 1).bit_length())
+
+    def size(self, num_k_heads: int, state_shape: tuple[int, ...]) -> int:
+        """Count the numbers R of a slot's records; a state has the shape [HV, V, K]."""
+        num_v_heads, head_dim_v, head_dim_k = state_shape
+        rows = self.rows(head_dim_v, head_dim_k)
+        num_blocks = -(-head_dim_v // rows)
+        num_decays = head_dim_k if self.by_channel else 1
+        of_head = num_blocks * (RING * rows + 1) + 2 * RING * num_decays
+        size = num_k_heads * RING * head_dim_k + num_v_heads * of_head
+        return -(-size // _ALIGNED) * _ALIGNED
 
 
-def open_chunk_size(
-    num_k_heads: int, state_shape: tuple[int, ...], *, by_channel: bool = False
-) -> int:
-    """Count the numbers R of a slot's records; a state has the shape [HV, V, K]."""
-    num_v_heads, head_dim_v, head_dim_k = state_shape
-    rows = rows_of_block(head_dim_v, head_dim_k)
-    num_blocks = -(-head_dim_v // rows)
-    of_head = num_blocks * (RING * rows + 1) + 2 * RING * (head_dim_k if by_channel else 1)
-    size = num_k_heads * RING * head_dim_k + num_v_heads * of_head
-    return -(-size // _ALIGNED) * _ALIGNED
+# Of states that a token corrects by what it reads there, and of those that it adds to.
+CORRECTED = ChunkLayout(numbers=8192)
+CORRECTED_BY_CHANNEL = ChunkLayout(numbers=8192, by_channel=True)
+ADDED = ChunkLayout(numbers=4096)
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -62,7 +77,7 @@ class OpenStep(StepOp):
     An op has a pool of states [S, HV, V, K], and says how many heads of keys there are.
 
     Args:
-        chunk: [S, R] float32 records of tokens since states were stored, R as ``open_chunk_size``
+        chunk: [S, R] float32 records of tokens since states were stored, R as ``layout.size``
             says; None stores states in each call. **Mutated**: slots ``state_indices``. A slot's
             state is then that of ``state`` and its records together. Not with drafts. A call with
             no token at all (T = 0) closes chunks: those slots of all pools receive what sequences
@@ -70,11 +85,11 @@ class OpenStep(StepOp):
 
     Attributes:
         per_token: fields with a row for each token; they may be None.
-        by_channel: whether each channel of K has its own decay.
+        layout: of ``chunk``.
     """
 
     per_token: ClassVar[tuple[str, ...]]
-    by_channel: ClassVar[bool] = False
+    layout: ClassVar[ChunkLayout]
 
     chunk: Annotated[Tensor | None, Pool("R_", dtype=torch.float32)] = field(
         default=None, kw_only=True
@@ -94,7 +109,7 @@ class OpenStep(StepOp):
     @property
     def chunk_width(self) -> int:
         """Numbers R of a slot's records."""
-        return open_chunk_size(self.num_k_heads, self.state_shape, by_channel=self.by_channel)
+        return self.layout.size(self.num_k_heads, self.state_shape)
 
     def features(self) -> frozenset[str]:
         """List what an implementation must have, for drafts and for open chunks."""

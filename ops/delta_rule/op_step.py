@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation, check_width
 from torch_hybrid.ops.core.declare import Dense, Index, Pool, Rows
-from torch_hybrid.ops.open_chunk import OpenStep
+from torch_hybrid.ops.open_chunk import CORRECTED, ChunkLayout, OpenStep
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -45,6 +45,7 @@ class DeltaStep(OpenStep):
     read: ClassVar[tuple[str, ...]] = ("z",)
     pools: ClassVar[tuple[str, ...]] = ("conv_state", "state")
     per_token: ClassVar[tuple[str, ...]] = (*recorded, *read)
+    layout: ClassVar[ChunkLayout] = CORRECTED
 
     qkv: Annotated[Tensor, Rows("C")]
     z: Annotated[Tensor, Rows("HV * V")]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Pool, Rows, define, like
 from torch_hybrid.ops.delta_rule.op_step import CPP_SIZES, CPP_VALUES, DeltaStep
+from torch_hybrid.ops.open_chunk import CORRECTED_BY_CHANNEL, ChunkLayout
 from torch_hybrid.ops.step_implementations import step_implementations
 
 IMPLEMENTATIONS = step_implementations(
@@ -61,7 +62,7 @@ class KimiDeltaStep(DeltaStep):
     """
 
     implementations: ClassVar[Mapping[str, Implementation]] = IMPLEMENTATIONS
-    by_channel: ClassVar[bool] = True
+    layout: ClassVar[ChunkLayout] = CORRECTED_BY_CHANNEL
 
     a: Annotated[Tensor, Rows("HV * K")]
     dt_bias: Annotated[Tensor, Dense("HV", "K", or_float32=True, counts=False)]

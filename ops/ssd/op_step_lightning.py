@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_hybrid.ops.conv_step import check_activation
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, define, made
-from torch_hybrid.ops.open_chunk import OpenStep
+from torch_hybrid.ops.open_chunk import ADDED, ChunkLayout, OpenStep
 from torch_hybrid.ops.step_implementations import step_implementations
 
 IMPLEMENTATIONS = step_implementations(
@@ -94,6 +94,7 @@ class LightningStep(OpenStep):
 
     implementations: ClassVar[Mapping[str, Implementation]] = IMPLEMENTATIONS
     per_token: ClassVar[tuple[str, ...]] = ("qkv", "gate", "cos", "sin")
+    layout: ClassVar[ChunkLayout] = ADDED
 
     qkv: Annotated[Tensor, Rows("3 * H * D")]
     gate: Annotated[Tensor | None, Rows("H * D")]

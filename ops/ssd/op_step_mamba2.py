@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_hybrid.ops.conv_step import check_activation, check_width
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, define, made
-from torch_hybrid.ops.open_chunk import OpenStep
+from torch_hybrid.ops.open_chunk import ADDED, ChunkLayout, OpenStep
 from torch_hybrid.ops.step_implementations import step_implementations
 
 IMPLEMENTATIONS = step_implementations(
@@ -102,6 +102,7 @@ class SsdStep(OpenStep):
     read: ClassVar[tuple[str, ...]] = ("z",)
     pools: ClassVar[tuple[str, ...]] = ("conv_state", "state")
     per_token: ClassVar[tuple[str, ...]] = (*recorded, *read)
+    layout: ClassVar[ChunkLayout] = ADDED
 
     xBC: Annotated[Tensor, Rows("C")]
     z: Annotated[Tensor | None, Rows("H * V")]

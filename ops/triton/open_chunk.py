@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.open_chunk import OPEN_TOKENS, RING, OpenStep, rows_of_block
+from torch_hybrid.ops.open_chunk import OPEN_TOKENS, RING, OpenStep
 from torch_hybrid.ops.triton.conv_step import last_inputs, leave_inputs
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.state_pieces import (
@@ -22,7 +22,7 @@ from torch_hybrid.ops.triton.state_pieces import (
     read_states,
 )
 
-_WARP_TILE = 2048  # numbers of a state that one warp keeps in registers, 128 a thread
+_WARPS = 2  # of a program
 _CHANNELS = 512  # of a convolution's state that a program of a closing moves at once
 _TOKENS: tl.constexpr = tl.constexpr(OPEN_TOKENS)
 _RING: tl.constexpr = tl.constexpr(RING)
@@ -31,17 +31,17 @@ _RING: tl.constexpr = tl.constexpr(RING)
 def open_tile(x: OpenStep) -> dict[str, Any]:
     """Give the sizes of heads, and how programs hold rows of their states."""
     num_v_heads, head_dim_v, head_dim_k = x.state_shape
-    rows, block_k = rows_of_block(head_dim_v, head_dim_k), triton.next_power_of_2(head_dim_k)
+    rows, block_k = x.layout.rows(head_dim_v, head_dim_k), triton.next_power_of_2(head_dim_k)
     return {
         "H": x.num_k_heads,
         "HV": num_v_heads,
         "K": head_dim_k,
         "V": head_dim_v,
-        "BY_CHANNEL": x.by_channel,
+        "BY_CHANNEL": x.layout.by_channel,
         "PIECES": triton.cdiv(head_dim_k, PIECE),
         "LANES": PIECE,
         "ROWS": rows,
-        "num_warps": max(1, rows * block_k // _WARP_TILE),
+        "num_warps": max(1, _WARPS * rows * block_k // x.layout.numbers),
         "enable_fp_fusion": False,
     }
 
@@ -49,7 +49,7 @@ def open_tile(x: OpenStep) -> dict[str, Any]:
 def open_grid(x: OpenStep) -> tuple[int]:
     """Count the programs: blocks of rows times heads times sequences."""
     num_v_heads, head_dim_v, head_dim_k = x.state_shape
-    num_blocks = triton.cdiv(head_dim_v, rows_of_block(head_dim_v, head_dim_k))
+    num_blocks = triton.cdiv(head_dim_v, x.layout.rows(head_dim_v, head_dim_k))
     return (num_blocks * num_v_heads * x.state_indices.shape[0],)
 
 

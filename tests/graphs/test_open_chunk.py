@@ -38,7 +38,7 @@ def make_runner(impl: str, op: str, device: str = "cpu", **options: Any) -> Runn
     family, heads = FAMILIES[op]
     model = make_hybrid(family, **heads).to(device)
     backends = Backends(ops={f"decode {op}": impl})
-    sizes = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 512, "page_size": 8}
+    sizes = {"max_seqs": 16, "max_tokens": 64, "kv_tokens": 512, "page_size": 8}
     return Runner(model, **sizes, max_snapshots=3, backends=backends, **options)
 
 
@@ -46,6 +46,7 @@ class Pair:
     """Two runners through the same steps: one that keeps chunks open, and one that does not."""
 
     def __init__(self, *runners: Runner) -> None:
+        assert [runner.cache.sizes.opens_chunks for runner in runners] == [True, False]
         self.runners = runners
         self.seqs = [[*runner.new_sequences(2)] for runner in runners]
         self._rng = torch.Generator().manual_seed(0)
@@ -109,14 +110,14 @@ def test_history_on_a_gpu(op: str) -> None:
 
 @needs_interpreter
 def test_sizes_that_open_chunks_interpreted() -> None:
-    """Data say at which sizes of an op that is faster."""
+    """Data say at which sizes of an op, and of how many sequences, that is faster."""
     spec = Mamba2Spec(num_heads=2, head_dim=64, state_dim=128, num_groups=1, conv_width=4)
     of_pools = {"num_pages": 1, "page_size": 8, "num_slots": 1}
     sizes = PoolSizes(**of_pools, dtype=torch.float32, device=torch.device("cpu"))
     backends = Backends(ops={"decode ssd_step": "triton"})
     assert MAMBA2_RULE.opens_chunks({spec}, sizes, backends)
-    elsewhere = replace(MAMBA2_RULE, opened={"head_k_dim": (256,)})
-    assert not elsewhere.opens_chunks({spec}, sizes, backends)
+    for elsewhere in ({"opened": {"head_k_dim": (256,)}}, {"opened_from": 2}):
+        assert not replace(MAMBA2_RULE, **elsewhere).opens_chunks({spec}, sizes, backends)
 
 
 def test_no_chunks_where_a_step_stores_each_state() -> None:

@@ -17,7 +17,12 @@ def sizes_of(spec: DeltaRuleSpec | KimiDeltaSpec | JetBlockSpec) -> dict[str, in
 
 
 def _rule(
-    name: str, forms: Mapping[str, Implementation], step: str, of_step: Mapping[str, Implementation]
+    name: str,
+    forms: Mapping[str, Implementation],
+    step: str,
+    of_step: Mapping[str, Implementation],
+    *,
+    opened_from: int,
 ) -> Recurrence:
     return chunked_rule(
         name,
@@ -27,6 +32,7 @@ def _rule(
         mixer=OpChoice(name=step, implementations=of_step, sizes=sizes_of),
         timed={"head_k_dim": (128,), "head_v_dim": (128,)},
         opened={"head_k_dim": (128,), "head_v_dim": (128,)},
+        opened_from=opened_from,
     )
 
 
@@ -35,12 +41,14 @@ GATED_DELTA_RULE = _rule(
     op.GATED_IMPLEMENTATIONS,
     "gated_delta_step",
     op_step_gated.IMPLEMENTATIONS,
+    opened_from=1,
 )
 KIMI_DELTA_ATTENTION = _rule(
     "kimi_delta_attention",
     op.KIMI_IMPLEMENTATIONS,
     "kimi_delta_step",
     op_step_kimi.IMPLEMENTATIONS,
+    opened_from=16,
 )
 JET_BLOCK = chunked_rule(
     "gated_delta_rule",

@@ -116,7 +116,8 @@ class Recurrence:
     "composed" calls the ops of ``decode`` for tokens one by one, and those of ``extend`` for any
     number. "composed" runs where the user named an implementation of one of these ops, or where no
     other can serve. The Triton form runs in decode at the sizes ``timed`` alone, where it was
-    measured; of these it keeps chunks open at the sizes ``opened``, where it is faster so.
+    measured; of these it keeps chunks open at the sizes ``opened``, in a cache of ``opened_from``
+    sequences or more, where it is faster so.
     """
 
     decode: tuple[OpChoice, ...]  # the recurrence first
@@ -124,6 +125,7 @@ class Recurrence:
     mixer: OpChoice | None = None
     timed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     opened: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    opened_from: int = 1
     chunk_size: int = 0
 
     def parts(self, backends: Backends, mode: Mode) -> tuple[OpChoice, ...]:
@@ -177,12 +179,13 @@ class Recurrence:
 
     def opens_chunks(self, specs: set[Any], sizes: PoolSizes, backends: Backends) -> bool:
         """Tell whether decode of the layers keeps chunks open (``ops/open_chunk``): where its
-        implementation can, at sizes at which that is faster."""
+        implementation can, where that is faster."""
         (op, choice), *_ = self.choose(specs, sizes, backends, Mode.DECODE)
         is_able = op.implementations[choice.impl].capability.features >= OPEN
         told = [op.sizes(spec) for spec in specs]
         known = self.opened.items()
-        return is_able and all(each[name] in among for each in told for name, among in known)
+        fits = all(each[name] in among for each in told for name, among in known)
+        return is_able and fits and sizes.num_slots >= self.opened_from
 
     def replays(self, chosen: Sequence[tuple[OpChoice, Choice]]) -> bool:
         """Tell whether what was chosen for steps with drafts runs them in two calls."""
@@ -225,6 +228,7 @@ def chunked_rule(
     mixer: OpChoice | None = None,
     timed: Mapping[str, tuple[int, ...]] | None = None,
     opened: Mapping[str, tuple[int, ...]] | None = None,
+    opened_from: int = 1,
 ) -> Recurrence:
     """Define a rule with two execution forms: by token in decode, by chunk in extend.
 
@@ -239,6 +243,7 @@ def chunked_rule(
         mixer=mixer,
         timed=timed or {},
         opened=opened or {},
+        opened_from=opened_from,
         chunk_size=DEFAULT_CHUNK_SIZE,
     )
 

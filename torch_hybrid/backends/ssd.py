@@ -49,6 +49,7 @@ LIGHTNING_ATTENTION = _RULE(
     ),
     timed={"head_k_dim": (128,)},
     opened={"head_k_dim": (128,)},
+    opened_from=8,
 )
 MLSTM = _RULE(
     "ssd", sizes=lambda spec: {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.memory_dim}

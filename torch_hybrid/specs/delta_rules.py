@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from torch_hybrid.ops.open_chunk import CORRECTED, CORRECTED_BY_CHANNEL
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, open_chunk, records_of
@@ -67,7 +68,7 @@ class DeltaRuleSpec(Divided):
         width = self.conv_channels + 2 * self.num_v_heads
         return {
             **conv_and_state(self.conv_width, self.conv_channels, self.state_shape),
-            **open_chunk(self.num_k_heads, self.state_shape),
+            **open_chunk(CORRECTED, self.num_k_heads, self.state_shape),
             RECORDS: Pool((width,), per="draft"),
         }
 
@@ -124,7 +125,7 @@ class KimiDeltaSpec(_EqualHeadsSpec):
         width = self.conv_channels + self.num_heads + self.k_channels
         return {
             **conv_and_state(self.conv_width, self.conv_channels, self.state_shape),
-            **open_chunk(self.num_heads, self.state_shape, by_channel=True),
+            **open_chunk(CORRECTED_BY_CHANNEL, self.num_heads, self.state_shape),
             RECORDS: Pool((width,), per="draft"),
         }
 

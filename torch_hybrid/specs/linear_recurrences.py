@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 import torch
 
+from torch_hybrid.ops.open_chunk import ADDED
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, open_chunk, records_of
@@ -55,7 +56,7 @@ class LightningSpec(Divided):
         takes them."""
         return {
             "state": Pool(self.state_shape, per="slot", dtype=torch.float32),
-            **open_chunk(self.num_heads, self.state_shape),
+            **open_chunk(ADDED, self.num_heads, self.state_shape),
             RECORDS: Pool((2 * self.channels,), per="draft", dtype=torch.float32),
         }
 

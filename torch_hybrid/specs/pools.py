@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from torch_hybrid.ops.formats import fp8_kv
-from torch_hybrid.ops.open_chunk import open_chunk_size
+from torch_hybrid.ops.open_chunk import ChunkLayout
 
 SCALES = "scales"  # pool of the dequantization scales of an FP8 cache
 # Pools of the inputs of drafts, which accepted drafts are replayed from (``ops.verify``): of a
@@ -60,10 +60,10 @@ def conv_and_state(width: int, channels: int, state_shape: tuple[int, ...]) -> d
 
 
 def open_chunk(
-    num_k_heads: int, state_shape: tuple[int, ...], *, by_channel: bool = False
+    layout: ChunkLayout, num_k_heads: int, state_shape: tuple[int, ...]
 ) -> dict[str, Pool]:
-    """Declare the records of an open chunk, which ``open_chunk_size`` counts."""
-    size = open_chunk_size(num_k_heads, state_shape, by_channel=by_channel)
+    """Declare the records of an open chunk."""
+    size = layout.size(num_k_heads, state_shape)
     return {OPEN_CHUNK: Pool((size,), per="open", dtype=torch.float32)}
 
 

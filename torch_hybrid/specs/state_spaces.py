@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, ClassVar, Self
 
+from torch_hybrid.ops.open_chunk import ADDED
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.layer import Divided, layer_spec
 from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, open_chunk, records_of
@@ -67,7 +68,7 @@ class Mamba2Spec(Divided):
         width = self.conv_channels + self.num_heads
         return {
             **conv_and_state(self.conv_width, self.conv_channels, self.state_shape),
-            **open_chunk(self.num_groups, self.state_shape),
+            **open_chunk(ADDED, self.num_groups, self.state_shape),
             RECORDS: Pool((width,), per="draft"),
         }
 
