@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torch_hybrid.http.tools import Called, Format, Schemas, UnfinishedError
+from torch_hybrid.serving.detokenizer import Detokenizer, Tokenizer
+from torch_hybrid.serving.request import Request
 
 THINK, END_THINK = "<think>", "</think>"
 Thinking = Literal["open", "possible", "none"]  # where an output begins
@@ -42,10 +44,17 @@ class Splitter:
         thinking: where the output begins.
         form: format of calls; None reads none.
         schemas: schemas of arguments.
+        most_calls: calls after these are left out; None is all.
     """
 
-    def __init__(self, thinking: Thinking, form: Format | None, schemas: Schemas) -> None:
-        self._form, self._schemas = form, schemas
+    def __init__(
+        self,
+        thinking: Thinking,
+        form: Format | None,
+        schemas: Schemas,
+        most_calls: int | None = None,
+    ) -> None:
+        self._form, self._schemas, self._left = form, schemas, most_calls
         begin: dict[Thinking, str] = {"open": "thoughts", "possible": "start", "none": "content"}
         self._state = begin[thinking]
         self._held = ""
@@ -110,7 +119,7 @@ class Splitter:
         form, at = self._form, -1
         while form.end and (at := self._held.find(form.end, at + 1)) >= 0:
             try:
-                said.calls += self._read(self._held[:at])
+                self._read(said, self._held[:at])
             except UnfinishedError:
                 continue
             except ValueError:
@@ -120,13 +129,13 @@ class Splitter:
         if not ends:
             return False
         try:
-            said.calls += self._read(self._held)
+            self._read(said, self._held)
         except ValueError:
             said.content += form.begin + self._held
         self._held = ""
         return False
 
-    def _read(self, block: str) -> list[Called]:
+    def _read(self, said: Said, block: str) -> None:
         assert self._form is not None
         calls = self._form.read(block, self._schemas)
         if not calls:
@@ -135,7 +144,8 @@ class Splitter:
             json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, RecursionError) as error:
             raise ValueError(f"arguments must be of JSON's types: {error}") from None
-        return calls
+        said.calls += calls[: self._left]
+        self._left = None if self._left is None else max(0, self._left - len(calls))
 
 
 def _certain(text: str, border: str) -> str:
@@ -143,3 +153,32 @@ def _certain(text: str, border: str) -> str:
     longest = min(len(border) - 1, len(text))
     num_begun = next((n for n in range(longest, 0, -1) if text.endswith(border[:n])), 0)
     return text[: len(text) - num_begun].rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokenizer:
+    """Tokenizer whose special tokens have texts: some are borders."""
+
+    tokenizer: Tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Encode a text."""
+        return list(self.tokenizer.encode(text))
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Decode tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def show_special(first: Request) -> None:
+    """Let the texts of a request and its samples have special tokens."""
+    for sample in first.samples:
+        assert sample.tokenizer is not None
+        sample.detokenizer = Detokenizer(SpecialTokenizer(sample.tokenizer), sample.sampling.stop)
+
+
+def hides_borders(tokenizer: Tokenizer, form: Format | None) -> bool:
+    """Tell whether the border of thoughts or calls is a special token, and so in no text."""
+    borders = [END_THINK] if form is None or not form.begin else [END_THINK, form.begin]
+    ids = [list(tokenizer.encode(border)) for border in borders]
+    return not all(tokenizer.decode(each, skip_special_tokens=True) for each in ids)

@@ -58,26 +58,14 @@ def find_format(template: str) -> Format | None:
 
 def calls_grammar(schemas: Schemas, *, most: int | None) -> Grammar:
     """Make the grammar of ``FORCED``: a JSON list of at least one call, with valid arguments."""
-    calls: list[Json] = []
-    for at, (name, schema) in enumerate(schemas.items()):
-        arguments = _moved(schema, f"#/items/anyOf/{at}/properties/arguments")
+    calls = []
+    for name, schema in schemas.items():
+        arguments = {"$id": f"tool:{name}", **schema}  # where its references begin
         shape = {"name": {"const": name}, "arguments": arguments}
-        calls.append({"type": "object", "properties": shape, "required": [*shape]})
-        calls[-1]["additionalProperties"] = False
+        call = {"type": "object", "properties": shape, "required": [*shape]}
+        calls.append({**call, "additionalProperties": False})
     limits = {"minItems": 1} | ({} if most is None else {"maxItems": most})
     return Grammar.json_schema({"type": "array", "items": {"anyOf": calls}, **limits})
-
-
-def _moved(schema: Any, path: str) -> Any:
-    """Copy a schema that moves to a path; its references follow."""
-    if isinstance(schema, list):
-        return [_moved(part, path) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, path) for key, value in schema.items()}
-    if isinstance(at := schema.get("$ref"), str) and at.startswith("#"):
-        moved["$ref"] = path + at[1:]
-    return moved
 
 
 def _read_json(block: str, _: Schemas) -> list[Called]:
