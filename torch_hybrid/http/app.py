@@ -36,13 +36,13 @@ from torch_hybrid.http.protocol import (
     read,
 )
 from torch_hybrid.http.splitting import (
-    END_THINK,
     Splitter,
     hides_borders,
     show_special,
     thinking_of,
 )
 from torch_hybrid.http.stepping import Stepper
+from torch_hybrid.http.tools import THOUGHTS
 from torch_hybrid.sampling import Sampling
 from torch_hybrid.serving.detokenizer import Tokenizer
 from torch_hybrid.serving.engine import Engine
@@ -236,16 +236,16 @@ class _Service:
         prompt, message_end = self._written(body)
         first = prepare(prompt, sampling)
         prompt_end = tokenizer.decode(list(first.prompt[-16:]), skip_special_tokens=False)
-        thinking = thinking_of(template, prompt_end)
+        thinking = thinking_of(template, prompt_end, form)
         if grammar is not None:  # without open thoughts it begins at once
             thinking = "open" if thinking == "open" else "none"
-            grammar = replace(grammar, after=END_THINK if thinking == "open" else None)
+            grammar = replace(grammar, after=THOUGHTS[1] if thinking == "open" else None)
             first = prepare(prompt, replace(sampling, grammar=grammar))
         for sample in first.samples if message_end is not None else ():
             sample.message_end = message_end
         if (form is not None or thinking != "none") and hides_borders(tokenizer, form):
             show_special(first)
-        most = None if body.parallel_tool_calls else 1
+        most = (None if body.parallel_tool_calls else 1) if body.usable else 0
         return first, partial(Splitter, thinking, form, body.schemas, most)
 
     def _written(self, body: ChatBody) -> tuple[Prompt, int | None]:

@@ -288,9 +288,10 @@ class ChatBody(Generation):
         Raises:
             HttpError: a chat template teaches none that is known.
         """
+        form = find_format(template)
         if not self.usable:
-            return None
-        form = find_format(template) if self.tool_choice == "auto" else FORCED
+            return form if form is not None and form.is_always else None
+        form = form if self.tool_choice == "auto" else FORCED
         if form is None or "tools" not in template:
             told = "the chat template writes no tools, or calls in a format that is not known"
             raise HttpError(400, told, param="tools")
