@@ -115,7 +115,7 @@ class Answer(Response):
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         async for _ in self._call.pieces():
             pass
-        whole = Response(to_json(self._form.whole()), media_type="application/json")
+        whole = Response(_json(self._form.whole()), media_type="application/json")
         await whole(scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
@@ -147,4 +147,8 @@ class Answer(Response):
 
 
 def _event(content: object) -> bytes:
-    return b"data: %b\n\n" % to_json(content)
+    return b"data: %b\n\n" % _json(content)
+
+
+def _json(content: object) -> bytes:
+    return to_json(content, inf_nan_mode="null")  # log-probabilities may be -inf
