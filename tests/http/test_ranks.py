@@ -189,12 +189,3 @@ def test_a_rank_that_dies_ends_the_other(ranks):
     assert ranks.ends()[0] == 1
     assert time.monotonic() - begun < 60
     assert "a step of the ranks failed" in ranks.log
-
-
-def test_own_functions_are_refused(make_engine):
-    from torch_hybrid.http.ranks import check_shared
-
-    check_shared(make_engine().prepare(prompt_of(1), th.Sampling()))
-    sampling = th.Sampling(logits_processor=lambda tokens, logits: logits)
-    with pytest.raises(th.UnsupportedError, match="several ranks serve no own functions"):
-        check_shared(make_engine().prepare(prompt_of(1), sampling))

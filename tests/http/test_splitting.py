@@ -44,6 +44,7 @@ TEXTS = {  # by a part of the template
     ),
     "<TOOLCALL>": f"<TOOLCALL>[{', '.join(JSON_CALLS)}]</TOOLCALL>",
     "<|tool_call|>": f"<|tool_call|>[{', '.join(JSON_CALLS)}]",
+    "<tool_calls>": "<tool_calls>\n{}\n{}\n</tool_calls>".format(*JSON_CALLS),
 }
 
 
@@ -174,6 +175,31 @@ def test_ids_are_the_models_own(own_id, name):
     text = f"hm {begin}{call}<|tool_calls_section_end|>"
     said = split_anywhere(text, template=begin, thinking="open")
     assert said == Said("hm", "", [(name, {"x": 1}, own_id)])
+
+
+def channel(name, text, **attributes):
+    told = "".join(f' {key}="{value}"' for key, value in attributes.items())
+    return f"<|open|>{name}{told}<|sep|>{text}<|close|>{name}<|sep|>"
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("calls", [CALLS, []])
+def test_channels_of_kimi_3(thinks, calls):
+    """Thoughts, response and calls have tags, with and without calls."""
+    blocks = [
+        "".join(channel("argument", text, key=key, type="string") for key, text in given.items())
+        for _, given in calls
+    ]
+    told = [channel("call", each, tool="find", index=1) for each in blocks]
+    text = channel("response", "So:") + (channel("tools", "".join(told)) if calls else "")
+    if thinks:
+        text = "hm" + channel("think", "").removeprefix("<|open|>think<|sep|>") + text
+    else:
+        text = text.removeprefix("<|open|>response<|sep|>")
+    form = find_format("<|end_of_msg|>")
+    begin = f"<|open|>{'think' if thinks else 'response'}<|sep|>"
+    thinking = thinking_of("<|end_of_msg|>", begin, form)
+    assert split_anywhere(text, form=form, thinking=thinking) == Said("hm" * thinks, "So:", calls)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncIterator
 from time import time
 from typing import Any, ClassVar
 
-from starlette.responses import JSONResponse, Response
+from pydantic_core import to_json
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from torch_hybrid.http.call import Call, Piece
@@ -28,7 +28,7 @@ _EVENTS = [
 
 
 class Form(ABC):
-    """Form of the answer to one call.
+    """Form of the answer to one call: what its choices are, whole and in chunks.
 
     Args:
         call: the call.
@@ -37,28 +37,35 @@ class Form(ABC):
     """
 
     prefix: ClassVar[str]  # of ids
+    name: ClassVar[str]  # of whole answers
+    chunk_name: ClassVar[str]
 
     def __init__(self, call: Call, model: str, tokenizer: Tokenizer) -> None:
         self.call, self._tokenizer = call, tokenizer
-        self.head = {"id": f"{self.prefix}-{call.id}", "created": int(time()), "model": model}
+        self._head = {"id": f"{self.prefix}-{call.id}", "created": int(time()), "model": model}
         self.has_logprobs = call.requests[0].sampling.logprobs is not None
         self._num_told = [0] * len(call.requests)  # log-probabilities of each choice
 
     @abstractmethod
     def opening(self) -> list[Json]:
-        """Make the chunks before the first piece."""
+        """Make the choices of chunks before the first piece."""
 
     @abstractmethod
-    def piece(self, piece: Piece) -> Json:
-        """Make the chunk of a piece."""
+    def choice(self, piece: Piece) -> Json:
+        """Make the choice of a piece's chunk."""
 
     @abstractmethod
+    def whole_choice(self, piece: Piece) -> Json:
+        """Make a choice of the whole answer, of its only piece."""
+
     def chunk(self, *choices: Json) -> Json:
         """Make a chunk; the one that tells the usage has no choices."""
+        return {**self._head, "object": self.chunk_name, "choices": choices}
 
-    @abstractmethod
     def whole(self) -> Json:
         """Make the whole answer, when all requests have ended."""
+        choices = [self.whole_choice(piece) for piece in self.call.whole()]
+        return {**self._head, "object": self.name, "choices": choices, "usage": self.call.usage}
 
     def next_logprobs(self, choice: int, count: int) -> list[TokenLogprob] | None:
         """Take the log-probabilities of a choice's next tokens; None where none are asked for."""
@@ -71,21 +78,6 @@ class Form(ABC):
     def text_of(self, *tokens: int) -> str:
         """Decode tokens; special ones have their texts."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
-
-
-def usage(call: Call) -> Json:
-    """Count the tokens of ended requests: of prompts once, of outputs for each sample."""
-    num_prompt = sum(len(first.prompt) for first in call.firsts)
-    num_output = 0 if call.is_empty else sum(len(request.tokens) for request in call.requests)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": call.num_cached_tokens},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": sum(r.num_accepted_drafts for r in call.requests)
-        },
-    }
 
 
 class Answer(Response):
@@ -106,7 +98,9 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the call; an error before the first piece has a status of its own."""
         self._stepper.open(self._call)
-        serving = self._stream(send) if self._streams else self._send_whole(scope, receive, send)
+        serving = (
+            self._send_events(send) if self._streams else self._send_whole(scope, receive, send)
+        )
         work = asyncio.ensure_future(serving)
         gone = asyncio.ensure_future(receive())  # the body was read: only the end can come
         try:
@@ -121,32 +115,40 @@ class Answer(Response):
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         async for _ in self._call.pieces():
             pass
-        whole = self._form.whole() | {"usage": usage(self._call)}
-        await JSONResponse(whole)(scope, receive, send)
+        whole = Response(_json(self._form.whole()), media_type="application/json")
+        await whole(scope, receive, send)
 
-    async def _stream(self, send: Send) -> None:
+    async def _send_events(self, send: Send) -> None:
         is_open = False
+        async for body in self._events():
+            if not is_open:
+                is_open = True
+                await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
-        async def write(chunks: Sequence[Json]) -> None:
-            body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
-            await send({"type": "http.response.body", "body": body.encode(), "more_body": True})
-
+    async def _events(self) -> AsyncIterator[bytes]:
+        """Make events; an error after the first one is the last."""
+        form, is_open = self._form, False
         try:
             async for pieces in self._call.pieces():
-                chunks = [] if is_open else self._form.opening()
-                if not is_open:
-                    is_open = True
-                    start = {"type": "http.response.start", "status": 200, "headers": _EVENTS}
-                    await send(start)
-                await write(chunks + [self._form.piece(piece) for piece in pieces])
+                choices = [] if is_open else form.opening()
+                choices += map(form.choice, pieces)
+                is_open = True
+                yield b"".join([_event(form.chunk(choice)) for choice in choices])
         except HttpError as error:
             if not is_open:
                 raise
-            await write([error.content])
-        else:
-            if self._shows_usage:
-                await write([self._form.chunk() | {"usage": usage(self._call)}])
-            await send(
-                {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True}
-            )
-        await send({"type": "http.response.body", "body": b""})
+            yield _event(error.content)
+            return
+        if self._shows_usage:
+            yield _event(form.chunk() | {"usage": self._call.usage})
+        yield b"data: [DONE]\n\n"
+
+
+def _event(content: object) -> bytes:
+    return b"data: %b\n\n" % _json(content)
+
+
+def _json(content: object) -> bytes:
+    return to_json(content, inf_nan_mode="null")  # log-probabilities may be -inf

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from http import HTTPStatus
 from importlib.resources import files
 from typing import TypeVar
 
@@ -22,16 +21,9 @@ from starlette.exceptions import HTTPException
 from torch_hybrid.errors import PromptTooLongError, UnsupportedError
 from torch_hybrid.http.answer import Answer, Form, Json
 from torch_hybrid.http.call import Call
-from torch_hybrid.http.chat import (
-    BorderTokenizer,
-    ChatForm,
-    Reading,
-    check_images,
-    read_calls,
-    written,
-)
+from torch_hybrid.http.chat import ChatForm, check_images, read_calls, with_tools
 from torch_hybrid.http.completions import CompletionForm
-from torch_hybrid.http.errors import HttpError
+from torch_hybrid.http.errors import HttpError, refuse
 from torch_hybrid.http.guard import Guard
 from torch_hybrid.http.protocol import (
     BodyT,
@@ -43,12 +35,18 @@ from torch_hybrid.http.protocol import (
     of_value,
     read,
 )
-from torch_hybrid.http.splitting import END_THINK, thinking_of
+from torch_hybrid.http.splitting import (
+    Splitter,
+    hides_borders,
+    show_special,
+    thinking_of,
+)
 from torch_hybrid.http.stepping import Stepper
+from torch_hybrid.http.tools import THOUGHTS
 from torch_hybrid.sampling import Sampling
 from torch_hybrid.serving.detokenizer import Tokenizer
 from torch_hybrid.serving.engine import Engine
-from torch_hybrid.serving.prompts import Prompt, template_of
+from torch_hybrid.serving.prompts import Prompt, message_tokens, prompt_tokens, template_of
 from torch_hybrid.serving.request import Request as Pending
 
 ONE_TOKEN = Sampling(max_new_tokens=1)
@@ -89,8 +87,8 @@ def create_app(
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
         )
-    for kind in (HttpError, HTTPException, Exception):
-        app.add_exception_handler(kind, _refuse)
+    for kind in (HTTPException, Exception):
+        app.add_exception_handler(kind, refuse)
     for path, method, route in (
         ("/", "GET", service.page),
         ("/health", "GET", service.health),
@@ -104,14 +102,6 @@ def create_app(
     ):
         app.add_api_route(path, route, methods=[method])
     return app
-
-
-async def _refuse(_: Request, error: Exception) -> Response:
-    """Answer an error with OpenAI's object."""
-    if isinstance(error, HttpError):
-        return error.response()
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    return HttpError(status, HTTPStatus(status).phrase).response()
 
 
 class _Service:
@@ -164,35 +154,27 @@ class _Service:
     async def complete(self, request: Request) -> Response:
         """Continue prompts."""
         body = await self._read(CompletionBody, request)
-        body.check()
-        most, num_top = body.max_tokens, body.logprobs
-        sampling = self._sampling(body, len(body.prompts), most, num_top)
-        if body.echo:
-            sampling = replace(sampling, prompt_logprobs=num_top)
-        sampling = replace(sampling, grammar=body.grammar())
-        prepare = partial(
-            self.stepper.engine.prepare,
-            sampling=sampling,
-            stream=body.stream,
-            adapter=self._adapter(body),
-        )
-        firsts = await self._encode(lambda: [prepare(prompt) for prompt in body.prompts])
-        call = Call(request.state.request_id, firsts, self._max_wait_s, is_empty=most == 0)
+        sampling = self._sampling(body, len(body.prompts), body.max_tokens, body.logprobs)
+        prompt_logprobs = body.logprobs if body.echo else None
+        sampling = replace(sampling, prompt_logprobs=prompt_logprobs, grammar=body.grammar())
+        prepare = self._prepare_by(body)
+        firsts = await self._encode(lambda: [prepare(each, sampling) for each in body.prompts])
+        is_empty = body.max_tokens == 0
+        call = Call(request.state.request_id, firsts, self._max_wait_s, is_empty=is_empty)
         form = CompletionForm(call, body.model or self._name, self._tokenizer, echoes=body.echo)
         return self._answer(body, form)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         body = await self._read(ChatBody, request)
-        body.check()
-        check_images(body.messages)
+        check_images(body.messages, has_tools=bool(body.usable))
         most = body.max_completion_tokens or body.max_tokens
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         sampling = self._sampling(body, 1, most, num_top)
-        first, reading = await self._encode(lambda: self._prepare_chat(body, sampling))
+        first, make_splitter = await self._encode(lambda: self._prepare_chat(body, sampling))
         call = Call(request.state.request_id, [first], self._max_wait_s)
-        name = body.model or self._name
-        return self._answer(body, ChatForm(call, name, self._tokenizer, reading))
+        form = ChatForm(call, body.model or self._name, self._tokenizer, make_splitter)
+        return self._answer(body, form)
 
     async def tokenize(self, request: Request) -> Json:
         """Encode a text, or a conversation by its template."""
@@ -225,7 +207,7 @@ class _Service:
         return engine
 
     async def _read(self, kind: type[BodyT], request: Request) -> BodyT:
-        body = read(kind, await request.body(), request.headers.get("content-type", ""))
+        body = read(kind, request.state.body, request.headers.get("content-type", ""))
         self._check_model(body.model)
         return body
 
@@ -233,38 +215,51 @@ class _Service:
         self, body: Generation, num_prompts: int, most: int | None, num_top: int | None
     ) -> Sampling:
         engine = self.stepper.engine
-        limit, count = engine.max_waiting, num_prompts * (body.n or 1)
+        limit, count = engine.max_waiting, num_prompts * body.n
         if limit is not None and count > limit:
             raise HttpError(400, f"a call may ask for {limit} outputs, got {count}", param="n")
         room = engine.runner.max_seq_len
         return body.sampling(self.stepper.defaults, room, most=most, num_top=num_top)
 
-    def _prepare_chat(self, body: ChatBody, sampling: Sampling) -> tuple[Pending, Reading]:
+    def _prepare_by(self, body: Generation) -> Callable[[Prompt, Sampling], Pending]:
+        """Make the function that encodes a prompt of a body."""
+        adapter = None if body.model == self._name else body.model
+        return partial(self.stepper.engine.prepare, stream=body.stream, adapter=adapter)
+
+    def _prepare_chat(
+        self, body: ChatBody, sampling: Sampling
+    ) -> tuple[Pending, Callable[[], Splitter]]:
         """Encode a conversation, and plan how its outputs are split; in the encoding thread."""
-        tokenizer = self._tokenizer
-        prepare = partial(self.stepper.engine.prepare, adapter=self._adapter(body))
+        tokenizer, prepare = self._tokenizer, self._prepare_by(body)
         template = str(template_of(tokenizer) or "")
         form, grammar = body.calls_format(template), body.grammar()
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools if body.asks_tools]
-        prompt, message_end = written(read_calls(body.messages), tools, tokenizer)
-        first = prepare(prompt, sampling, stream=body.stream)
+        prompt, message_end = self._written(body)
+        first = prepare(prompt, sampling)
         prompt_end = tokenizer.decode(list(first.prompt[-16:]), skip_special_tokens=False)
-        thinking = thinking_of(template, prompt_end)
+        thinking = thinking_of(template, prompt_end, form)
         if grammar is not None:  # without open thoughts it begins at once
             thinking = "open" if thinking == "open" else "none"
-            grammar = replace(grammar, after=END_THINK if thinking == "open" else None)
-            first = prepare(prompt, replace(sampling, grammar=grammar), stream=body.stream)
-        if message_end is not None:  # where the next turn's prompt may still be the same
-            for sample in first.samples:
-                sample.message_end = message_end
-        splits = form is not None or thinking != "none"
-        return first, Reading(
-            thinking=thinking,
-            form=form,
-            schemas=body.schemas,
-            most_calls=None if body.parallel_tool_calls else 1,
-            tokenizer=BorderTokenizer.of(tokenizer, form) if splits else None,
-        )
+            grammar = replace(grammar, after=THOUGHTS[1] if thinking == "open" else None)
+            first = prepare(prompt, replace(sampling, grammar=grammar))
+        for sample in first.samples if message_end is not None else ():
+            sample.message_end = message_end
+        if (form is not None or thinking != "none") and hides_borders(tokenizer, form):
+            show_special(first)
+        most = (None if body.parallel_tool_calls else 1) if body.usable else 0
+        return first, partial(Splitter, thinking, form, body.schemas, most)
+
+    def _written(self, body: ChatBody) -> tuple[Prompt, int | None]:
+        """Write a conversation with tools as tokens, of which a number may be the next turn's too.
+
+        A conversation without tools is left to the engine.
+        """
+        messages = read_calls(body.messages)
+        if not body.usable:
+            return messages, None
+        tools = [tool.model_dump(exclude_none=True) for tool in body.usable]
+        tokenizer = with_tools(self._tokenizer, tools)
+        tokens = prompt_tokens(messages, tokenizer)
+        return tokens, message_tokens(messages, tokens, tokenizer)
 
     def _answer(self, body: Generation, form: Form) -> Response:
         shows_usage = body.stream_options.include_usage
@@ -285,7 +280,7 @@ class _Service:
             raise of_value(error) from error
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._name, *self.stepper.engine.adapters):
+        if name not in (None, *self._names):
             served = ", ".join(map(repr, self._names))
             told = f"The model `{name}` does not exist: {served} is served"
             raise HttpError(404, told, param="model", code="model_not_found")
@@ -294,10 +289,6 @@ class _Service:
     def _names(self) -> list[str]:
         """Names of the model and its adapters."""
         return [self._name, *self.stepper.engine.adapters]
-
-    def _adapter(self, body: Generation) -> str | None:
-        """Return the adapter that a request's model names; None for the base."""
-        return None if body.model == self._name else body.model
 
     def _model(self, name: str) -> Json:
         room = self.stepper.engine.runner.max_seq_len

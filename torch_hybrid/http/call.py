@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch_hybrid.http.errors import HttpError
-from torch_hybrid.serving.request import FinishReason, Output, Request, TokenEvent
+from torch_hybrid.serving.request import FinishReason, Request, TokenEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,24 +41,31 @@ class Call:
     begun: float = field(default_factory=time.monotonic)
     last_token: dict[Request, float] = field(default_factory=dict)  # when it came
     first_token: float | None = None  # when it came
-    _numbers: dict[Request, int] = field(init=False)
     _events: list[TokenEvent] = field(default_factory=list)
     _error: HttpError | None = None
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.requests = [sample for first in self.firsts for sample in first.samples]
-        self._numbers = {request: number for number, request in enumerate(self.requests)}
-
-    @property
-    def outputs(self) -> list[Output]:
-        """Outputs of the requests that have ended, in the order of choices."""
-        return [request.output for request in self.requests if request.output is not None]
 
     @property
     def num_cached_tokens(self) -> int:
         """Number of tokens of the prompts that the prefix cache had."""
         return sum(first.num_cached_tokens or 0 for first in self.firsts)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Counts of tokens: of prompts once, of outputs for each sample."""
+        num_prompt = sum(len(first.prompt) for first in self.firsts)
+        num_output = 0 if self.is_empty else sum(len(each.tokens) for each in self.requests)
+        num_accepted = sum(request.num_accepted_drafts for request in self.requests)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "completion_tokens_details": {"accepted_prediction_tokens": num_accepted},
+        }
 
     def put(self, event: TokenEvent) -> None:
         """Take an event; called in the event loop."""
@@ -82,10 +90,21 @@ class Call:
             self._arrived.clear()
             if self._error is not None:
                 raise self._error
-            events, self._events = self._events, []
-            pieces = _joined(events, self._numbers)
-            left -= {event.request for event in events if event.output is not None}
-            yield pieces
+            grouped: dict[Request, list[TokenEvent]] = {}
+            for event in self._events:
+                grouped.setdefault(event.request, []).append(event)
+            self._events.clear()
+            left -= {request for request, own in grouped.items() if own[-1].output is not None}
+            yield [self._piece(n, grouped[r]) for n, r in enumerate(self.requests) if r in grouped]
+
+    def whole(self) -> Iterator[Piece]:
+        """Yield one piece for each request, when all have ended."""
+        for choice, output in enumerate(request.output for request in self.requests):
+            if output is not None:
+                text = "" if self.is_empty else output.text or ""
+                num_tokens = 0 if self.is_empty else len(output.tokens)
+                end = output.finish_reason
+                yield Piece(choice=choice, text=text, num_tokens=num_tokens, end=end)
 
     async def _begin(self) -> None:
         """Wait for the first event, or until a request runs."""
@@ -97,26 +116,20 @@ class Call:
                 waited = f"the request has waited for {self.max_wait_s:g} s, and others still run"
                 raise HttpError(503, waited, code="overloaded") from error
 
+    def _piece(self, choice: int, events: Sequence[TokenEvent]) -> Piece:
+        """Join the events of one choice.
 
-def _joined(events: Sequence[TokenEvent], numbers: dict[Request, int]) -> list[Piece]:
-    """Join events to one piece for each request; an error of one of them ends the call.
-
-    Raises:
-        HttpError: a request ended with an error, or was cancelled.
-    """
-    grouped: dict[Request, list[TokenEvent]] = {}
-    for event in events:
-        grouped.setdefault(event.request, []).append(event)
-        if event.output is not None and event.output.finish_reason == "error":
-            raise HttpError(500, event.output.error or "the request failed")
-        if event.output is not None and event.output.finish_reason == "cancelled":
+        Raises:
+            HttpError: it ended with an error, or was cancelled.
+        """
+        output = events[-1].output
+        end = None if output is None else output.finish_reason
+        if output is not None and end == "error":
+            raise HttpError(500, output.error or "the request failed")
+        if end == "cancelled":
             raise HttpError(503, "the server is stopping")
-    return [
-        Piece(
-            choice=numbers[request],
-            text="".join(event.text for event in own),
-            num_tokens=sum(event.token is not None for event in own),
-            end=None if own[-1].output is None else own[-1].output.finish_reason,
-        )
-        for request, own in grouped.items()
-    ]
+        if self.is_empty:
+            return Piece(choice=choice, text="", num_tokens=0, end=end)
+        text = "".join([event.text for event in events])
+        num_tokens = sum(event.token is not None for event in events)
+        return Piece(choice=choice, text=text, num_tokens=num_tokens, end=end)

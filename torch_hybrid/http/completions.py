@@ -13,7 +13,7 @@ from torch_hybrid.serving.detokenizer import Tokenizer
 class CompletionForm(Form):
     """Form of completions; where they echo, their texts begin with the prompts."""
 
-    prefix = "cmpl"
+    prefix, name, chunk_name = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, call: Call, model: str, tokenizer: Tokenizer, *, echoes: bool) -> None:
         super().__init__(call, model, tokenizer)
@@ -21,49 +21,41 @@ class CompletionForm(Form):
         self._offsets = [0] * len(call.requests)  # characters of the tokens told so far
 
     def opening(self) -> list[Json]:
-        """Make a chunk of each prompt, where prompts are echoed."""
-        count = len(self.call.requests) if self._echoes else 0
-        return [self.chunk(self._choice(n, *self._echo(n), None)) for n in range(count)]
+        """Make a choice of each prompt, where prompts are echoed."""
+        return [self._echo(n) for n in range(len(self.call.requests)) if self._echoes]
 
-    def piece(self, piece: Piece) -> Json:
-        """Make the chunk of a piece."""
-        n = piece.choice
-        if self.call.is_empty:
-            return self.chunk(self._choice(n, "", None, piece.end))
-        table = self._table(n, self.next_logprobs(n, piece.num_tokens))
-        return self.chunk(self._choice(n, piece.text, table, piece.end))
+    def choice(self, piece: Piece) -> Json:
+        """Make the choice of a piece's chunk."""
+        entries = self.next_logprobs(piece.choice, piece.num_tokens)
+        return self._choice(piece.choice, piece.text, entries, piece.end)
 
-    def chunk(self, *choices: Json) -> Json:
-        """Make a chunk, which is like a whole answer."""
-        return {**self.head, "object": "text_completion", "choices": choices}
+    def whole_choice(self, piece: Piece) -> Json:
+        """Make a choice of the whole answer, of its only piece."""
+        echo = self._echo(piece.choice) if self._echoes else None
+        choice = self.choice(piece)
+        if echo is not None:
+            choice["text"] = echo["text"] + choice["text"]
+            for name, values in (echo["logprobs"] or {}).items():
+                choice["logprobs"][name][:0] = values
+        return choice
 
-    def whole(self) -> Json:
-        """Make the whole answer, when all requests have ended."""
-        choices = []
-        for n, output in enumerate(self.call.outputs):
-            text, table = self._echo(n) if self._echoes else ("", None)
-            if not self.call.is_empty:
-                text += output.text or ""
-                own = self._table(n, self.next_logprobs(n, len(output.tokens)))
-                table = own and {name: (table or {}).get(name, []) + own[name] for name in own}
-            choices.append(self._choice(n, text, table, output.finish_reason))
-        return self.chunk(*choices)
-
-    def _choice(self, n: int, text: str, table: Json | None, end: str | None) -> Json:
-        return {"index": n, "text": text, "logprobs": table, "finish_reason": end}
-
-    def _echo(self, n: int) -> tuple[str, Json | None]:
-        """Decode a prompt; its first token has no log-probability."""
+    def _echo(self, n: int) -> Json:
+        """Make a choice of a prompt; its first token has no log-probability."""
         request = self.call.requests[n]
-        first = TokenLogprob(request.prompt[0], 0.0)
-        table = self._table(n, [first, *request.prompt_logprobs] if self.has_logprobs else None)
-        if table is not None:
-            table["token_logprobs"][0] = table["top_logprobs"][0] = None
-        return self.text_of(*request.prompt), table
+        entries = [TokenLogprob(request.prompt[0], 0.0), *request.prompt_logprobs]
+        text = self.text_of(*request.prompt)
+        choice = self._choice(n, text, entries if self.has_logprobs else None, None)
+        if (told := choice["logprobs"]) is not None:
+            told["token_logprobs"][0] = told["top_logprobs"][0] = None
+        return choice
 
-    def _table(self, n: int, entries: Sequence[TokenLogprob] | None) -> Json | None:
-        if entries is None:
-            return None
+    def _choice(
+        self, n: int, text: str, entries: Sequence[TokenLogprob] | None, end: str | None
+    ) -> Json:
+        told = None if entries is None else self._table(n, entries)
+        return {"index": n, "text": text, "logprobs": told, "finish_reason": end}
+
+    def _table(self, n: int, entries: Sequence[TokenLogprob]) -> Json:
         texts = [self.text_of(entry.token) for entry in entries]
         offsets = [self._offsets[n]]
         for text in texts:

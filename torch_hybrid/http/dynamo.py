@@ -32,7 +32,6 @@ from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 from torch_hybrid.cli import options as command_line
 from torch_hybrid.cli.commands import open_for_serving
 from torch_hybrid.errors import PromptTooLongError, UnsupportedError
-from torch_hybrid.http.answer import usage
 from torch_hybrid.http.call import Call, Piece
 from torch_hybrid.http.errors import HttpError
 from torch_hybrid.http.protocol import Generation
@@ -66,9 +65,10 @@ class Backend(LLMEngine):  # type: ignore[misc]
         """Load the model; raise EngineShutdown if it cannot be."""
         self._stepper.start()
         self._is_started = True
-        await self._stepper.loaded()
-        if self._stepper.doing is not None:
-            raise EngineShutdown(self._stepper.doing)
+        try:
+            await asyncio.wrap_future(self._stepper.loaded)
+        except Exception as error:
+            raise EngineShutdown(f"the model cannot be loaded: {error}") from error
         runner = self._stepper.engine.runner
         sizes = LlmRegistration(
             context_length=runner.max_seq_len,
@@ -95,7 +95,7 @@ class Backend(LLMEngine):  # type: ignore[misc]
         except HttpError as error:
             if context.is_stopped():
                 return
-            kind = InvalidArgument if error.status < 500 else EngineShutdown
+            kind = InvalidArgument if error.status_code < 500 else EngineShutdown
             raise kind(str(error)) from error
         finally:
             del self._calls[call.id]
@@ -158,7 +158,7 @@ def _chunk(call: Call, piece: Piece, start: int) -> GenerateChunk:
     if piece.end is not None:
         chunk["finish_reason"] = piece.end
         if len(call.requests) == 1:
-            chunk["completion_usage"] = usage(call)
+            chunk["completion_usage"] = call.usage
     return chunk
 
 

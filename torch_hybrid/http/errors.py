@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-RETRY_AFTER_S = 1
+_LATER = {"retry-after": "1"}  # seconds
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 429: _LATER, 503: _LATER}
+_KINDS = {401: "authentication_error", 429: "rate_limit_exceeded"}
 
 
-class HttpError(Exception):
+class HttpError(HTTPException):
     """Refusal of an HTTP request.
 
     Args:
@@ -20,31 +24,23 @@ class HttpError(Exception):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        super().__init__(status, message, _HEADERS.get(status))
+        self.param, self.code = param, code
+
+    def __str__(self) -> str:
+        return self.detail
 
     @property
     def content(self) -> dict[str, object]:
         """OpenAI's error object."""
-        return {
-            "error": {
-                "message": str(self),
-                "type": _kind(self.status),
-                "param": self.param,
-                "code": self.code,
-            }
-        }
-
-    def response(self) -> JSONResponse:
-        """Make the HTTP response."""
-        headers = {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
-        if self.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        return JSONResponse(self.content, self.status, headers=headers)
+        other = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        about = {"type": _KINDS.get(self.status_code, other), "param": self.param}
+        return {"error": {"message": self.detail, **about, "code": self.code}}
 
 
-def _kind(status: int) -> str:
-    if status >= 500:
-        return "server_error"
-    kinds = {401: "authentication_error", 429: "rate_limit_exceeded"}
-    return kinds.get(status, "invalid_request_error")
+async def refuse(_: Request, error: Exception) -> JSONResponse:
+    """Answer an error with OpenAI's object."""
+    if not isinstance(error, HTTPException):
+        error = HttpError(500, "Internal Server Error")
+    told = error if isinstance(error, HttpError) else HttpError(error.status_code, error.detail)
+    return JSONResponse(told.content, error.status_code, error.headers)

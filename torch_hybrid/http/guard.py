@@ -8,17 +8,19 @@ import re
 from hashlib import sha256
 from uuid import uuid4
 
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torch_hybrid.http.errors import HttpError
+from torch_hybrid.http.errors import HttpError, refuse
 
 OPEN_PATHS = ("/", "/health")  # need no key
 DISCARD_S = 60.0  # longest time to read a body that is refused
-_ID = re.compile(rb"[\w.:-]{1,128}")
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class Guard:
-    """ASGI middleware that hands the app whole bodies of bounded size.
+    """ASGI middleware that hands the app ``state.body``, whole, and ``state.request_id``.
 
     A refused body is read to its end and forgotten: a client that still sends when its connection
     is closed never reads why.
@@ -38,71 +40,57 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        asked = headers.get(b"x-request-id", b"")
-        request_id = asked if _ID.fullmatch(asked) else uuid4().hex.encode()
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        request = Request(scope, receive)
+        asked = request.headers.get("x-request-id", "")
+        request_id = asked if _ID.fullmatch(asked) else uuid4().hex
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        is_known = scope["path"] in OPEN_PATHS or self._knows(headers.get(b"authorization", b""))
+        authorization = request.headers.get("authorization", "")
+        is_known = scope["path"] in OPEN_PATHS or self._knows(authorization)
         try:
-            body = await _read(receive, self._max_body if is_known else 0)
-        except (ConnectionError, TimeoutError):
+            body = await _read(request, self._max_body if is_known else 0)
+        except (ClientDisconnect, TimeoutError):
             return
         if is_known and body is not None:
-            await self._app(scope, _once(body, receive), send_with_id)
+            request.state.body, request.state.request_id = body, request_id
+            await self._app(scope, receive, send_with_id)
             return
-        error = HttpError(
-            401, "the request bears no valid key: Authorization: Bearer KEY", code="invalid_api_key"
-        )
+        told = "the request bears no valid key: Authorization: Bearer KEY"
+        error = HttpError(401, told, code="invalid_api_key")
         if is_known:
             error = HttpError(413, f"a body may have {self._max_body} bytes, and more came")
-        await error.response()(scope, receive, send_with_id)
+        await (await refuse(request, error))(scope, receive, send_with_id)
 
-    def _knows(self, authorization: bytes) -> bool:
+    def _knows(self, authorization: str) -> bool:
         if self._digest is None:
             return True
-        kind, _, key = authorization.partition(b" ")
-        return hmac.compare_digest(_digest(key.strip()), self._digest) and kind.lower() == b"bearer"
+        kind, _, key = authorization.partition(" ")
+        given = _digest(key.strip().encode("latin-1"))  # as ASGI servers decode headers
+        return kind.lower() == "bearer" and hmac.compare_digest(given, self._digest)
 
 
 def _digest(key: bytes) -> bytes:
-    return sha256(key).digest()  # of one length, so that a comparison does not tell the key's
+    return sha256(key).digest()  # of one length: a comparison does not tell the key's
 
 
-async def _read(receive: Receive, limit: int) -> bytes | None:
+async def _read(request: Request, limit: int) -> bytes | None:
     """Read a body; None if it is longer than the limit.
 
     Raises:
-        ConnectionError: the client left.
+        ClientDisconnect: the client left.
         TimeoutError: a body that is too long does not end.
     """
-    chunks: list[bytes] = []
-    size, goes_on = 0, True
+    body = bytearray()
     async with asyncio.timeout(None) as discarding:
-        while goes_on:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ConnectionError("the client left")
-            chunk, goes_on = message.get("body", b""), message.get("more_body", False)
-            size += len(chunk)
-            if size <= limit:
-                chunks.append(chunk)
-            elif chunks or discarding.when() is None:
-                chunks.clear()
+        async for chunk in request.stream():
+            if discarding.when() is not None:
+                continue
+            body += chunk
+            if len(body) > limit:
+                body.clear()
                 discarding.reschedule(asyncio.get_running_loop().time() + DISCARD_S)
-    return b"".join(chunks) if size <= limit else None
-
-
-def _once(body: bytes, receive: Receive) -> Receive:
-    """Make a ``receive`` that gives the whole body, and then what comes after it."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive_once() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return receive_once
+    return bytes(body) if discarding.when() is None else None

@@ -6,11 +6,18 @@ An option that is neither is refused, for a client that sets it expects somethin
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from torch_hybrid.http.errors import HttpError
 from torch_hybrid.http.tools import FORCED, Format, Schemas, calls_grammar, find_format
@@ -22,7 +29,6 @@ IGNORED = {
     *("prompt_cache_retention", "prompt_cache_options"),
 }
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
-MOST_TOP = 20  # likeliest tokens to report
 _SAMPLED = {  # fields of ``Sampling`` under their own names
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "seed", "n", "ignore_eos", "stop_token_ids"),
@@ -30,17 +36,16 @@ _SAMPLED = {  # fields of ``Sampling`` under their own names
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 Count = Annotated[int, Field(ge=0)]
+NumTop = Annotated[int, Field(ge=0, le=20)]  # likeliest tokens to report
 Key = Annotated[int, Field(strict=False)]  # JSON has texts alone
 Text = Annotated[str, Field(min_length=1, max_length=256)]
 BodyT = TypeVar("BodyT", bound="Body")
 
 
-class Body(BaseModel):
-    """A body that refuses unknown fields; null counts as absent."""
+class Options(BaseModel):
+    """Options that refuse unknown fields; null counts as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    model: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -54,14 +59,14 @@ class Body(BaseModel):
         }
 
 
-class StreamOptions(Body):
+class StreamOptions(Options):
     """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False  # pads chunks at OpenAI; there is nothing to hide here
 
 
-class JsonSchema(Body):
+class JsonSchema(Options):
     """Schema of a response format; each is strict."""
 
     name: str | None = None
@@ -70,7 +75,7 @@ class JsonSchema(Body):
     strict: bool = True
 
 
-class ResponseFormat(Body):
+class ResponseFormat(Options):
     """OpenAI's form of a grammar."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -85,7 +90,7 @@ class ResponseFormat(Body):
         return Grammar.json_object() if self.type == "json_object" else None
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(Options):
     """vLLM's form of a grammar."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
@@ -96,21 +101,19 @@ class StructuredOutputs(Body):
 
     def grammar(self) -> Grammar:
         """Make the grammar."""
-        makers: dict[str, Callable[[Any], Grammar]] = {
-            "json_": Grammar.json_schema,
-            "regex": Grammar.regex,
-            "choice": Grammar.choice,
-            "grammar_": Grammar.ebnf,
-            "json_object": lambda _: Grammar.json_object(),
-        }
-        given = self.model_dump(exclude_none=True)
-        made = [makers[name](value) for name, value in given.items() if name in makers]
-        if len(made) != 1:
-            raise ValueError(f"structured_outputs must have one grammar, got {len(made)}")
-        return made[0]
+        if len(self.model_fields_set) != 1:
+            count = len(self.model_fields_set)
+            raise ValueError(f"structured_outputs must have one grammar, got {count}")
+        if self.json_ is not None:
+            return Grammar.json_schema(self.json_)
+        if self.regex is not None:
+            return Grammar.regex(self.regex)
+        if self.choice is not None:
+            return Grammar.choice(self.choice)
+        return Grammar.json_object() if self.grammar_ is None else Grammar.ebnf(self.grammar_)
 
 
-class Function(Body):
+class Function(Options):
     """Function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -119,11 +122,17 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(Options):
     """Tool of a chat."""
 
     type: Literal["function"]
     function: Function
+
+
+class Body(Options):
+    """A whole body."""
+
+    model: str | None = None
 
 
 class Generation(Body):
@@ -140,30 +149,37 @@ class Generation(Body):
     frequency_penalty: float | None = None
     logit_bias: dict[Key, float] | None = None
     seed: int | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] = 1
     ignore_eos: bool | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=8)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=8)] = []
     stop_token_ids: list[int] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
+    @field_validator("top_k")
+    @classmethod
+    def _all_of_them(cls, given: int) -> int:
+        return 0 if given == -1 else given  # as vLLM
+
+    @field_validator("response_format", "structured_outputs")
+    @classmethod
+    def _made(cls, given: ResponseFormat | StructuredOutputs) -> object:
+        given.grammar()  # its error has the field's name
+        return given
+
     def grammar(self) -> Grammar | None:
         """Make the grammar of the output, if one is asked for.
 
         Raises:
-            HttpError: it is wrong, or there are two.
+            HttpError: there are two.
         """
-        given = [x for x in (self.response_format, self.structured_outputs) if x is not None]
-        if len(given) == 2:
+        if self.response_format is not None and self.structured_outputs is not None:
             told = "response_format and structured_outputs exclude each other"
             raise HttpError(400, told, param="structured_outputs")
-        try:
-            return given[0].grammar() if given else None
-        except (TypeError, ValueError) as error:
-            name = "response_format" if self.response_format else "structured_outputs"
-            raise HttpError(400, str(error), param=name) from error
+        given = self.response_format or self.structured_outputs
+        return None if given is None else given.grammar()
 
     def sampling(
         self, defaults: Sampling, room: int, *, most: int | None, num_top: int | None
@@ -179,16 +195,13 @@ class Generation(Body):
         Raises:
             HttpError: a value is out of its range.
         """
-        given = self.model_dump(include=_SAMPLED, exclude_none=True)
-        if self.top_k is not None:
-            given["top_k"] = max(0, self.top_k) if self.top_k == -1 else self.top_k  # as vLLM
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
         most = max(1, min(room, room if most is None else most))
         least = min(defaults.min_new_tokens, most) if self.min_tokens is None else self.min_tokens
         try:
             return replace(
                 defaults,
-                **{"n": 1, **given},
+                **self.model_dump(include=_SAMPLED, exclude_none=True),
                 max_new_tokens=most,
                 min_new_tokens=least,
                 max_length=room + 1,  # the last token is never held
@@ -205,29 +218,22 @@ class CompletionBody(Generation):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: Count = DEFAULT_MAX_TOKENS
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    logprobs: NumTop | None = None
 
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """Prompts, each a text or tokens.
-
-        Raises:
-            HttpError: there is none.
-        """
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if not self.prompt:
             raise HttpError(400, "prompt must not be empty", param="prompt")
-        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        return [given] if isinstance(given[0], int) else given  # type: ignore[list-item,return-value]
-
-    def check(self) -> None:
-        """Refuse an answer without any text.
-
-        Raises:
-            HttpError: it is asked for.
-        """
         if self.max_tokens == 0 and not self.echo:
             told = "max_tokens must be at least 1 without echo, got 0"
             raise HttpError(400, told, param="max_tokens")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Prompts, each a text or tokens."""
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        return [given] if isinstance(given[0], int) else given  # type: ignore[list-item,return-value]
 
 
 class ChatBody(Generation):
@@ -236,28 +242,44 @@ class ChatBody(Generation):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    top_logprobs: NumTop | None = None
     tools: list[Tool] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if 0 in (self.max_tokens, self.max_completion_tokens):
+            raise HttpError(400, "max_tokens must be at least 1, got 0", param="max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise HttpError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.tool_choice not in ("auto", "none") and not self.schemas:
+            told = (
+                "tool_choice must be 'none', 'auto', or with tools 'required' or {'type': "
+                f"'function', 'function': {{'name': a tool's}}}}, got {self.tool_choice!r}"
+            )
+            raise HttpError(400, told, param="tool_choice")
+        return self
+
     @property
-    def asks_tools(self) -> bool:
-        """True if the model may call tools."""
-        return bool(self.tools) and self.tool_choice != "none"
+    def usable(self) -> list[Tool]:
+        """Tools of which the model is told."""
+        return [] if self.tool_choice == "none" else self.tools
 
     @property
     def schemas(self) -> Schemas:
         """Schemas of the functions that may be called."""
-        if not self.asks_tools:
-            return {}
-        choice, named = self.tool_choice, None
-        if isinstance(choice, dict) and isinstance(function := choice.get("function"), dict):
-            named = function.get("name")
+        match self.tool_choice:
+            case {"function": {"name": name}}:
+                named = {name}
+            case "auto" | "required":
+                named = {tool.function.name for tool in self.tools}
+            case _:
+                named = set()
         return {
             tool.function.name: tool.function.parameters or {"type": "object"}
             for tool in self.tools
-            if choice in ("auto", "required") or tool.function.name == named
+            if tool.function.name in named
         }
 
     def calls_format(self, template: str) -> Format | None:
@@ -266,9 +288,10 @@ class ChatBody(Generation):
         Raises:
             HttpError: a chat template teaches none that is known.
         """
-        if not self.asks_tools:
-            return None
-        form = find_format(template) if self.tool_choice == "auto" else FORCED
+        form = find_format(template)
+        if not self.usable:
+            return form if form is not None and form.is_always else None
+        form = form if self.tool_choice == "auto" else FORCED
         if form is None or "tools" not in template:
             told = "the chat template writes no tools, or calls in a format that is not known"
             raise HttpError(400, told, param="tools")
@@ -277,7 +300,7 @@ class ChatBody(Generation):
     def grammar(self) -> Grammar | None:
         """Make the grammar of the output: of the calls, where there must be one."""
         given = super().grammar()
-        if not self.asks_tools:
+        if not self.usable:
             return given
         if given is not None:
             told = "a grammar beside tools needs tool_choice: 'none'"
@@ -286,24 +309,6 @@ class ChatBody(Generation):
             return None
         is_one = self.tool_choice != "required" or not self.parallel_tool_calls
         return calls_grammar(self.schemas, most=1 if is_one else None)
-
-    def check(self) -> None:
-        """Refuse options that contradict each other.
-
-        Raises:
-            HttpError: they do.
-        """
-        if 0 in (self.max_tokens, self.max_completion_tokens):
-            raise HttpError(400, "max_tokens must be at least 1, got 0", param="max_tokens")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise HttpError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        asks = self.tool_choice not in ("auto", "none")
-        if asks and not self.schemas:
-            told = (
-                "tool_choice must be 'none', 'auto', or with tools 'required' or {'type': "
-                f"'function', 'function': {{'name': a tool's}}}}, got {self.tool_choice!r}"
-            )
-            raise HttpError(400, told, param="tool_choice")
 
 
 class TokenizeBody(Body):
@@ -339,12 +344,14 @@ def read(kind: type[BodyT], body: bytes, content_type: str) -> BodyT:
     if first["loc"][:1] == ("prompt",):  # else one of four alternatives would be named
         first["loc"], first["msg"] = ("prompt",), "must be a text or token ids, or a list of either"
     name = ".".join(map(str, first["loc"])) or None
-    if first["type"] == "extra_forbidden":
-        raise HttpError(400, f"Unrecognized request argument supplied: {name}", param=name)
-    if first["type"] == "missing":
-        raise HttpError(400, f"you must provide {name}", param=name)
     got = "" if name is None else f", got {reprlib.repr(first['input'])}"
-    raise HttpError(400, f"{name or 'the body'}: {first['msg']}{got}", param=name)
+    messages = {
+        "extra_forbidden": f"Unrecognized request argument supplied: {name}",
+        "missing": f"you must provide {name}",
+        "value_error": first["msg"].removeprefix("Value error, "),
+    }
+    other = f"{name or 'the body'}: {first['msg']}{got}"
+    raise HttpError(400, messages.get(first["type"], other), param=name)
 
 
 def of_value(error: Exception) -> HttpError:
@@ -353,7 +360,5 @@ def of_value(error: Exception) -> HttpError:
     word = text.partition(" ")[0]
     for ours, theirs in _RENAMED.items():
         text = text.replace(ours, theirs)
-    return HttpError(400, text, param=_RENAMED.get(word, word) if word in _FIELDS else None)
-
-
-_FIELDS = _SAMPLED | _RENAMED.keys() | {"stop"}
+    is_field = word in _SAMPLED | _RENAMED.keys() | {"stop"}
+    return HttpError(400, text, param=_RENAMED.get(word, word) if is_field else None)

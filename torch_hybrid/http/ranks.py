@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.http.splitting import SpecialTokenizer, show_special
 from torch_hybrid.sampling import RandomNumbers, Sampling
 from torch_hybrid.sampling.grammar.trial import TRIAL
 from torch_hybrid.serving.engine import Engine
@@ -37,23 +37,13 @@ class Queued:
     sampling: Sampling
     seeds: Sequence[int | None]
     has_text: bool
+    has_special: bool
     message_end: int | None
     adapter: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancelled:
-    """A request that ends with the tokens that it has."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """End of the server."""
-
-
-Command = Queued | Cancelled | Closed
+# A prompt that is queued, the number of a request that is cancelled, or the end of the server.
+Command = Queued | int | None
 
 
 def steps_of(engine: Engine) -> Engine | Leader:
@@ -76,11 +66,9 @@ class Leader:
 
         Raises:
             CapacityError: more requests than may wait.
-            UnsupportedError: ranks cannot share a request; see ``check_shared``.
         """
         firsts = list(requests)
         for first in firsts:
-            check_shared(first)
             _share_masks(first, self._group, makes=True)
         self._engine.enqueue(firsts)
         for first in firsts:
@@ -93,7 +81,7 @@ class Leader:
         """Cancel a request on all ranks."""
         self._engine.cancel(request)
         if request in self._numbers:
-            self._commands.append(Cancelled(number=self._numbers.pop(request)))
+            self._commands.append(self._numbers.pop(request))
 
     def step(self) -> list[TokenEvent]:
         """Run a step on all ranks.
@@ -115,17 +103,7 @@ class Leader:
     def close(self) -> None:
         """Cancel all requests; the next step ends the other ranks."""
         self._engine.close()
-        self._commands.append(Closed())
-
-
-def check_shared(request: Request) -> None:
-    """Check that all ranks can make the same request.
-
-    Raises:
-        UnsupportedError: it has a function.
-    """
-    if request.sampling.logits_processor:
-        raise UnsupportedError("several ranks serve no own functions")
+        self._commands.append(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +122,6 @@ class SharedMasks:
         return list(told)
 
 
-def _share_masks(request: Request, group: dist.ProcessGroup, *, makes: bool) -> None:
-    if request.matcher is not None:
-        request.matcher.vocabulary.worker.shared = SharedMasks(group, makes)
-
-
 def follow(engine: Engine) -> None:
     """Do what rank 0 does to its engine, until it closes.
 
@@ -164,46 +137,52 @@ def follow(engine: Engine) -> None:
         box: list[Sequence[Command]] = [()]
         dist.broadcast_object_list(box, src=0, group=group)
         for command in box[0]:
-            is_open = not isinstance(command, Closed)
-            _do(command, engine, held, group)
+            if command is None:
+                is_open = False
+                engine.close()
+            elif isinstance(command, Queued):
+                first = _made(command, engine)
+                _share_masks(first, group, makes=False)
+                engine.enqueue([first])
+                held |= {command.number + at: each for at, each in enumerate(first.samples)}
+            elif command in held:
+                engine.cancel(held.pop(command))
         ended = {event.request for event in engine.step() if event.output is not None}
         held = {number: request for number, request in held.items() if request not in ended}
 
 
-def _do(
-    command: Command, engine: Engine, held: dict[int, Request], group: dist.ProcessGroup
-) -> None:
-    """Do a command of rank 0; ``held`` are the requests by their numbers."""
-    if isinstance(command, Closed):
-        engine.close()
-    elif isinstance(command, Cancelled):
-        if command.number in held:
-            engine.cancel(held.pop(command.number))
-    else:
-        first = engine.prepare(
-            command.prompt, command.sampling, stream=command.has_text, adapter=command.adapter
-        )
-        _share_masks(first, group, makes=False)
-        for at, (sample, seed) in enumerate(zip(first.samples, command.seeds, strict=True)):
-            if seed is not None:
-                sample.numbers = RandomNumbers(torch.Generator().manual_seed(seed))
-            sample.message_end = command.message_end
-            held[command.number + at] = sample
-        engine.enqueue([first])
-
-
 def _queued(first: Request, number: int) -> Queued:
-    images = first.images
+    images, text = first.images, first.detokenizer
     prompt = images and {"input_ids": [first.prompt], **images.inputs}
     return Queued(
         number=number,
         prompt=prompt or first.prompt,
         sampling=first.sampling,
         seeds=[None if each.numbers is None else each.numbers.seed for each in first.samples],
-        has_text=first.detokenizer is not None,
+        has_text=text is not None,
+        has_special=text is not None and isinstance(text.tokenizer, SpecialTokenizer),
         message_end=first.message_end,
         adapter=first.adapter_name,
     )
+
+
+def _made(queued: Queued, engine: Engine) -> Request:
+    """Make the request that rank 0 queued."""
+    first = engine.prepare(
+        queued.prompt, queued.sampling, stream=queued.has_text, adapter=queued.adapter
+    )
+    if queued.has_special:
+        show_special(first)
+    for sample, seed in zip(first.samples, queued.seeds, strict=True):
+        if seed is not None:
+            sample.numbers = RandomNumbers(torch.Generator().manual_seed(seed))
+        sample.message_end = queued.message_end
+    return first
+
+
+def _share_masks(request: Request, group: dist.ProcessGroup, *, makes: bool) -> None:
+    if request.matcher is not None:
+        request.matcher.vocabulary.worker.shared = SharedMasks(group, makes)
 
 
 def _make_group() -> dist.ProcessGroup:

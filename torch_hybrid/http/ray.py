@@ -96,8 +96,7 @@ class Replica:
         self._stepper = self._app.state.stepper
         self._stepping = self._app.router.lifespan_context(self._app)
         await self._stepping.__aenter__()
-        await self._stepper.loaded()
-        self.check_health()
+        await asyncio.wrap_future(self._stepper.loaded)
 
     def check_health(self) -> None:
         """Raise RuntimeError if the last steps failed; Ray replaces the replica then."""

@@ -13,6 +13,8 @@ from fastapi import FastAPI
 from torch_hybrid.http.ranks import follow
 from torch_hybrid.serving.engine import Engine
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 def run(
     app: FastAPI, *, host: str, port: int, drain_s: int, listens: Callable[[str], object]
@@ -31,19 +33,18 @@ def run(
         Exception: what ended the stepping thread, such as an error while it loaded the model.
     """
     ended: Future[None] = app.state.ended
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=drain_s,
-        )
-    )
+    config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False)
+    config.timeout_graceful_shutdown = drain_s
+    server = uvicorn.Server(config)
     ended.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))
-    with _listen(host, port) as listener:
+    try:
+        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error}") from error
+    with listener:
         # uvicorn raises them again at its end, for whoever handled them before.
-        handlers = {n: signal.signal(n, _ignore) for n in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {number: signal.signal(number, _ignore) for number in SIGNALS}
         host, port = listener.getsockname()[:2]
         listens(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         try:
@@ -57,18 +58,10 @@ def run(
 
 def run_follower(open_engine: Callable[[], Engine]) -> None:
     """Follow rank 0 as another rank; signals are left to rank 0, whose end is this one's too."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         signal.signal(number, _ignore)
     follow(open_engine())
 
 
 def _ignore(*_: object) -> None:
     pass
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {error}") from error

@@ -6,22 +6,26 @@ import json
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch_hybrid.http.tools import Called, Format, Schemas, UnfinishedError
+from torch_hybrid.http.tools import THOUGHTS, Called, Format, Schemas, UnfinishedError
+from torch_hybrid.serving.detokenizer import Detokenizer, Tokenizer
+from torch_hybrid.serving.request import Request
 
-THINK, END_THINK = "<think>", "</think>"
 Thinking = Literal["open", "possible", "none"]  # where an output begins
 
 
-def thinking_of(template: str, prompt_end: str) -> Thinking:
+def thinking_of(template: str, prompt_end: str, form: Format | None = None) -> Thinking:
     """Tell whether an output begins within thoughts.
 
     Args:
         template: the chat template.
         prompt_end: text of the prompt's last tokens, which may open or close thoughts.
+        form: format of calls; None where there can be none.
     """
-    if END_THINK not in template or prompt_end.rstrip().endswith(END_THINK):
+    begin, end = THOUGHTS if form is None else form.thoughts
+    can_think = end in template or (form is not None and form.is_always)
+    if not can_think or prompt_end.rstrip().endswith(end):
         return "none"
-    return "open" if prompt_end.rstrip().endswith(THINK) else "possible"
+    return "open" if prompt_end.rstrip().endswith(begin) else "possible"
 
 
 @dataclass(slots=True)
@@ -42,10 +46,18 @@ class Splitter:
         thinking: where the output begins.
         form: format of calls; None reads none.
         schemas: schemas of arguments.
+        most_calls: calls after these are left out; None is all.
     """
 
-    def __init__(self, thinking: Thinking, form: Format | None, schemas: Schemas) -> None:
-        self._form, self._schemas = form, schemas
+    def __init__(
+        self,
+        thinking: Thinking,
+        form: Format | None,
+        schemas: Schemas,
+        most_calls: int | None = None,
+    ) -> None:
+        self._form, self._schemas, self._left = form, schemas, most_calls
+        self._think, self._end_think = THOUGHTS if form is None else form.thoughts
         begin: dict[Thinking, str] = {"open": "thoughts", "possible": "start", "none": "content"}
         self._state = begin[thinking]
         self._held = ""
@@ -71,9 +83,9 @@ class Splitter:
 
     def _start(self, _: Said, ends: bool) -> bool:
         text = self._held.lstrip()
-        if text.startswith(THINK):
-            return self._go("thoughts", text[len(THINK) :])
-        if THINK.startswith(text) and not ends:
+        if text.startswith(self._think):
+            return self._go("thoughts", text[len(self._think) :])
+        if self._think.startswith(text) and not ends:
             return False
         return self._go("content", self._held, is_fresh=False)
 
@@ -82,7 +94,7 @@ class Splitter:
         thinks = self._state == "thoughts"
         begins = [] if self._form is None else [self._form.begin]
         if thinks:
-            begins = [END_THINK, *(begin for begin in begins if begin.startswith("<|"))]
+            begins = [self._end_think, *(begin for begin in begins if begin.startswith("<|"))]
         if self._is_fresh:
             self._held = self._held.lstrip()
             self._is_fresh = not self._held
@@ -101,7 +113,7 @@ class Splitter:
             self._held = self._held[len(given) :]
             return False
         return self._go(
-            "content" if border == END_THINK else "call", self._held[at + len(border) :]
+            "content" if border == self._end_think else "call", self._held[at + len(border) :]
         )
 
     def _call(self, said: Said, ends: bool) -> bool:
@@ -110,7 +122,7 @@ class Splitter:
         form, at = self._form, -1
         while form.end and (at := self._held.find(form.end, at + 1)) >= 0:
             try:
-                said.calls += self._read(self._held[:at])
+                self._read(said, self._held[:at])
             except UnfinishedError:
                 continue
             except ValueError:
@@ -120,22 +132,23 @@ class Splitter:
         if not ends:
             return False
         try:
-            said.calls += self._read(self._held)
+            self._read(said, self._held)
         except ValueError:
             said.content += form.begin + self._held
         self._held = ""
         return False
 
-    def _read(self, block: str) -> list[Called]:
+    def _read(self, said: Said, block: str) -> None:
         assert self._form is not None
         calls = self._form.read(block, self._schemas)
-        if not calls:
+        if not calls and not self._form.is_always:
             raise ValueError(f"a block must have a call, got {block!r}")
         try:  # infinities, lone surrogates, and literals of Python alone cannot be sent
             json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, RecursionError) as error:
             raise ValueError(f"arguments must be of JSON's types: {error}") from None
-        return calls
+        said.calls += calls[: self._left]
+        self._left = None if self._left is None else max(0, self._left - len(calls))
 
 
 def _certain(text: str, border: str) -> str:
@@ -143,3 +156,36 @@ def _certain(text: str, border: str) -> str:
     longest = min(len(border) - 1, len(text))
     num_begun = next((n for n in range(longest, 0, -1) if text.endswith(border[:n])), 0)
     return text[: len(text) - num_begun].rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokenizer:
+    """Tokenizer whose special tokens have texts: some are borders."""
+
+    tokenizer: Tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Encode a text."""
+        return list(self.tokenizer.encode(text))
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Decode tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def show_special(first: Request) -> None:
+    """Let the texts of a request and its samples have special tokens."""
+    for sample in first.samples:
+        assert sample.tokenizer is not None
+        sample.detokenizer = Detokenizer(SpecialTokenizer(sample.tokenizer), sample.sampling.stop)
+
+
+def hides_borders(tokenizer: Tokenizer, form: Format | None) -> bool:
+    """Tell whether special tokens of the borders of thoughts or calls are in no text."""
+    borders = [THOUGHTS[1]] if form is None else [form.thoughts[1], form.begin]
+    ids = [list(tokenizer.encode(border)) for border in borders]
+    texts = [
+        [tokenizer.decode(each, skip_special_tokens=skips) for each in ids]
+        for skips in (False, True)
+    ]
+    return texts[0] != texts[1]

@@ -26,7 +26,6 @@ from torch_hybrid.serving.request import Request, TokenEvent
 from torch_hybrid.serving.stats import EngineStats
 
 FLUSH_S = 0.01  # shortest time between two deliveries: tokens of faster steps come together
-POLL_S = 0.05  # between two looks at a model that is loaded
 MOST_FAULTS = 3  # steps that raise one after the other until the server counts as ill
 LOG = logging.getLogger(__name__)
 
@@ -40,26 +39,25 @@ class Stepper:
         logs: whether each call is logged.
 
     Attributes:
-        doing: what keeps the server from serving; None once it can.
+        loaded: done when the model is loaded; with the error, if it cannot be.
         ended: done when the thread has ended; with the error that ended it, if any.
         metrics: metrics, which see each event before its call does.
         defaults: the checkpoint's sampling, once the model is loaded.
     """
 
     def __init__(self, open_engine: Callable[[], Engine], name: str, *, logs: bool = False) -> None:
-        self.doing: str | None = "loading the model"
+        self.loaded: Future[None] = Future()
         self.ended: Future[None] = Future()
         self.metrics, self.defaults = Metrics(name, self._stats, logs=logs), GREEDY
         self._open_engine = open_engine
-        self._engine: Engine | None = None
-        # The thread's: the engine, on all ranks that share it.
-        self._steps: Engine | Leader | None = None
-        self._thread = Thread(target=with_room, args=[self._run], name="stepping", daemon=True)
-        self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._calls: dict[Request, Call] = {}  # the loop's: calls that are open
-        self._live: set[Request] = set()  # the thread's: requests that the engine holds
         self._heard: list[TokenEvent] = []  # the loop's: to be delivered
         self._delivered = 0.0  # when events were delivered last, by the loop's time
+        # The thread's: the engine, on all ranks that share it, and the requests that it holds.
+        self._engine: Engine | None = None
+        self._steps: Engine | Leader
+        self._live: set[Request] = set()
+        self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._num_faults, self._is_closing = 0, False
 
     @property
@@ -69,16 +67,19 @@ class Stepper:
         Raises:
             HttpError: it is not ready yet, or the thread has ended.
         """
-        if self._engine is None or self.doing is not None:
-            raise HttpError(503, f"the server is not ready: {self.doing}", code="not_ready")
+        if self._engine is None or self.ended.done():
+            raise HttpError(503, f"the server is not ready: {self.illness}", code="not_ready")
         return self._engine
 
     @property
     def illness(self) -> str | None:
         """Reason why the server cannot serve now, if any."""
-        if self.doing is None and self._num_faults >= MOST_FAULTS:
-            return f"the last {self._num_faults} steps raised errors"
-        return self.doing
+        if self.ended.done():
+            return f"the stepping thread ended: {self.ended.exception()!r}"
+        if not self.loaded.done():
+            return "loading the model"
+        faults = f"the last {self._num_faults} steps raised errors"
+        return faults if self._num_faults >= MOST_FAULTS else None
 
     @property
     def num_open(self) -> int:
@@ -88,16 +89,11 @@ class Stepper:
     def start(self) -> None:
         """Start the thread, for the event loop that runs here."""
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
-
-    async def loaded(self) -> None:
-        """Wait until the model is loaded, or the thread has ended."""
-        while self.doing is not None and not self.ended.done():
-            await asyncio.sleep(POLL_S)
+        Thread(target=with_room, args=[self._run], name="stepping", daemon=True).start()
 
     async def close(self) -> None:
         """Cancel what is left and end the thread, unless it still loads."""
-        if self.doing is None:
+        if self.loaded.done():
             self._actions.put(self._close)
             await asyncio.wait([asyncio.wrap_future(self.ended)])
 
@@ -134,7 +130,7 @@ class Stepper:
             call.fail(error)
 
     def _stats(self) -> EngineStats | None:
-        return None if self.doing else self.engine.stats()
+        return None if self._engine is None else self._engine.stats()
 
     # In the thread.
 
@@ -143,18 +139,20 @@ class Stepper:
 
     def _run(self) -> None:
         try:
-            engine = self._engine = self._open_engine()
-            steps = self._steps = steps_of(engine)
+            engine = self._open_engine()
+            self._steps = steps_of(engine)
             if isinstance(model := engine.runner.model, HasGenerationConfig):
                 self.defaults = Sampling.of(model)
-            self.doing = None
+            self._engine = engine
+            self.loaded.set_result(None)
             while not self._is_closing:
                 self._act(may_sleep=not engine.has_unfinished)
-                self._step(steps)
+                self._step()
         except BaseException as error:
-            self.doing = f"the stepping thread ended: {type(error).__name__}: {error}"
-            self._tell(self._fail, self._calls, HttpError(500, self.doing))
+            if not self.loaded.done():
+                self.loaded.set_exception(error)
             self.ended.set_exception(error)
+            self._tell(self._fail, self._calls, HttpError(500, str(self.illness)))
         else:
             self.ended.set_result(None)
 
@@ -169,10 +167,10 @@ class Stepper:
                 return
             action()
 
-    def _step(self, steps: Engine | Leader) -> None:
+    def _step(self) -> None:
         """Run a step. If it raises, the requests that ran fail, and others go on."""
         try:
-            events = steps.step()
+            events = self._steps.step()
         except RanksError:
             raise
         except Exception as error:  # of a kernel, of memory, of a bug: the server outlives it
@@ -189,7 +187,6 @@ class Stepper:
             self._tell(self._hear, events)
 
     def _enqueue(self, call: Call) -> None:
-        assert self._steps is not None
         try:
             self._steps.enqueue(call.firsts)
         except CapacityError as full:
@@ -200,13 +197,11 @@ class Stepper:
             self._live |= set(call.requests)
 
     def _cancel(self, requests: Sequence[Request]) -> None:
-        assert self._steps is not None
         for request in self._live.intersection(requests):
             self._steps.cancel(request)
         self._live -= {request for request in requests if request.output is not None}
 
     def _close(self) -> None:
-        assert self._steps is not None
         self._is_closing = True
         self._steps.close()
         self._tell(self._fail, self._calls, HttpError(503, "the server is stopping"))

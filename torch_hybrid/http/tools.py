@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch_hybrid.sampling import Grammar
 
+THOUGHTS = "<think>", "</think>"
 Json = dict[str, Any]
 Schemas = Mapping[str, Json]  # of arguments, by the function's name
 _NAMES = {"true": True, "false": False, "null": None}  # JSON's, in Python's calls
@@ -44,11 +45,15 @@ class Format:
         begin: text before a block; "" where the output is a block.
         end: text after a block; "" where the block reaches to the end of the output.
         read: reads the calls of a block; raises ValueError if they are malformed.
+        thoughts: text before thoughts, and after them.
+        is_always: outputs have these borders without calls too.
     """
 
     begin: str
     end: str
     read: Callable[[str, Schemas], list[Called]]
+    thoughts: tuple[str, str] = THOUGHTS
+    is_always: bool = False
 
 
 def find_format(template: str) -> Format | None:
@@ -58,31 +63,23 @@ def find_format(template: str) -> Format | None:
 
 def calls_grammar(schemas: Schemas, *, most: int | None) -> Grammar:
     """Make the grammar of ``FORCED``: a JSON list of at least one call, with valid arguments."""
-    calls: list[Json] = []
-    for at, (name, schema) in enumerate(schemas.items()):
-        arguments = _moved(schema, f"#/items/anyOf/{at}/properties/arguments")
+    calls = []
+    for name, schema in schemas.items():
+        arguments = {"$id": f"tool:{name}", **schema}  # where its references begin
         shape = {"name": {"const": name}, "arguments": arguments}
-        calls.append({"type": "object", "properties": shape, "required": [*shape]})
-        calls[-1]["additionalProperties"] = False
+        call = {"type": "object", "properties": shape, "required": [*shape]}
+        calls.append({**call, "additionalProperties": False})
     limits = {"minItems": 1} | ({} if most is None else {"maxItems": most})
     return Grammar.json_schema({"type": "array", "items": {"anyOf": calls}, **limits})
-
-
-def _moved(schema: Any, path: str) -> Any:
-    """Copy a schema that moves to a path; its references follow."""
-    if isinstance(schema, list):
-        return [_moved(part, path) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, path) for key, value in schema.items()}
-    if isinstance(at := schema.get("$ref"), str) and at.startswith("#"):
-        moved["$ref"] = path + at[1:]
-    return moved
 
 
 def _read_json(block: str, _: Schemas) -> list[Called]:
     found = _loads(block)
     return [_called(call) for call in (found if isinstance(found, list) else [found])]
+
+
+def _read_lines(block: str, schemas: Schemas) -> list[Called]:
+    return [call for line in block.strip().splitlines() for call in _read_json(line, schemas)]
 
 
 def _loads(text: str) -> Any:
@@ -220,9 +217,16 @@ _KEYS = _tags(
 _XML = _tags(
     r"<function=([^>\s]+)>(.*?)</function>", r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>"
 )
+_CHANNELS = _tags(
+    r'<\|open\|>call tool="([^"]+)".*?<\|sep\|>(.*?)<\|close\|>call<\|sep\|>',
+    r'<\|open\|>argument key="([^"]+)".*?<\|sep\|>(.*?)<\|close\|>argument<\|sep\|>',
+)
+_RESPONSE = "<|open|>think<|sep|>", "<|close|>think<|sep|><|open|>response<|sep|>"
+_KIMI_3 = Format("<|close|>response<|sep|>", "", _CHANNELS, thoughts=_RESPONSE, is_always=True)
 _SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _TOOL_CALL = "<tool_call>", "</tool_call>"
 _FORMATS = (  # by a text in the template, the rarest first
+    ("<|end_of_msg|>", _KIMI_3),
     ("<|tool_calls_section_begin|>", Format(*_SECTION, _read_kimi)),
     ("<|tool_call_start|>", _PYTHON),  # LFM2, like the next two
     ("<|tool_list_start|>", _PYTHON),
@@ -231,5 +235,6 @@ _FORMATS = (  # by a text in the template, the rarest first
     ("<arg_key>", Format(*_TOOL_CALL, _KEYS)),  # GLM, Ling from 2.6 on
     ("<function=", Format(*_TOOL_CALL, _XML)),  # Qwen3.5, Qwen3-Coder, Nemotron 3, Granite 4.2
     ("<|tool_call|>", Format("<|tool_call|>", "", _read_json)),  # Granite 3
+    ("<tool_calls>", Format("<tool_calls>", "</tool_calls>", _read_lines)),  # MiniMax
     ("<tool_call>", Format(*_TOOL_CALL, _read_json)),  # Hermes: Qwen3-Next, Granite 4, Ling 2
 )
