@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from torch_hybrid.ops.core.declare import Declaration, Op, Pool, Rows
+from torch_hybrid.ops.core.declare import Declaration, Op, Pool
 
 _OF_IMPL = {"impl", "chunk_size", "planned"}
 
@@ -64,7 +64,7 @@ class RecurrentInputs(DeclaredInputs):
         return {
             name: tensor[index]
             for name, kind in Declaration(type(self)).kinds.items()
-            if isinstance(kind, Rows) and (tensor := getattr(self, name)) is not None
+            if kind.dims[0] == "T" and (tensor := getattr(self, name)) is not None
         }
 
 
