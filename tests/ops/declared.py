@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.ops.pages import offsets
 from torch_hybrid.ops.core.declare import Declaration, Op, Pool
 
+Out = TypeVar("Out")
 _OF_IMPL = {"impl", "chunk_size", "planned"}
 
 
@@ -104,6 +105,31 @@ class PagedInputs(DeclaredInputs):
     def with_pool(self, pool: Tensor) -> Self:
         """Put another pool in the place of this one."""
         return replace(self, **{self._pool()[0]: pool})
+
+    def in_pieces(
+        self, size: int, run: Callable[[Self], tuple[Out, Tensor]]
+    ) -> tuple[list[Out], Tensor]:
+        """Run a sequence that is new by so many tokens at once.
+
+        Args:
+            size: tokens of each piece; the last may have fewer.
+            run: takes a piece, and returns results and the pool, over which the next one runs.
+
+        Returns:
+            The results of each piece, and the pool.
+        """
+        outs, pool, total = [], self.kept, int(self.cu_seqlens[-1])
+        for begin in range(0, total, size):
+            end = min(begin + size, total)
+            piece = replace(
+                self.with_pool(pool),
+                **self.rows_at(slice(begin, end)),
+                cu_seqlens=offsets([end - begin]),
+                seq_lens=offsets([end])[1:],
+            )
+            out, pool = run(piece)
+            outs.append(out)
+        return outs, pool
 
     def of(self, seqs: Sequence[int]) -> tuple[Tensor, Self]:
         """Take some sequences, in this order and without padding; and find their rows."""

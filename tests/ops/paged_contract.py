@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.ops.declared import PagedInputs
-from tests.ops.pages import offsets
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Implementation
 
 Make = Callable[..., Any]
@@ -57,17 +56,7 @@ class PagedContract:
         total, chosen = min(70, 20 * chunk), self.options[options]
         whole = make(replace(self.small, lengths=((total, total),)))
         expected, expected_pool = self.attend(whole, impl, **chosen)
-        pool, outs = whole.kept, []
-        for begin in range(0, total, chunk):
-            rows = slice(begin, min(begin + chunk, total))
-            piece = replace(
-                whole.with_pool(pool),
-                **whole.rows_at(rows),
-                cu_seqlens=offsets([rows.stop - begin]),
-                seq_lens=offsets([rows.stop])[1:],
-            )
-            results, pool = self.attend(piece, impl, **chosen)
-            outs.append(results)
+        outs, pool = whole.in_pieces(chunk, lambda piece: self.attend(piece, impl, **chosen))
         is_invariant = BATCH_INVARIANT in self.implementations[impl].capability.features
         for parts, of_whole in zip(zip(*outs, strict=True), expected, strict=True):
             torch.testing.assert_close(torch.cat(parts), of_whole, atol=2e-6, rtol=1e-5)
