@@ -12,6 +12,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from tests.errors import error_text
 from tests.ops.block_scales import FP8_OPCHECKS
 from tests.ops.contract import (
     assert_within_budget,
@@ -178,9 +179,7 @@ def test_opcheck_of_fp8(impl: str) -> None:
 def failing(impl: str, scale: float = 1.0, **changes: Tensor) -> str:
     inputs = replace(make_inputs(SMALL), **changes)
     options = {"scale": scale, "pool_scale": inputs.pool_scale}
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        latent_attention(*inputs.args(), impl=impl, **options)
-    return str(error.value)
+    return error_text(ValueError, latent_attention, *inputs.args(), impl=impl, **options)
 
 
 def test_strided_rows(impl: str, make: Callable[..., Inputs]) -> None:

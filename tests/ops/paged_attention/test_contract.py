@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from tests.errors import error_text
 from tests.ops.block_scales import FP8_OPCHECKS
 from tests.ops.contract import (
     assert_within_budget,
@@ -29,7 +30,7 @@ from tests.ops.paged_attention.cases import (
     make_inputs,
 )
 from tests.ops.paged_contract import PagedContract, bits
-from tests.ops.pages import offsets, slots_of
+from tests.ops.pages import slots_of
 from torch_hybrid.ops.paged_attention import paged_attention, paged_attention_with_lse, reference
 from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, RELATIVE_BIAS
 
@@ -268,17 +269,14 @@ def test_a_biased_token_has_the_bits_that_it_has_alone(impl: str) -> None:
     whole = make_inputs(case)
     biases = make_biases(whole, reach=70)
     expected, _, _ = attend(whole, impl, relative_bias=biases)
-    pool = whole.kept
-    for token in range(total):
-        rows = slice(token, token + 1)
-        one = replace(
-            whole.with_pool(pool),
-            **whole.rows_at(rows),
-            cu_seqlens=offsets([1]),
-            seq_lens=offsets([rows.stop])[1:],
-        )
-        out, _, pool = attend(one, impl, relative_bias=biases[rows])
-        assert torch.equal(out, expected[rows])
+
+    def attend_alone(token: Inputs) -> tuple[Tensor, Tensor]:
+        bias = biases[token.seq_lens.long() - 1]
+        out, _, kv = attend(token, impl, relative_bias=bias)
+        return out, kv
+
+    outs, _ = whole.in_pieces(1, attend_alone)
+    assert torch.equal(torch.cat(outs), expected)
 
 
 def _biased(impl: str) -> None:
@@ -313,9 +311,7 @@ def failing(impl: str, **changes: object) -> str:
     options = {name: value for name, value in changes.items() if name not in tensors}
     inputs = replace(make_inputs(SMALL), **tensors)
     options = {"scale": 1.0, "kv_scales": inputs.kv_scales, "impl": impl, **options}
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        paged_attention(*inputs.args(), **options)
-    return str(error.value)
+    return error_text(ValueError, paged_attention, *inputs.args(), **options)
 
 
 def test_error_texts() -> None:
