@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 # Read when torch's thread pool and transformers are first loaded: before any other import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # some hundredths of a trace
 os.environ.setdefault("TORCH_WARM_POOL", "0")  # of processes for Triton kernels: none on a CPU
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

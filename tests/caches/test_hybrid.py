@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.errors import error_text
 from torch_hybrid.batch import KEPT
 from torch_hybrid.caches.allocator import Allocator
 from torch_hybrid.caches.hybrid import HybridCache
@@ -188,32 +189,26 @@ def test_sizes_too_small(option: dict[str, int], text: str):
         make_cache(**option)
 
 
-def message(error: type[Exception], call: object, *args: object) -> str:
-    with pytest.raises(error) as caught:
-        call(*args)
-    return str(caught.value)
-
-
 def test_texts():
     cache = make_cache()
     seqs = cache.allocate(3)
     assert_expected_inline(
-        message(CapacityError, cache.allocate, 2),
+        error_text(CapacityError, cache.allocate, 2),
         """asked for 2 sequence slot(s), 1 of 4 are free: free sequences or raise max_seqs""",
     )
     assert_expected_inline(
-        message(CapacityError, cache.reserve, seqs, [9, 9, 9]),
+        error_text(CapacityError, cache.reserve, seqs, [9, 9, 9]),
         """asked for 9 KV page(s), 7 of 7 are free: free sequences or raise kv_tokens""",
     )
     cache.free(seqs[:1])
-    assert_expected_inline(message(ValueError, cache.free, seqs), """Sequence(id=1) was freed""")
+    assert_expected_inline(error_text(ValueError, cache.free, seqs), """Sequence(id=1) was freed""")
     assert_expected_inline(
-        message(ValueError, cache.free, make_cache().allocate(1)),
+        error_text(ValueError, cache.free, make_cache().allocate(1)),
         """Sequence(id=1) belongs to another runner""",
     )
     cache.mark_broken(seqs[1:2])
     assert_expected_inline(
-        message(ValueError, cache.check_usable, seqs[1:]),
+        error_text(ValueError, cache.check_usable, seqs[1:]),
         """Sequence(id=2) was in a step that did not finish: free it""",
     )
 

@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import torch_hybrid as th
+from tests.errors import error_text
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
 from torch_hybrid.explain import sections as explain
 from torch_hybrid.graphs.options.check_options import kept_table
@@ -178,9 +179,7 @@ def test_too_large_scales_lose_everything() -> None:
 
 
 def refusal(error: type[Exception], model: Any, **options: Any) -> str:
-    with pytest.raises(error) as caught:
-        make_runner(model, **options)
-    return str(caught.value)
+    return error_text(error, make_runner, model, **options)
 
 
 def test_refusals() -> None:
@@ -194,9 +193,9 @@ def test_refusals() -> None:
         refusal(ValueError, model, kv_scales={**ones, layer_id: torch.zeros(2, 2)}),
         refusal(ValueError, model, kv_dtype="auto", kv_scales=ones),
     ]
-    with pytest.raises(th.UnsupportedError) as nothing_kept:
-        kept_table(th.LayerTable.from_specs([LINEAR]), "fp8")
-    errors.append(str(nothing_kept.value))
+    errors.append(
+        error_text(th.UnsupportedError, kept_table, th.LayerTable.from_specs([LINEAR]), "fp8")
+    )
     assert_expected_inline(
         "\n".join(errors),
         """\

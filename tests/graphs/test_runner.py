@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import torch_hybrid as th
+from tests.errors import error_text
 from tests.tiny_models import VOCAB_SIZE, make_hybrid, make_model
 from torch_hybrid.backends import recurrent
 from torch_hybrid.backends.mode import Mode
@@ -58,12 +59,6 @@ def make_runner(model: Any, **options: Any) -> Runner:
 def tokens(count: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(VOCAB_SIZE, (count,), generator=generator).tolist()
-
-
-def refusal(error: type[Exception], call: Callable[..., object], *args: Any, **options: Any) -> str:
-    with pytest.raises(error) as caught:
-        call(*args, **options)
-    return str(caught.value)
 
 
 def books(runner: Runner, seqs: list[th.Sequence]) -> tuple[object, ...]:
@@ -114,7 +109,7 @@ def test_refused_and_nothing_changes(runner: Runner, case: str):
     seqs = runner.new_sequences(2)
     runner.extend(seqs, [tokens(20), tokens(3)])
     before, pools = books(runner, seqs), [pool.clone() for pool in runner.cache.pool_tensors()]
-    message = refusal(ValueError, runner.extend, [seqs[row] for row in rows], new, **options)
+    message = error_text(ValueError, runner.extend, [seqs[row] for row in rows], new, **options)
     assert text in message
     assert books(runner, seqs) == before
     for pool, copy in zip(runner.cache.pool_tensors(), pools, strict=True):
@@ -126,15 +121,15 @@ def test_sequences_that_are_not_ours(runner: Runner, model: InterruptibleModel):
     runner.free([freed])
     [foreign] = make_runner(model).new_sequences(1)
     assert_expected_inline(
-        refusal(ValueError, runner.extend, [live, freed], [[1], [2]]),
+        error_text(ValueError, runner.extend, [live, freed], [[1], [2]]),
         """Sequence(id=1) was freed""",
     )
     assert_expected_inline(
-        refusal(ValueError, runner.extend, [live, foreign], [[1], [2]]),
+        error_text(ValueError, runner.extend, [live, foreign], [[1], [2]]),
         """Sequence(id=1) belongs to another runner""",
     )
     assert_expected_inline(
-        refusal(ValueError, runner.free, [live, freed]),
+        error_text(ValueError, runner.free, [live, freed]),
         """Sequence(id=1) was freed""",
     )
     assert books(runner, [live]) == (2, 6, [0])
@@ -145,7 +140,7 @@ def test_pools_too_small_for_a_prompt(runner: Runner):
     runner.extend([a], [tokens(50)])
     before = books(runner, seqs)
     assert_expected_inline(
-        refusal(th.CapacityError, runner.extend, seqs, [[1], tokens(40)]),
+        error_text(th.CapacityError, runner.extend, seqs, [[1], tokens(40)]),
         """asked for 3 KV page(s), 2 of 6 are free: free sequences or raise kv_tokens""",
     )
     assert books(runner, seqs) == before
@@ -158,38 +153,38 @@ def test_pools_too_small_for_a_prompt(runner: Runner):
 def test_more_sequences_than_slots(runner: Runner):
     runner.new_sequences(2)
     assert_expected_inline(
-        refusal(th.CapacityError, runner.new_sequences, 2),
+        error_text(th.CapacityError, runner.new_sequences, 2),
         """asked for 2 sequence slot(s), 1 of 3 are free: free sequences or raise max_seqs""",
     )
     assert runner.free_slots == 1
-    assert refusal(ValueError, runner.new_sequences, -1) == "count must not be negative, got -1"
+    assert error_text(ValueError, runner.new_sequences, -1) == "count must not be negative, got -1"
     assert runner.new_sequences(0) == []
 
 
 def test_construction(model: InterruptibleModel):
-    text = refusal(ValueError, make_runner, model, max_tokens=DEFAULT_CHUNK_SIZE - 1)
+    text = error_text(ValueError, make_runner, model, max_tokens=DEFAULT_CHUNK_SIZE - 1)
     assert text == "max_tokens must hold at least one chunk of 32 tokens, got 31"
     assert_expected_inline(
-        refusal(ValueError, make_runner, model, max_seqs=0),
+        error_text(ValueError, make_runner, model, max_seqs=0),
         """max_seqs must allow at least one sequence slot, got 0""",
     )
     assert_expected_inline(
-        refusal(ValueError, make_runner, model, two_batch_overlap="sometimes"),
+        error_text(ValueError, make_runner, model, two_batch_overlap="sometimes"),
         """two_batch_overlap must be 'off', 'on', 'auto' or an OverlapPolicy, got 'sometimes'""",
     )
     assert_expected_inline(
-        refusal(ValueError, make_runner, model, two_batch_overlap="on", max_seqs=1),
+        error_text(ValueError, make_runner, model, two_batch_overlap="on", max_seqs=1),
         """\
 decode steps of at most 1 sequence(s) are too small to cut in halves: two_batch_overlap needs \
 max_seqs of at least 2""",
     )
     assert_expected_inline(
-        refusal(ValueError, make_runner, model, two_batch_overlap="on", max_tokens=63),
+        error_text(ValueError, make_runner, model, two_batch_overlap="on", max_tokens=63),
         """\
 extend steps of at most 63 tokens are too small to cut in halves: two_batch_overlap needs \
 max_tokens of at least 64""",
     )
-    text = refusal(ValueError, make_runner, model, backends=th.Backends(full="nonesuch"))
+    text = error_text(ValueError, make_runner, model, backends=th.Backends(full="nonesuch"))
     assert text.startswith("paged_attention has no implementation 'nonesuch'; it has ['auto', ")
 
 
@@ -213,7 +208,7 @@ def test_a_step_cut_off_in_the_middle(
     model.error = None
 
     for seq in (broken, other):
-        text = refusal(ValueError, runner.extend, [witness, seq], [[1], [2]])
+        text = error_text(ValueError, runner.extend, [witness, seq], [[1], [2]])
         assert text == f"{seq} was in a step that did not finish: free it"
     assert runner.length(broken) == 17
     runner.free([broken, other])
@@ -251,7 +246,7 @@ def test_full_attention_alone_has_no_chunks_to_hold():
             logits = runner.extend([seq], [text[start:end]], logits="all")
             error = (logits - expected[start:end]).abs().max()
             assert error < 2e-5 * expected.abs().max()
-    assert refusal(ValueError, make_runner, model, max_tokens=0) == (
+    assert error_text(ValueError, make_runner, model, max_tokens=0) == (
         "max_tokens must be at least 1, got 0"
     )
 
@@ -289,7 +284,7 @@ def test_pages_come_as_tokens_do(runner: Runner):
     assert (runner.free_pages, runner.length(seq)) == (4, 17)
     runner.free([seq])
     assert (runner.free_slots, runner.free_pages) == (3, 6)
-    assert refusal(ValueError, runner.length, seq).endswith("was freed")
+    assert error_text(ValueError, runner.length, seq).endswith("was freed")
 
 
 def test_the_last_token_of_the_pool_can_be_used(runner: Runner):
@@ -298,7 +293,7 @@ def test_the_last_token_of_the_pool_can_be_used(runner: Runner):
     runner.extend([seq], [tokens(31)])
     runner.extend([seq], [[1]])
     assert runner.length(seq) == runner.max_seq_len == 96
-    assert "asked for 1 KV page(s), 0 of 6" in refusal(
+    assert "asked for 1 KV page(s), 0 of 6" in error_text(
         th.CapacityError, runner.extend, [seq], [[1]]
     )
 
@@ -337,12 +332,12 @@ def test_a_runner_of_decode_steps_alone(family: str):
         actual, expected = decode.extend([ours], [[token]]), both.extend([theirs], [[token]])
         assert torch.equal(actual, expected)
     assert_expected_inline(
-        refusal(th.UnsupportedError, decode.extend, [ours], [[1, 2]]),
+        error_text(th.UnsupportedError, decode.extend, [ours], [[1, 2]]),
         """a runner with prefill=False appends one token to each sequence, got [2]""",
     )
     assert decode.length(ours) == 5
     assert_expected_inline(
-        refusal(th.UnsupportedError, th.Engine, decode),
+        error_text(th.UnsupportedError, th.Engine, decode),
         """an engine prefills prompts, got a runner with prefill=False""",
     )
 

@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import torch_hybrid as th
+from tests.errors import error_text
 from tests.tiny_models import BUILDERS, VOCAB_SIZE, make_model
 from torch_hybrid.errors import CapacityError
 from torch_hybrid.explain.sections import pools
@@ -164,18 +165,12 @@ def test_in_halves():
         torch.testing.assert_close(own, right, atol=1e-4, rtol=1e-4)
 
 
-def message(error: type[Exception], call: object, *args: object, **options: object) -> str:
-    with pytest.raises(error) as caught:
-        call(*args, **options)
-    return str(caught.value)
-
-
 def test_errors():
     runner = make_runner()
     seq, empty = runner.new_sequences(2)
     runner.extend([seq], [tokens(12)])
     assert_expected_inline(
-        message(ValueError, runner.snapshot, empty),
+        error_text(ValueError, runner.snapshot, empty),
         """Sequence(id=2) holds no token, and a snapshot must have at least 1""",
     )
     handle = runner.snapshot(seq)
@@ -184,41 +179,41 @@ def test_errors():
     runner.extend([seq], [[1]])
     assert runner.free_snapshots == 0
     assert_expected_inline(
-        message(CapacityError, runner.snapshot, seq),
+        error_text(CapacityError, runner.snapshot, seq),
         """asked for a snapshot, 0 of 2 are free: release some or raise max_snapshots""",
     )
     assert_expected_inline(
-        message(ValueError, make_runner().new_sequences, 1, start=handle),
+        error_text(ValueError, make_runner().new_sequences, 1, start=handle),
         """Snapshot(id=3, num_tokens=12) belongs to another runner""",
     )
     assert_expected_inline(
-        message(ValueError, runner.new_sequences, 1, start=handle, length=8),
+        error_text(ValueError, runner.new_sequences, 1, start=handle, length=8),
         """a model with states starts at all 12 tokens, got 8""",
     )
     assert_expected_inline(
-        message(ValueError, runner.new_sequences, 1, start=handle, length=13),
+        error_text(ValueError, runner.new_sequences, 1, start=handle, length=13),
         """length must be within 1 and 12, got 13""",
     )
     assert_expected_inline(
-        message(ValueError, runner.new_sequences, 1, length=13),
+        error_text(ValueError, runner.new_sequences, 1, length=13),
         """length is of the tokens of a snapshot, got 13 and no start""",
     )
     assert_expected_inline(
-        message(CapacityError, runner.new_sequences, 4, start=handle),
+        error_text(CapacityError, runner.new_sequences, 4, start=handle),
         """asked for 4 sequence slot(s), 3 of 5 are free: free sequences or raise max_seqs""",
     )
     runner.release(handle)
     for call in (runner.release, lambda it: runner.new_sequences(1, start=it)):
         assert_expected_inline(
-            message(ValueError, call, handle),
+            error_text(ValueError, call, handle),
             """Snapshot(id=3, num_tokens=12) was released""",
         )
     assert_expected_inline(
-        message(CapacityError, make_none, seq),
+        error_text(CapacityError, make_none, seq),
         """asked for a snapshot, 0 of 0 are free: release some or raise max_snapshots""",
     )
     assert_expected_inline(
-        message(ValueError, make_runner, max_snapshots=-1),
+        error_text(ValueError, make_runner, max_snapshots=-1),
         """max_snapshots must not be negative, got -1""",
     )
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torch_hybrid as th
+from tests.errors import error_text
 from tests.models.oracle import Oracle, ask, assert_equal_logits, make_texts
 from tests.models.test_taken_weights import logits_of
 from tests.tiny_models import make_model
@@ -97,9 +98,7 @@ def test_adapters_merged_before_count_once():
 def test_what_has_no_weights_to_merge_is_refused():
     def refusal(config: Any) -> str:
         model = peft.get_peft_model(make_model("qwen3_next_dense"), config)
-        with pytest.raises(th.UnsupportedError) as error:
-            th.adapt(model)
-        return str(error.value)
+        return error_text(th.UnsupportedError, th.adapt, model)
 
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     expected = "adapter 'default' of type PROMPT_TUNING has no weights to merge"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_hybrid as th
+from tests.errors import error_text
 from tests.graphs.as_traced import run_as_traced
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_hybrid, make_model
 from torch_hybrid.caches import room
@@ -305,9 +306,7 @@ def test_the_demo_still_recalls_with_integers():
 
 
 def refused(error: type[Exception], model: Any, *arguments: Any, **options: Any) -> str:
-    with pytest.raises(error) as caught:
-        th.quantize(model, *arguments, **options)
-    return str(caught.value)
+    return error_text(error, th.quantize, model, *arguments, **options)
 
 
 def test_what_is_refused(tmp_path: Path):

@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import torch_hybrid as th
+from tests.errors import error_text
 from tests.models.oracle import (
     Oracle,
     ask,
@@ -221,9 +222,7 @@ def test_experts_behind_a_latent_projection():
 
 
 def refusal(family: str, **options: Any) -> str:
-    with pytest.raises(th.UnsupportedError) as caught:
-        spec_of(make(family, **options))
-    return str(caught.value)
+    return error_text(th.UnsupportedError, spec_of, make(family, **options))
 
 
 def test_refusals():

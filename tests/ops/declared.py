@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from importlib import import_module
-from typing import Any, Self
+from itertools import pairwise
+from typing import Any, Self, TypeVar
 
+import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.declare import Declaration, Op, Pool, Rows
+from tests.ops.pages import offsets
+from torch_hybrid.ops.core.declare import Declaration, Op, Pool
 
+Out = TypeVar("Out")
 _OF_IMPL = {"impl", "chunk_size", "planned"}
 
 
@@ -40,11 +44,20 @@ class DeclaredInputs(Op):
         }
         return replace(self, **floats)
 
+    def rows_at(self, index: Any) -> dict[str, Tensor]:
+        """Return what is given for each token, of some of them."""
+        return {
+            name: tensor[index]
+            for name, kind in Declaration(type(self)).kinds.items()
+            if kind.dims[0] == "T" and (tensor := getattr(self, name)) is not None
+        }
+
 
 class RecurrentInputs(DeclaredInputs):
     """Mixin of a recurrence's class, whose contract reads the state that a call has left."""
 
     __slots__ = ()
+    tokens = DeclaredInputs.rows_at
 
     def copy(self) -> Self:
         """Copy what the op mutates."""
@@ -59,13 +72,77 @@ class RecurrentInputs(DeclaredInputs):
         named = (each.name for each in fields(self) if each.kw_only and each.name not in _OF_IMPL)
         return {name: value for name in named if (value := getattr(self, name)) is not None}
 
-    def tokens(self, index: Any) -> dict[str, Tensor]:
-        """Return what is given for each token, of some of them."""
-        return {
-            name: tensor[index]
-            for name, kind in Declaration(type(self)).kinds.items()
-            if isinstance(kind, Rows) and (tensor := getattr(self, name)) is not None
-        }
+
+class PagedInputs(DeclaredInputs):
+    """Mixin of a class whose op keeps rows of tokens in pages, as they are or in 8 bits."""
+
+    __slots__ = ()
+
+    def args(self) -> tuple[Tensor, ...]:
+        """Return what is given by position; the pool is a copy."""
+        given = self.fresh()
+        return tuple(getattr(given, each.name) for each in fields(self) if not each.kw_only)
+
+    @property
+    def kept(self) -> Tensor:
+        """Return the pool."""
+        return getattr(self, self._pool()[0])
+
+    @property
+    def page_dim(self) -> int:
+        """Find the dimension of pages in the pool; that of their rows is the next."""
+        return self._pool()[1].dims.index("P")
+
+    @property
+    def page_size(self) -> int:
+        """Count the rows of a page."""
+        return self.kept.shape[self.page_dim + 1]
+
+    def _pool(self) -> tuple[str, Pool]:
+        kinds = Declaration(type(self)).kinds.items()
+        return next((name, kind) for name, kind in kinds if isinstance(kind, Pool))
+
+    def with_pool(self, pool: Tensor) -> Self:
+        """Put another pool in the place of this one."""
+        return replace(self, **{self._pool()[0]: pool})
+
+    def in_pieces(
+        self, size: int, run: Callable[[Self], tuple[Out, Tensor]]
+    ) -> tuple[list[Out], Tensor]:
+        """Run a sequence that is new by so many tokens at once.
+
+        Args:
+            size: tokens of each piece; the last may have fewer.
+            run: takes a piece, and returns results and the pool, over which the next one runs.
+
+        Returns:
+            The results of each piece, and the pool.
+        """
+        outs, pool, total = [], self.kept, int(self.cu_seqlens[-1])
+        for begin in range(0, total, size):
+            end = min(begin + size, total)
+            piece = replace(
+                self.with_pool(pool),
+                **self.rows_at(slice(begin, end)),
+                cu_seqlens=offsets([end - begin]),
+                seq_lens=offsets([end])[1:],
+            )
+            out, pool = run(piece)
+            outs.append(out)
+        return outs, pool
+
+    def of(self, seqs: Sequence[int]) -> tuple[Tensor, Self]:
+        """Take some sequences, in this order and without padding; and find their rows."""
+        spans = [*pairwise(self.cu_seqlens.tolist())]
+        rows = torch.cat([torch.arange(*spans[n]) for n in seqs])
+        part = replace(
+            self,
+            **self.rows_at(rows),
+            cu_seqlens=offsets([spans[n][1] - spans[n][0] for n in seqs]),
+            seq_lens=self.seq_lens[seqs],
+            page_table=self.page_table[seqs],
+        )
+        return rows, part
 
 
 def oracle_of(declaration: Declaration) -> Callable[[Op], Any]:

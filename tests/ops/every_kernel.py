@@ -45,14 +45,13 @@ from tests.ops.latent_attention import cases as latents
 from tests.ops.linear import cases as linears
 from tests.ops.lora import cases as loras
 from tests.ops.ngram_embedding import cases as ngrams
-from tests.ops.packed_backward import gradients
+from tests.ops.packed_backward import gradients, make_channels
 from tests.ops.packed_backward import moved as arguments_moved
 from tests.ops.paged_attention import cases as paged
 from tests.ops.pooled_selection_step import cases as indexing
 from tests.ops.ragged_attention import cases as ragged
 from tests.ops.recurrent_triton import on_device
 from tests.ops.registered import channel_recurrences, public_ops
-from tests.ops.rg_lru import backward as rg_lru_backward
 from tests.ops.select_blocks import cases as selection
 from tests.ops.selective_scan import backward as scan_backward
 from tests.ops.selective_scan import cases as scans
@@ -63,7 +62,6 @@ from tests.ops.ssd import step_mamba2_cases as ssd_step_cases
 from tests.ops.ssd.step_lightning_family import FAMILY as LIGHTNING
 from tests.ops.ssd.step_mamba2_family import FAMILY as MAMBA2
 from tests.ops.step_family import Family
-from tests.ops.wkv import backward as wkv_backward
 from torch_hybrid.ops import (
     block_attention,
     causal_conv1d,
@@ -315,8 +313,7 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     name = "causal_conv1d_backward"
     yield name, lambda device: gradients(conv_backward.on(backward, device))
     scan = ssd_backward.make_backward(dtype=dtype)
-    lru = rg_lru_backward.make_backward(dtype=dtype)
-    mean = wkv_backward.make_backward(dtype=dtype)
+    lru, mean = (make_channels(name, dtype=dtype) for name in ("rg_lru", "wkv"))
     selective = scan_backward.make_backward(dtype=dtype)
     backwards = {"ssd": scan, "rg_lru": lru, "wkv": mean, "selective_scan": selective}
     for name, call in backwards.items():

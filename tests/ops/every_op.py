@@ -462,8 +462,6 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "power_sum": lambda: _without_indices(torch.randn(5, 37), 2),
     "previous_rows": _previous_rows,
     "ragged_attention_with_lse": _ragged_attention,
-    "rg_lru_backward": lambda: _trained_channels("rg_lru", "backward"),
-    "rg_lru_forward": lambda: _trained_channels("rg_lru", "forward"),
     "route": lambda: _without_indices(torch.randn(5, 16), torch.randn(16), 3, score="softmax"),
     "select_blocks": _select_blocks,
     "selective_scan": _scan,
@@ -479,8 +477,11 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "token_logprobs_backward": lambda: _token_logprobs("backward"),
     "token_logprobs_forward": lambda: _token_logprobs("forward"),
     "top_k": lambda: _without_indices(torch.randn(5, 37), 3),
-    "wkv_backward": lambda: _trained_channels("wkv", "backward"),
-    "wkv_forward": lambda: _trained_channels("wkv", "forward"),
+}
+CALLS |= {
+    name: partial(_trained_channels, *name.rsplit("_", 1))
+    for name in public_ops()
+    if name not in CALLS and name.endswith(("_forward", "_backward"))
 }
 CALLS |= {name: partial(_of_own_cases, name) for name in public_ops() if name not in CALLS}
 # Integers that are values and name no place.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from importlib import import_module
 from itertools import pairwise
 from typing import TypeVar
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.ops.registered import public_ops
-from torch_hybrid.ops.core.declare import Declaration, Op, Rows
+from torch_hybrid.ops.core.declare import DECLARED, Declaration, Op, Rows
 
 Backward = TypeVar("Backward", bound=Op)
+OPS = public_ops()
 
 
 def tensors(x: Op) -> dict[str, Tensor]:
@@ -26,6 +28,39 @@ def moved(x: Backward, device: str) -> Backward:
     return replace(x, **{name: each.to(device) for name, each in tensors(x).items()})
 
 
+def make_channels(
+    name: str,
+    lengths: tuple[int, ...] = (70, 0, 1, 200, 64),
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    num_padding_tokens: int = 7,
+    has_states: bool = True,
+    **sizes: int,
+) -> Op:
+    """Make the arguments of the backward of a recurrence of single channels from its cases, with
+    NaN in rows of padding, and with states at both ends or at none."""
+    cases = import_module(f"tests.ops.{name}.cases")
+    case = cases.Case(lengths=lengths, num_padding_tokens=num_padding_tokens, **sizes)
+    x = cases.make_inputs(case, dtype)
+    given = x.tokens(slice(None))
+    given["dout"] = torch.randn_like(next(iter(given.values())))
+    given = {name: rows.contiguous() for name, rows in given.items()}
+    for rows in given.values():
+        rows[sum(lengths) :] = torch.nan
+    if has_states:  # of slots that hold none, those of the last, which nobody has
+        initial = x.state.where(x.state == x.state, x.state[-1])[: len(lengths)]
+        given |= {"initial_state": initial, "dfinal_state": torch.randn_like(initial)}
+    declaration = DECLARED[f"{name}_backward"]
+    return moved(
+        declaration.cls(
+            **{each: given.get(each, getattr(x, each, None)) for each in declaration.kinds},
+            impl="triton",
+        ),
+        device,
+    )
+
+
 def widened(x: Backward) -> Backward:
     """Convert all numbers to float64, on a CPU."""
     given = tensors(moved(x, "cpu")).items()
@@ -35,7 +70,7 @@ def widened(x: Backward) -> Backward:
 def gradients(x: Op, impl: str = "triton") -> tuple[Tensor, ...]:
     """Call the op."""
     given = {f.name: getattr(x, f.name) for f in fields(x)}
-    grads: tuple[Tensor, ...] = public_ops()[Declaration(type(x)).name](**given | {"impl": impl})
+    grads: tuple[Tensor, ...] = OPS[Declaration(type(x)).name](**given | {"impl": impl})
     return grads
 
 

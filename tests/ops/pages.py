@@ -1,4 +1,4 @@
-"""Sequences laid out in shuffled pages, for the families whose ops read a page table."""
+"""Sequences laid out in shuffled pages and slots."""
 
 from __future__ import annotations
 
@@ -72,3 +72,25 @@ def slots_of(pages: Tensor, length: int, page_size: int) -> Tensor:
 def offsets(counts: Sequence[int]) -> Tensor:
     """``cu_seqlens`` of sequences with these numbers of tokens."""
     return torch.tensor([0, *counts]).cumsum(0).int()
+
+
+def in_slots(
+    lengths: Sequence[int], generator: torch.Generator, *pools: Tensor
+) -> dict[str, Tensor]:
+    """Give each sequence a slot of the pools, of which one in three is a new sequence's.
+
+    Slots that no sequence starts from become NaN: those of new sequences, and the null slot.
+
+    Returns:
+        Offsets, initial indices and state indices, by name.
+    """
+    state_indices = 1 + torch.randperm(len(pools[0]) - 2, generator=generator)[: len(lengths)]
+    is_new = torch.arange(len(lengths)) % 3 == 1
+    for pool in pools:
+        pool[state_indices[is_new]] = torch.nan
+        pool[0] = torch.nan
+    return {
+        "cu_seqlens": offsets(lengths),
+        "initial_indices": torch.where(is_new, 0, state_indices).int(),
+        "state_indices": state_indices.int(),
+    }

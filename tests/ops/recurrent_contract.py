@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import pytest
 import torch
@@ -36,7 +36,6 @@ class Case(Protocol):
 class AnyInputs(Protocol):
     """The tensors of a call, in the op's order, and its options; a frozen dataclass."""
 
-    state: Tensor
     cu_seqlens: Tensor
     initial_indices: Tensor
     state_indices: Tensor
@@ -83,6 +82,11 @@ def run_reference(reference: Callable[..., Tensor], inputs: AnyInputs) -> Tensor
     return reference(*inputs.args(), **inputs.options())
 
 
+def pool_of(inputs: Any) -> Tensor:
+    """Find the pool of states."""
+    return getattr(inputs, getattr(inputs, "pool_name", "state"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """What the reference makes of inputs, in float64 and in their own dtype."""
@@ -110,16 +114,17 @@ class Expected:
         assert out.dtype == next(iter(self.inputs.tokens(slice(0)).values())).dtype
         assert_within_budget(out, self.out_exact, self.out_reference)
         slots = written_slots(self.inputs)
-        assert_within_budget(state[slots], self.exact.state[slots], self.reference.state[slots])
+        exact, own = pool_of(self.exact)[slots], pool_of(self.reference)[slots]
+        assert_within_budget(state[slots], exact, own)
         num_tokens = int(self.inputs.cu_seqlens[-1])
         assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
         others = torch.ones(len(state), dtype=torch.bool)
         others[slots.long()] = False
-        assert_same_bits(state[others], self.inputs.state[others])
+        assert_same_bits(state[others], pool_of(self.inputs)[others])
 
     def check_form(self, form: Form) -> None:
         inputs = self.inputs.copy()
-        self.check(form(inputs), inputs.state)
+        self.check(form(inputs), pool_of(inputs))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

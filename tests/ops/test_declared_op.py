@@ -155,7 +155,7 @@ def test_schemas() -> None:
 
 
 def schemas() -> str:
-    return "".join(f"{overload(op)._schema}\n" for op in dict.fromkeys(map(op_of, CALLS)))
+    return "".join(f"{overload(op)._schema}\n" for op in sorted({*map(op_of, CALLS)}))
 
 
 @forms()

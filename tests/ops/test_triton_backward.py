@@ -15,14 +15,12 @@ import torch
 
 from tests.devices import needs_cuda
 from tests.ops.delta_rule.backward import make_backward as make_delta_rule
-from tests.ops.packed_backward import check, check_single, gradients, moved
-from tests.ops.rg_lru.backward import make_backward as make_rg_lru
+from tests.ops.packed_backward import check, check_single, gradients, make_channels, moved
 from tests.ops.selective_scan.backward import make_backward as make_scan
 from tests.ops.ssd.backward import make_backward as make_ssd
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from tests.ops.wkv.backward import make_backward as make_wkv
 from torch_hybrid.ops.core.declare import Op
 from torch_hybrid.ops.core.registration import REGISTERED
 from torch_hybrid.ops.delta_rule.training.op import TrainedDeltaRule
@@ -105,7 +103,7 @@ DIMS = ((128, 128), (64, 96), (256, 256))
 SHORT = {"lengths": (1, 1, 33, 0, 1, 64, 1, 1), "heads": (1, 1), "dims": (16, 16)}
 FAMILIES = {
     "rg_lru": Family(
-        make=make_rg_lru,
+        make=partial(make_channels, "rg_lru", num_heads=3, head_dim=7),
         interpreted=(*FROM_STATES_OR_NOT, {"lengths": (), "num_padding_tokens": 3}),
         rounded_tolerance=1e-2,
         single={"lengths": (70, 1, 200)},
@@ -120,7 +118,7 @@ FAMILIES = {
     ),
     # An exponent near 8 loses half of 1e-6 of a decay at each token, in any walk: C++ is 8e-6 off.
     "wkv": Family(
-        make=make_wkv,
+        make=partial(make_channels, "wkv", num_channels=21),
         interpreted=(
             *FROM_STATES_OR_NOT,
             {"lengths": (), "num_padding_tokens": 3, "tolerance": 1e-6},

@@ -17,7 +17,7 @@ from tests.ops.contract import (
     skip_reason,
 )
 from tests.ops.pages import offsets
-from tests.ops.recurrent_contract import AnyInputs, Expected
+from tests.ops.recurrent_contract import AnyInputs, Expected, pool_of
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Implementation
 
 DEVICE = "cpu"
@@ -25,22 +25,20 @@ DEVICE = "cpu"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """A recurrence: its op, its oracle and its inputs. ``cases`` has one named "mixed"."""
+    """A recurrence: its op, its oracle, its inputs, and the cases whose sequence is cut."""
 
     op: Callable[..., Tensor]
     implementations: Mapping[str, Implementation]
     reference: Callable[..., Tensor]
     cases: Mapping[str, Any]
     make_inputs: Callable[..., Any]
+    cut: tuple[str, ...] = ("mixed",)
 
     def run(self, inputs: AnyInputs, impl: str) -> Tensor:
-        return self.op(*inputs.args(), impl=impl)
+        return self.op(*inputs.args(), **inputs.options(), impl=impl)
 
     def expect(self, inputs: AnyInputs) -> Expected:
         return Expected.of(self.reference, inputs)
-
-    def mixed(self, **changes: object) -> Any:
-        return self.make_inputs(replace(self.cases["mixed"], **changes))
 
     @cache  # noqa: B019  (a few families live as long as the process)
     def expect_case(self, case: Any, dtype: torch.dtype) -> Expected:
@@ -66,22 +64,26 @@ class VectorStateContract:
             metafunc.parametrize("impl", impls)
         if "case" in metafunc.fixturenames:
             metafunc.parametrize("case", self.family.cases.values(), ids=self.family.cases)
+        if "cut" in metafunc.fixturenames:
+            metafunc.parametrize("cut", self.family.cut)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
     def test_it_is_as_exact_as_the_reference(self, impl: str, case: Any, dtype: torch.dtype):
         expected = self.family.expect_case(case, dtype)
         inputs = expected.inputs.copy()
-        expected.check(self.family.run(inputs, impl), inputs.state)
+        expected.check(self.family.run(inputs, impl), pool_of(inputs))
 
-    def test_segments_are_the_whole(self, impl: str):
+    def test_segments_are_the_whole(self, impl: str, cut: str):
         """Cutting a sequence anywhere changes nothing, nor does where a new one begins."""
-        run, whole = self.family.run, self.family.mixed(lengths=(150,), num_padding_tokens=0)
+        run = self.family.run
+        case = replace(self.family.cases[cut], lengths=(150,), num_padding_tokens=0)
+        whole = self.family.make_inputs(case)
         for initial in (whole.initial_indices, whole.initial_indices * 0):
-            uncut, cut = (replace(whole.copy(), initial_indices=initial) for _ in range(2))
+            uncut, segmented = (replace(whole.copy(), initial_indices=initial) for _ in range(2))
             outs = []
             for start, end in [(0, 1), (1, 3), (3, 50), (50, 52), (52, 150)]:
                 piece = replace(
-                    cut,
+                    segmented,
                     **whole.tokens(slice(start, end)),
                     cu_seqlens=offsets([end - start]),
                     initial_indices=whole.state_indices if start else initial,
@@ -89,7 +91,7 @@ class VectorStateContract:
                 outs.append(run(piece, impl))
             expected, slots = run(uncut, impl), whole.state_indices
             torch.testing.assert_close(torch.cat(outs), expected)
-            torch.testing.assert_close(cut.state[slots], uncut.state[slots])
+            torch.testing.assert_close(pool_of(segmented)[slots], pool_of(uncut)[slots])
             if BATCH_INVARIANT in self.family.implementations[impl].capability.features:
                 assert torch.equal(torch.cat(outs), expected)
-                assert torch.equal(cut.state[slots], uncut.state[slots])
+                assert torch.equal(pool_of(segmented)[slots], pool_of(uncut)[slots])

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import torch_hybrid as th
+from tests.errors import error_text
 from tests.parallel.jobs import SIZES, make
 from tests.parallel.processes import results, run_ranks
 
@@ -57,9 +58,7 @@ def serve_idle_or_not() -> str:
     runner = th.Runner(model, **SIZES, compile=False, check_batch=agreement.check)
     seqs = runner.new_sequences(1)
     busy = dist.get_rank() == 1
-    with pytest.raises(RuntimeError) as raised:
-        runner.extend(seqs if busy else [], [[5]] if busy else [])
-    return str(raised.value)
+    return error_text(RuntimeError, runner.extend, seqs if busy else [], [[5]] if busy else [])
 
 
 def test_a_rank_without_work_beside_one_with():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torch_hybrid as th
+from tests.errors import error_text
 from tests.tiny_models import make_hybrid
 from torch_hybrid.graphs.compiling import toolchain
 from torch_hybrid.ops.native.build import native_instructions
@@ -33,9 +34,7 @@ def not_a_folder(tmp_path):
 
 
 def refused(**options):
-    with pytest.raises(th.UnsupportedError) as caught:
-        th.Runner(make_hybrid(), **SIZES, **options)
-    return str(caught.value)
+    return error_text(th.UnsupportedError, th.Runner, make_hybrid(), **SIZES, **options)
 
 
 def test_nothing_is_missing_here():

@@ -15,6 +15,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.fx import Graph
 
+from tests.errors import error_text
 from tests.graphs import overlap_jobs
 from tests.graphs.traced import (
     WIDTH,
@@ -307,9 +308,7 @@ b1                                           causal_conv1d""",
 
 def refusal(step: Step, *args: Any) -> str:
     traced = trace(step, *args)
-    with pytest.raises(RuntimeError) as caught:
-        interleave_halves(traced.module.graph)
-    return str(caught.value)
+    return error_text(RuntimeError, interleave_halves, traced.module.graph)
 
 
 def test_halves_that_need_each_other():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.ops.declared import DeclaredInputs
+from tests.ops.declared import PagedInputs
 from tests.ops.paged_attention import cases as pages
 from torch_hybrid.ops.block_attention.op import BlockAttention
 
@@ -23,7 +23,7 @@ class Case:
 
 
 @dataclass(slots=True, kw_only=True)
-class Inputs(DeclaredInputs, BlockAttention):
+class Inputs(PagedInputs, BlockAttention):
     """The arguments of one call."""
 
     impl: str = ""

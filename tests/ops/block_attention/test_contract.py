@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from tests.errors import error_text
 from tests.ops.block_attention.cases import CASES, SMALL, Case, Inputs, make_inputs
 from tests.ops.contract import assert_within_budget, impl_fixture
-from tests.ops.pages import offsets
 from torch_hybrid.ops.block_attention import block_attention, reference
 from torch_hybrid.ops.block_attention.op import IMPLEMENTATIONS
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT
@@ -70,35 +70,13 @@ def test_large_logits_do_not_overflow(impl: str):
     assert attend(inputs, impl)[0].isfinite().all()
 
 
-def part(inputs: Inputs, rows: Tensor, seqs: list[int], counts: list[int]) -> Inputs:
-    """Some sequences alone, whose tokens are ``rows``."""
-    return replace(
-        inputs,
-        q=inputs.q[rows],
-        k=inputs.k[rows],
-        v=None if inputs.v is None else inputs.v[rows],
-        blocks=inputs.blocks[rows],
-        cu_seqlens=offsets(counts),
-        seq_lens=inputs.seq_lens[seqs],
-        page_table=inputs.page_table[seqs],
-        slot_mapping=inputs.slot_mapping[rows],
-    )
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunked_equals_whole(impl: str, chunk: int):
     case, total = CASES["long_extend"], min(131, 20 * chunk)
     case = replace(case, pages=replace(case.pages, lengths=((total, total),)))
     whole = make_inputs(case)
     expected, expected_kv = attend(whole, impl)
-    kv, outs = whole.kv, []
-    for begin in range(0, total, chunk):
-        rows = torch.arange(begin, min(begin + chunk, total))
-        piece = part(whole, rows, [0], [len(rows)])
-        seq_lens = (rows[-1:] + 1).int()
-        piece = replace(piece, kv=kv, seq_lens=seq_lens)
-        out, kv = attend(piece, impl)
-        outs.append(out)
+    outs, kv = whole.in_pieces(chunk, lambda piece: attend(piece, impl))
     torch.testing.assert_close(torch.cat(outs), expected, atol=2e-6, rtol=1e-5)
     if BATCH_INVARIANT in IMPLEMENTATIONS[impl].capability.features:
         assert torch.equal(torch.cat(outs), expected)
@@ -121,9 +99,7 @@ def failing(impl: str, **changes: object) -> str:
     tensors = {name: value for name, value in changes.items() if isinstance(value, Tensor)}
     options = {name: value for name, value in changes.items() if name not in tensors}
     options = {"block_size": 4, "scale": 1.0, "impl": impl, **options}
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        block_attention(*replace(inputs, **tensors).args(), **options)
-    return str(error.value)
+    return error_text(ValueError, block_attention, *replace(inputs, **tensors).args(), **options)
 
 
 def test_error_texts():

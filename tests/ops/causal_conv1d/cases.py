@@ -5,16 +5,13 @@ Legend: N sequences, T tokens, C channels, W width, S slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from tests.ops.declared import DeclaredInputs
+from tests.ops.declared import RecurrentInputs
+from tests.ops.pages import in_slots
 from torch_hybrid.ops.causal_conv1d.op import CausalConv1d
-
-OF_TOKENS = ("x", "input_gate", "output_gate", "token_taps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,30 +29,11 @@ class Case:
 
 
 @dataclass(slots=True, kw_only=True)
-class Inputs(DeclaredInputs, CausalConv1d):
+class Inputs(RecurrentInputs, CausalConv1d):
     """The arguments of one call."""
 
     activation: str = "silu"
     impl: str = ""
-
-    def args(self) -> tuple[Tensor | None, ...]:
-        """The positional ones, which are not copied."""
-        given = (getattr(self, each.name) for each in fields(CausalConv1d) if not each.kw_only)
-        return tuple(given)
-
-    def options(self) -> dict[str, Any]:
-        options = {
-            "activation": self.activation,
-            "input_gate": self.input_gate,
-            "output_gate": self.output_gate,
-            "token_taps": self.token_taps,
-        }
-        return {name: option for name, option in options.items() if option is not None}
-
-    def tokens(self, index: Any) -> dict[str, Tensor]:
-        """What is given for each token, of some of them."""
-        given = {name: getattr(self, name) for name in OF_TOKENS}
-        return {name: tensor[index] for name, tensor in given.items() if tensor is not None}
 
 
 CASES = {
@@ -92,14 +70,11 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     Slots that no sequence starts from hold NaN: those of new sequences, and the null slot.
     """
     rng = torch.Generator().manual_seed(seed)
-    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_slots = len(case.lengths) + 3
     num_tokens, past = sum(case.lengths) + case.num_padding_tokens, case.width - 1
     projected = torch.randn(num_tokens, case.channels + 24, generator=rng).to(dtype)
     conv_state = torch.randn(num_slots, past, case.channels, generator=rng).to(dtype)
-    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
-    is_new = torch.arange(num_seqs) % 3 == 1
-    conv_state[state_indices[is_new]] = torch.nan
-    conv_state[0] = torch.nan
+    slots = in_slots(case.lengths, rng, conv_state)
     bias = torch.randn(case.channels, generator=rng).to(dtype)
     weight = torch.randn(case.channels, case.width, generator=rng).to(dtype)
     gates = {}
@@ -117,14 +92,7 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
         weight=weight,
         bias=bias if case.has_bias else None,
         conv_state=conv_state,
-        cu_seqlens=offsets(case.lengths),
-        initial_indices=torch.where(is_new, 0, state_indices).int(),
-        state_indices=state_indices.int(),
+        **slots,
         activation=case.activation,
         **gates,
     )
-
-
-def offsets(lengths: tuple[int, ...] | list[int]) -> Tensor:
-    """cu_seqlens of these lengths."""
-    return torch.tensor([0, *lengths]).cumsum(0).int()

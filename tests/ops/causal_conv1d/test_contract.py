@@ -3,107 +3,45 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.lfm2 import modeling_lfm2 as lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from tests.ops.causal_conv1d.cases import CASES, Case, Inputs, make_inputs, offsets
-from tests.ops.contract import (
-    assert_within_budget,
-    impls_on,
-    skip_reason,
-    written_slots,
-)
+from tests.ops.causal_conv1d.cases import CASES, Case, make_inputs
+from tests.ops.contract import assert_same_bits
+from tests.ops.vector_state_contract import Family, VectorStateContract
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS
 from torch_hybrid.ops.causal_conv1d.reference import causal_conv1d_reference
 
-DEVICE = "cpu"
-
-every_impl = pytest.mark.parametrize(
-    "impl",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.skipif(reason is not None, reason=reason or "it runs here"),
-        )
-        for name in impls_on(DEVICE, IMPLEMENTATIONS)
-        for reason in [skip_reason(IMPLEMENTATIONS[name], DEVICE)]
-    ],
-)
 _NO_PROJECTIONS = lfm2.Lfm2Config(
     hidden_size=CASES["lfm2"].channels, num_hidden_layers=1, layer_types=["conv"]
 )
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """What the reference makes of inputs, in float64 and in their own dtype."""
-
-    inputs: Inputs
-    exact: Inputs
-    out_exact: Tensor
-    reference: Inputs
-    out_reference: Tensor
-
-    def check(self, out: Tensor, conv_state: Tensor) -> None:
-        assert out.dtype == self.inputs.x.dtype
-        assert_within_budget(out, self.out_exact, self.out_reference)
-        slots = written_slots(self.inputs)
-        assert torch.equal(conv_state[slots], self.reference.conv_state[slots])
-
-
-@cache
-def _expect(case: Case, dtype: torch.dtype) -> Expected:
-    inputs = make_inputs(case, dtype)
-    exact, reference = inputs.exact(), inputs.fresh()
-    return Expected(
-        inputs=inputs,
-        exact=exact,
-        out_exact=causal_conv1d_reference(exact),
-        reference=reference,
-        out_reference=causal_conv1d_reference(reference),
-    )
-
-
-def _run(inputs: Inputs, impl: str) -> Tensor:
-    return causal_conv1d(*inputs.args(), **inputs.options(), impl=impl)
-
-
-@every_impl
-@every_case
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_it_is_as_exact_as_the_reference(impl: str, case: Case, dtype: torch.dtype):
-    expected = _expect(case, dtype)
-    inputs = expected.inputs.fresh()
-    expected.check(_run(inputs, impl), inputs.conv_state)
-
-
-@every_impl
-@pytest.mark.parametrize(
-    "form",
-    [{}, {"has_gates": True}, {"num_heads": 5}],
-    ids=["plain", "gates", "token_taps"],
+FAMILY = Family(
+    op=causal_conv1d,
+    implementations=IMPLEMENTATIONS,
+    reference=causal_conv1d_reference,
+    cases=CASES,
+    make_inputs=make_inputs,
+    cut=("shorter_than_the_state", "gates", "token_taps"),
 )
-def test_segments_are_the_whole(impl: str, form: dict[str, int]):
-    """Cutting a sequence anywhere, also into pieces shorter than the state, changes nothing."""
-    whole = make_inputs(Case(lengths=(150,), width=5, has_bias=True, **form))
-    segmented = whole.fresh()
-    outs = []
-    for start, end in [(0, 1), (1, 3), (3, 50), (50, 52), (52, 150)]:
-        tokens = whole.tokens(slice(start, end))
-        piece = replace(segmented, **tokens, cu_seqlens=offsets([end - start]))
-        outs.append(_run(piece, impl))
-    torch.testing.assert_close(torch.cat(outs), _run(whole, impl))
-    slots = whole.state_indices
-    assert torch.equal(segmented.conv_state[slots], whole.conv_state[slots])
+
+
+class TestContract(VectorStateContract):
+    family = FAMILY
+
+    @pytest.mark.parametrize("gate", ["input_gate", "output_gate"])
+    def test_one_gate_alone(self, impl: str, gate: str):
+        """The other is all ones."""
+        inputs = make_inputs(CASES["gates"])
+        one = replace(inputs.copy(), **{gate: None})
+        both = replace(inputs.copy(), **{gate: torch.ones_like(inputs.x)})
+        torch.testing.assert_close(self.family.run(one, impl), self.family.run(both, impl))
+        assert_same_bits(one.conv_state, both.conv_state)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +81,7 @@ def test_segments_are_the_whole(impl: str, form: dict[str, int]):
 def test_errors_name_the_argument(changes: dict[str, object], message: str):
     inputs = replace(make_inputs(Case(lengths=(5, 3))), **changes)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        _run(inputs, "torch")
+        FAMILY.run(inputs, "torch")
 
 
 @pytest.mark.parametrize("width", [2, 4, 7])
@@ -155,17 +93,6 @@ def test_reference_agrees_with_conv1d(width: int):
     padded = F.pad(inputs.x.T, (width - 1, 0))
     theirs = F.conv1d(padded, inputs.weight[:, None], inputs.bias, groups=len(padded)).T
     torch.testing.assert_close(out, theirs)
-
-
-@every_impl
-@pytest.mark.parametrize("gate", ["input_gate", "output_gate"])
-def test_one_gate_alone(impl: str, gate: str):
-    """The other is all ones."""
-    inputs = make_inputs(CASES["gates"])
-    one = replace(inputs.fresh(), **{gate: None})
-    both = replace(inputs.fresh(), **{gate: torch.ones_like(inputs.x)})
-    torch.testing.assert_close(_run(one, impl), _run(both, impl))
-    _assert_same_state(one, both)
 
 
 def test_reference_with_gates_agrees_with_transformers():
@@ -208,9 +135,3 @@ def test_reference_agrees_with_transformers():
     out = causal_conv1d_reference(inputs)
     torch.testing.assert_close(out, out_theirs[0].T)
     assert torch.equal(inputs.conv_state[slot], theirs[0].T[1:])
-
-
-def _assert_same_state(actual: Inputs, expected: Inputs) -> None:
-    torch.testing.assert_close(
-        actual.conv_state, expected.conv_state, rtol=0, atol=0, equal_nan=True
-    )

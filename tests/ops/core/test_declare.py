@@ -16,6 +16,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tests.errors import error_text
 from torch_hybrid.ops.core import declare
 from torch_hybrid.ops.core.capability import NO_FEATURES, Capability, Implementation
 from torch_hybrid.ops.core.declare import (
@@ -547,9 +548,7 @@ def test_layouts_of_the_last_dimension_wide_dtypes_and_two_pools():
     ) -> str:
         slots, more = (q.new_zeros(num, q.shape[-1]) for num in (5, 7))
         pools = slots, q.new_zeros(pages), more
-        with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-            scores(q, weights, table, *pools, impl="torch", taps=taps)
-        return str(error.value)
+        return error_text(ValueError, scores, q, weights, table, *pools, impl="torch", taps=taps)
 
     errors = [
         failing(q[0], wide, table),

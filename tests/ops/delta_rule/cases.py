@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.ops.declared import RecurrentInputs
-from tests.ops.pages import offsets
+from tests.ops.pages import in_slots
 from torch_hybrid.ops.delta_rule.op import GatedDeltaRule, KimiDeltaAttention
 
 
@@ -53,7 +53,7 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, channels: bool) 
     each channel of K has a decay of its own.
     """
     rng = torch.Generator().manual_seed(seed)
-    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_slots = len(case.lengths) + 3
     num_tokens = sum(case.lengths) + case.num_padding_tokens
     k_size, v_size = case.num_k_heads * case.k_dim, case.num_v_heads * case.v_dim
     qkv = torch.randn(num_tokens, 2 * k_size + v_size, generator=rng).to(dtype)
@@ -63,10 +63,7 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, channels: bool) 
     g[torch.rand(num_tokens, generator=rng) < 0.03] = -20.0
     g[torch.rand(decays, generator=rng) < 0.03] = -20.0
     state = torch.randn(num_slots, case.num_v_heads, case.v_dim, case.k_dim, generator=rng)
-    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
-    is_new = torch.arange(num_seqs) % 3 == 1
-    state[state_indices[is_new]] = torch.nan
-    state[0] = torch.nan
+    slots = in_slots(case.lengths, rng, state)
     return (KimiInputs if channels else GatedInputs)(
         q=q.unflatten(1, (case.num_k_heads, case.k_dim)),
         k=k.unflatten(1, (case.num_k_heads, case.k_dim)),
@@ -74,8 +71,6 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, channels: bool) 
         g=g,
         beta=torch.rand(num_tokens, case.num_v_heads, generator=rng),
         state=state,
-        cu_seqlens=offsets(case.lengths),
-        initial_indices=torch.where(is_new, 0, state_indices).int(),
-        state_indices=state_indices.int(),
+        **slots,
         scale=case.k_dim**-0.5,
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.ops import step_family
-from tests.ops.pages import offsets
+from tests.ops.pages import in_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, by_channel: bool
     """
     rng = torch.Generator().manual_seed(seed)
     randn = partial(torch.randn, generator=rng)
-    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_slots = len(case.lengths) + 3
     num_tokens = sum(case.lengths) + case.num_padding_tokens
     v_size = case.num_v_heads * case.v_dim
     channels = 2 * case.num_k_heads * case.k_dim + v_size
@@ -80,11 +80,7 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, by_channel: bool
     qkv, z, b, a = randn(num_tokens, sum(widths)).to(dtype).split(widths, 1)
     state = randn(num_slots, case.num_v_heads, case.v_dim, case.k_dim)
     conv_state = randn(num_slots, case.width - 1, channels).to(dtype)
-    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
-    is_new = torch.arange(num_seqs) % 3 == 1
-    for pool in (state, conv_state):
-        pool[state_indices[is_new]] = torch.nan
-        pool[0] = torch.nan
+    slots = in_slots(case.lengths, rng, state, conv_state)
     of_gates = torch.float32 if case.wide else dtype
     return Inputs(
         qkv=qkv,
@@ -98,9 +94,7 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, by_channel: bool
         norm_weight=randn(case.v_dim).to(of_gates),
         conv_state=conv_state,
         state=state,
-        cu_seqlens=offsets(case.lengths),
-        initial_indices=torch.where(is_new, 0, state_indices).int(),
-        state_indices=state_indices.int(),
+        **slots,
         activation=case.activation,
         scale=case.k_dim**-0.5,
         rule=dict(case.options),

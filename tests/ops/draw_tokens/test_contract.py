@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from tests.devices import needs_cuda
+from tests.errors import error_text
 from tests.ops.contract import impl_fixture, rows_apart
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import interprets
@@ -169,11 +170,10 @@ def test_error_texts() -> None:
         (logits, settings.float(), {}),
         (logits, settings, {"num_ranked": -1}),
     ]
-    errors = []
-    for given, own, options in calls:
-        with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-            draw_tokens(given, own, **(ALL | {"impl": "torch"} | options))
-        errors.append(str(error.value))
+    errors = [
+        error_text(ValueError, draw_tokens, given, own, **(ALL | {"impl": "torch"} | options))
+        for given, own, options in calls
+    ]
     assert_expected_inline(
         "\n".join(errors),
         """\

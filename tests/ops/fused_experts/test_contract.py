@@ -11,6 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from tests.errors import error_text
 from tests.ops.block_scales import FP8_OPCHECKS
 from tests.ops.contract import (
     assert_draws_within_budget,
@@ -327,9 +328,7 @@ def test_opcheck_of_integers(impl: str, name: str, stored: str) -> None:
 def failing(impl: str = "torch", /, **changes: object) -> str:
     names = ("x", "expert_ids", "expert_weights", "gate_up", "down")
     arguments = dict(zip(names, make_inputs(SMALL), strict=True)) | {"activation": "silu"}
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        fused_experts(**{**arguments, **changes}, impl=impl)
-    return str(error.value)
+    return error_text(ValueError, fused_experts, **{**arguments, **changes}, impl=impl)
 
 
 def fp8_errors() -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tests.ops.declared import DeclaredInputs
+from tests.ops.declared import PagedInputs
 from tests.ops.pages import lay_out
 from torch_hybrid.ops.formats.fp8_kv import rounded
 from torch_hybrid.ops.latent_attention.op import LatentAttention
@@ -37,15 +37,10 @@ TENSORS = ("q_latent", "q_rope", "latent", "k_rope", "pool",
 
 
 @dataclass(slots=True, kw_only=True)
-class Inputs(DeclaredInputs, LatentAttention):
+class Inputs(PagedInputs, LatentAttention):
     """The arguments of one call."""
 
     impl: str = ""
-
-    def args(self) -> tuple[Tensor, ...]:
-        """The positional arguments; ``pool`` is a copy, so that a call leaves the inputs alone."""
-        given = self.fresh()
-        return tuple(getattr(given, name) for name in TENSORS)
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in another dtype; a pool of 8 bits stays one."""
@@ -61,11 +56,6 @@ class Inputs(DeclaredInputs, LatentAttention):
         """[T, R + P]: the new rows as the pool holds them."""
         rows = torch.cat([self.latent, self.k_rope], 1)
         return rows if self.pool_scale is None else rounded(rows, self.pool_scale)
-
-    def rows(self, rows: Tensor) -> Inputs:
-        """The same pool with these of the new tokens."""
-        names = ("q_latent", "q_rope", "latent", "k_rope", "slot_mapping")
-        return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
 
 CASES = {

@@ -12,14 +12,14 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from tests.errors import error_text
 from tests.ops.block_scales import FP8_OPCHECKS
 from tests.ops.contract import (
     assert_within_budget,
     impl_fixture,
 )
 from tests.ops.latent_attention.cases import CASES, Case, Inputs, make_inputs
-from tests.ops.pages import offsets
-from torch_hybrid.ops.core.capability import BATCH_INVARIANT
+from tests.ops.paged_contract import PagedContract, bits
 from torch_hybrid.ops.latent_attention import (
     latent_attention,
     reference,
@@ -49,8 +49,14 @@ def attend(inputs: Inputs, impl: str, scale: float = 0.1) -> tuple[Tensor, Tenso
     return latent_attention(*args, impl=impl, **options), args[4]
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)
+class TestPages(PagedContract):
+    implementations, cases, small = IMPLEMENTATIONS, CASES, SMALL
+    some = ("deepseek_v2_lite", "odd", "long_decode", "long_extend")
+
+    @staticmethod
+    def attend(inputs: Inputs, impl: str) -> tuple[tuple[Tensor, ...], Tensor]:
+        out, pool = attend(inputs, impl)
+        return (out,), pool
 
 
 # ---- numbers ---------------------------------------------------------------------------------
@@ -148,28 +154,6 @@ def test_large_logits_do_not_overflow(impl: str, make: Callable[..., Inputs]) ->
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunked_equals_whole(impl: str, chunk: int, make: Callable[..., Inputs]) -> None:
-    total = min(70, 20 * chunk)
-    whole = make(replace(SMALL, lengths=((total, total),)))
-    expected, expected_pool = attend(whole, impl)
-    pool, outs = whole.pool, []
-    for begin in range(0, total, chunk):
-        end = min(begin + chunk, total)
-        piece = replace(
-            whole.rows(torch.arange(begin, end)),
-            pool=pool,
-            cu_seqlens=offsets([end - begin]),
-            seq_lens=torch.tensor([end]).int(),
-        )
-        out, pool = attend(piece, impl)
-        outs.append(out)
-    torch.testing.assert_close(torch.cat(outs), expected, atol=2e-6, rtol=1e-5)
-    if BATCH_INVARIANT in IMPLEMENTATIONS[impl].capability.features:
-        assert torch.equal(torch.cat(outs), expected)
-    assert torch.equal(bits(pool), bits(expected_pool))
-
-
 def test_scales_of_8_bits_are_any_numbers(impl: str) -> None:
     inputs = make_inputs(CASES["odd"], unused=0.0).in_fp8(1.3)
     own = replace(inputs.fresh(), scale=0.1)
@@ -195,58 +179,7 @@ def test_opcheck_of_fp8(impl: str) -> None:
 def failing(impl: str, scale: float = 1.0, **changes: Tensor) -> str:
     inputs = replace(make_inputs(SMALL), **changes)
     options = {"scale": scale, "pool_scale": inputs.pool_scale}
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        latent_attention(*inputs.args(), impl=impl, **options)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("name", ["odd", "long_decode"])
-def test_padding_changes_nothing(impl: str, name: str, make: Callable[..., Inputs]) -> None:
-    plain, padded = (make(CASES[name], padding=padding) for padding in ((0, 0), (5, 3)))
-    num_tokens = plain.latent.shape[0]
-    for field in ("q_latent", "q_rope", "latent", "k_rope"):
-        poison = torch.full_like(getattr(padded, field)[num_tokens:], math.nan)
-        padded = replace(padded, **{field: torch.cat([getattr(plain, field), poison])})
-    out, pool = attend(plain, impl)
-    padded_out, padded_pool = attend(padded, impl)
-    assert torch.equal(padded_out[:num_tokens], out)
-    assert torch.equal(padded_out[num_tokens:], torch.zeros_like(padded_out[num_tokens:]))
-    assert torch.equal(bits(padded_pool), bits(pool))
-
-
-@pytest.mark.parametrize("name", ["deepseek_v2_lite", "odd", "long_decode", "long_extend"])
-def test_sequences_do_not_depend_on_one_another(
-    impl: str, name: str, make: Callable[..., Inputs]
-) -> None:
-    """Each sequence alone gives the bits that it gives within the batch, in either order."""
-    inputs = make(CASES[name])
-    out, _ = attend(inputs, impl)
-    counts = inputs.cu_seqlens.diff().tolist()
-    rows = torch.arange(inputs.latent.shape[0]).split(counts)
-    for order in [*([n] for n in range(len(counts))), list(reversed(range(len(counts))))]:
-        picked = torch.cat([rows[n] for n in order])
-        part = replace(
-            inputs.rows(picked),
-            cu_seqlens=offsets([counts[n] for n in order]),
-            seq_lens=inputs.seq_lens[order],
-            page_table=inputs.page_table[order],
-        )
-        assert torch.equal(attend(part, impl)[0], out[picked])
-
-
-def test_page_order_is_irrelevant(impl: str, make: Callable[..., Inputs]) -> None:
-    inputs = make(CASES["odd"])
-    num_pages, page_size, _ = inputs.pool.shape
-    moved = torch.arange(num_pages)
-    moved[1:] = moved[1:].flip(0)
-    page, offset = inputs.slot_mapping // page_size, inputs.slot_mapping % page_size
-    other = replace(
-        inputs,
-        pool=inputs.pool[moved],
-        page_table=moved[inputs.page_table.long()].int(),
-        slot_mapping=(moved[page.long()] * page_size + offset).int(),
-    )
-    assert torch.equal(attend(inputs, impl)[0], attend(other, impl)[0])
+    return error_text(ValueError, latent_attention, *inputs.args(), impl=impl, **options)
 
 
 def test_strided_rows(impl: str, make: Callable[..., Inputs]) -> None:
@@ -260,19 +193,6 @@ def test_strided_rows(impl: str, make: Callable[..., Inputs]) -> None:
         inputs, q_latent=heads_first, q_rope=q_rope, latent=kv_a[:, :512], k_rope=kv_a[:, 512:]
     )
     assert torch.equal(attend(strided, impl)[0], expected)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_writes_its_rows_and_nothing_else(
-    impl: str, name: str, make: Callable[..., Inputs]
-) -> None:
-    inputs = make(CASES[name], padding=(3, 1), unused=7.0)
-    _, pool = attend(inputs, impl)
-    expected = inputs.pool.clone()
-    num_tokens = int(inputs.cu_seqlens[-1])
-    slots = inputs.slot_mapping[:num_tokens].long()
-    bits(expected).flatten(0, 1)[slots] = bits(inputs.rows_kept())[:num_tokens]
-    assert torch.equal(bits(pool), bits(expected))
 
 
 def test_error_texts() -> None:

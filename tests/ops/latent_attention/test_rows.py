@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.ops.contract import impl_fixture, pool_clones
 from tests.ops.latent_attention.cases import CASES, Case, Inputs, make_inputs
+from tests.ops.paged_contract import bits
 from torch_hybrid.ops.latent_attention import (
     gather_latents,
     latent_attention,
@@ -29,10 +30,6 @@ SMALL = Case(num_heads=4, rank=32, rope_dim=16, lengths=((1, 23), (9, 30), (1, 1
 
 
 impl = impl_fixture(STORE_IMPLEMENTATIONS)
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)
 
 
 def store_args(inputs: Inputs) -> tuple[Tensor, ...]:

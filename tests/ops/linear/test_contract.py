@@ -11,6 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from tests.errors import error_text
 from tests.ops.block_scales import FP8_OPCHECKS
 from tests.ops.contract import (
     assert_draws_within_budget,
@@ -331,9 +332,7 @@ def test_what_is_traced_without_scales_does_not_name_them() -> None:
 
 def failing(impl: str = "torch", /, **changes: object) -> str:
     arguments = {**given(make_inputs(SMALL)), **changes}
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        linear(**arguments, impl=impl)
-    return str(error.value)
+    return error_text(ValueError, linear, **arguments, impl=impl)
 
 
 def given(inputs: Inputs) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from tests.errors import error_text
 from tests.ops.contract import assert_within_budget, impl_fixture
 from torch_hybrid.ops.merge_states import merge_states, reference
 from torch_hybrid.ops.merge_states.op import IMPLEMENTATIONS, MergeStates
@@ -131,9 +132,7 @@ def test_error_texts() -> None:
     ]
     errors = []
     for *tensors, impl in calls:
-        with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-            merge_states(*tensors, impl=impl)
-        errors.append(str(error.value))
+        errors.append(error_text(ValueError, merge_states, *tensors, impl=impl))
     assert_expected_inline(
         "\n".join(errors),
         """\

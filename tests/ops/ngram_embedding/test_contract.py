@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
+from tests.errors import error_text
 from tests.ops.contract import impl_fixture
 from tests.ops.ngram_embedding.cases import CASES, EOS, Case, Inputs, make_inputs
 from tests.ops.pages import offsets
@@ -101,9 +102,7 @@ def test_texts_do_not_reach_across_their_end(impl: str):
 
 
 def failing(impl: str, **changes: Tensor) -> str:
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        look_up(replace(make_inputs(CASES["decode"]), **changes), impl)
-    return str(error.value)
+    return error_text(ValueError, look_up, replace(make_inputs(CASES["decode"]), **changes), impl)
 
 
 def test_error_texts():

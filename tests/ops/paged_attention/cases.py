@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tests.ops.declared import DeclaredInputs
+from tests.ops.declared import PagedInputs
 from tests.ops.pages import lay_out
 from torch_hybrid.ops.formats.fp8_kv import rounded
 from torch_hybrid.ops.paged_attention.op import PagedAttention
@@ -29,14 +29,10 @@ class Case:
 
 
 @dataclass(slots=True, kw_only=True)
-class Inputs(DeclaredInputs, PagedAttention):
+class Inputs(PagedInputs, PagedAttention):
     """The arguments of one call."""
 
     impl: str = ""
-
-    def args(self) -> tuple[Tensor, ...]:
-        """The positional arguments; ``kv`` is a copy, so that a call leaves the inputs alone."""
-        return tuple(getattr(self.fresh(), name) for name in TENSORS)
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in another dtype; a pool of 8 bits stays one."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from tests.errors import error_text
 from tests.ops.block_scales import FP8_OPCHECKS
 from tests.ops.contract import (
     assert_within_budget,
@@ -29,8 +29,8 @@ from tests.ops.paged_attention.cases import (
     make_biases,
     make_inputs,
 )
-from tests.ops.pages import offsets, slots_of
-from torch_hybrid.ops.core.capability import BATCH_INVARIANT
+from tests.ops.paged_contract import PagedContract, bits
+from tests.ops.pages import slots_of
 from torch_hybrid.ops.paged_attention import paged_attention, paged_attention_with_lse, reference
 from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, RELATIVE_BIAS
 
@@ -59,8 +59,15 @@ def attend(inputs: Inputs, impl: str, **options: float) -> tuple[Tensor, Tensor,
     return out, lse, args[3]
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)
+class TestPages(PagedContract):
+    implementations, cases, options, nothing = IMPLEMENTATIONS, CASES, OPTIONS, (0, -math.inf)
+    some = ("qwen3_next", "odd", "long_decode", "long_extend")
+    small = replace(SMALL, num_kv_heads=1)
+
+    @staticmethod
+    def attend(inputs: Inputs, impl: str, **options: float) -> tuple[tuple[Tensor, ...], Tensor]:
+        *results, pool = attend(inputs, impl, **options)
+        return tuple(results), pool
 
 
 # ---- numbers ---------------------------------------------------------------------------------
@@ -136,39 +143,6 @@ def test_large_logits_do_not_overflow(impl: str, make: Callable[..., Inputs]) ->
     out, lse, _ = attend(inputs, impl)
     assert out.isfinite().all()
     assert lse.isfinite().all()
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunked_equals_whole(
-    impl: str, chunk: int, options: str, make: Callable[..., Inputs]
-) -> None:
-    total = min(70, 20 * chunk)
-    case = Case(num_q_heads=4, num_kv_heads=1, head_dim=32, lengths=((total, total),))
-    whole = make(case)
-    expected, expected_lse, expected_kv = attend(whole, impl, **OPTIONS[options])
-    kv, outs, lses = whole.kv, [], []
-    for begin in range(0, total, chunk):
-        rows = slice(begin, min(begin + chunk, total))
-        piece = replace(
-            whole,
-            q=whole.q[rows],
-            k=whole.k[rows],
-            v=whole.v[rows],
-            kv=kv,
-            cu_seqlens=offsets([rows.stop - rows.start]),
-            seq_lens=torch.tensor([rows.stop]).int(),
-            slot_mapping=whole.slot_mapping[rows],
-        )
-        out, lse, kv = attend(piece, impl, **OPTIONS[options])
-        outs.append(out)
-        lses.append(lse)
-    torch.testing.assert_close(torch.cat(outs), expected, atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(torch.cat(lses), expected_lse, atol=2e-6, rtol=1e-5)
-    if BATCH_INVARIANT in IMPLEMENTATIONS[impl].capability.features:
-        assert torch.equal(torch.cat(outs), expected)
-        assert torch.equal(torch.cat(lses), expected_lse)
-    assert torch.equal(bits(kv), bits(expected_kv))
 
 
 def test_lse_merges_disjoint_keys(impl: str) -> None:
@@ -281,19 +255,9 @@ def test_biased_sequences_do_not_depend_on_one_another(
     inputs = make(CASES["qwen3"], padding=(2, 1))
     biases = make_biases(inputs, reach=9)
     out, lse, _ = attend(inputs, impl, relative_bias=biases)
-    for n, (begin, end) in enumerate(pairwise(inputs.cu_seqlens.tolist()[:3])):
-        rows = slice(begin, end)
-        part = replace(
-            inputs,
-            q=inputs.q[rows],
-            k=inputs.k[rows],
-            v=inputs.v[rows],
-            cu_seqlens=offsets([end - begin]),
-            seq_lens=inputs.seq_lens[n : n + 1],
-            page_table=inputs.page_table[n : n + 1],
-            slot_mapping=inputs.slot_mapping[rows],
-        )
-        part_out, part_lse, _ = attend(part, impl, relative_bias=biases[rows].contiguous())
+    for n in range(2):
+        rows, part = inputs.of([n])
+        part_out, part_lse, _ = attend(part, impl, relative_bias=biases[rows])
         assert torch.equal(part_out, out[rows])
         assert torch.equal(part_lse, lse[rows])
 
@@ -305,21 +269,14 @@ def test_a_biased_token_has_the_bits_that_it_has_alone(impl: str) -> None:
     whole = make_inputs(case)
     biases = make_biases(whole, reach=70)
     expected, _, _ = attend(whole, impl, relative_bias=biases)
-    kv = whole.kv
-    for token in range(total):
-        rows = slice(token, token + 1)
-        one = replace(
-            whole,
-            q=whole.q[rows],
-            k=whole.k[rows],
-            v=whole.v[rows],
-            kv=kv,
-            cu_seqlens=offsets([1]),
-            seq_lens=torch.tensor([rows.stop]).int(),
-            slot_mapping=whole.slot_mapping[rows],
-        )
-        out, _, kv = attend(one, impl, relative_bias=biases[rows].contiguous())
-        assert torch.equal(out, expected[rows])
+
+    def attend_alone(token: Inputs) -> tuple[Tensor, Tensor]:
+        bias = biases[token.seq_lens.long() - 1]
+        out, _, kv = attend(token, impl, relative_bias=bias)
+        return out, kv
+
+    outs, _ = whole.in_pieces(1, attend_alone)
+    assert torch.equal(torch.cat(outs), expected)
 
 
 def _biased(impl: str) -> None:
@@ -354,9 +311,7 @@ def failing(impl: str, **changes: object) -> str:
     options = {name: value for name, value in changes.items() if name not in tensors}
     inputs = replace(make_inputs(SMALL), **tensors)
     options = {"scale": 1.0, "kv_scales": inputs.kv_scales, "impl": impl, **options}
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        paged_attention(*inputs.args(), **options)
-    return str(error.value)
+    return error_text(ValueError, paged_attention, *inputs.args(), **options)
 
 
 def test_error_texts() -> None:
@@ -398,69 +353,6 @@ relative_bias must be contiguous, got strides [128, 32, 1]""",
     )
 
 
-@pytest.mark.parametrize("name", ["odd", "long_decode"])
-def test_padding_changes_nothing(impl: str, name: str, make: Callable[..., Inputs]) -> None:
-    plain, padded = (make(CASES[name], padding=padding) for padding in ((0, 0), (5, 3)))
-    num_tokens = plain.q.shape[0]
-    padded = replace(
-        padded,
-        q=torch.cat([plain.q, torch.full_like(padded.q[num_tokens:], math.nan)]),
-        k=torch.cat([plain.k, padded.k[num_tokens:]]),
-        v=torch.cat([plain.v, padded.v[num_tokens:]]),
-    )
-    out, lse, kv = attend(plain, impl)
-    padded_out, padded_lse, padded_kv = attend(padded, impl)
-    assert torch.equal(padded_out[:num_tokens], out)
-    assert torch.equal(padded_lse[:num_tokens], lse)
-    assert torch.equal(padded_out[num_tokens:], torch.zeros_like(padded_out[num_tokens:]))
-    assert (padded_lse[num_tokens:] == -math.inf).all()
-    assert torch.equal(bits(padded_kv), bits(kv))
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "odd", "long_decode", "long_extend"])
-def test_sequences_do_not_depend_on_one_another(
-    impl: str, name: str, make: Callable[..., Inputs]
-) -> None:
-    """Each sequence alone gives the bits that it gives within the batch, in either order."""
-    inputs = make(CASES[name])
-    out, lse, _ = attend(inputs, impl)
-    counts = inputs.cu_seqlens.diff().tolist()
-    rows = torch.arange(inputs.q.shape[0]).split(counts)
-    for order in ([n] for n in range(len(counts))), [list(reversed(range(len(counts))))]:
-        for chosen in order:
-            picked = torch.cat([rows[n] for n in chosen])
-            part = replace(
-                inputs,
-                q=inputs.q[picked],
-                k=inputs.k[picked],
-                v=inputs.v[picked],
-                cu_seqlens=offsets([counts[n] for n in chosen]),
-                seq_lens=inputs.seq_lens[chosen],
-                page_table=inputs.page_table[chosen],
-                slot_mapping=inputs.slot_mapping[picked],
-            )
-            part_out, part_lse, _ = attend(part, impl)
-            assert torch.equal(part_out, out[picked])
-            assert torch.equal(part_lse, lse[picked])
-
-
-def test_page_order_is_irrelevant(impl: str, make: Callable[..., Inputs]) -> None:
-    inputs = make(CASES["odd"])
-    num_pages = inputs.kv.shape[1]
-    moved = torch.arange(num_pages)
-    moved[1:] = moved[1:].flip(0)
-    page_size = inputs.kv.shape[2]
-    page, offset = inputs.slot_mapping // page_size, inputs.slot_mapping % page_size
-    other = replace(
-        inputs,
-        kv=inputs.kv[:, moved].contiguous(),
-        page_table=moved[inputs.page_table.long()].int(),
-        slot_mapping=(moved[page.long()] * page_size + offset).int(),
-    )
-    for a, b in zip(attend(inputs, impl)[:2], attend(other, impl)[:2], strict=True):
-        assert torch.equal(a, b)
-
-
 def test_strided_rows(impl: str, make: Callable[..., Inputs]) -> None:
     """q, k and v as slices of one projection, and q beside a gate within each head."""
     inputs = make(CASES["qwen3_next"])
@@ -472,19 +364,6 @@ def test_strided_rows(impl: str, make: Callable[..., Inputs]) -> None:
     assert torch.equal(attend(packed, impl)[0], expected)
     gated = torch.cat([inputs.q, torch.full_like(inputs.q, math.nan)], 2)[..., :256]
     assert torch.equal(attend(replace(inputs, q=gated), impl)[0], expected)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_writes_its_rows_and_nothing_else(
-    impl: str, name: str, make: Callable[..., Inputs]
-) -> None:
-    inputs = make(CASES[name], padding=(3, 1), unused=7.0)
-    _, _, kv = attend(inputs, impl)
-    expected = inputs.kv.clone()
-    num_tokens = int(inputs.cu_seqlens[-1])
-    slots = inputs.slot_mapping[:num_tokens].long()
-    bits(expected).flatten(1, 2)[:, slots] = bits(inputs.rows_kept())[:, :num_tokens]
-    assert torch.equal(bits(kv), bits(expected))
 
 
 def test_indices_out_of_range(impl: str) -> None:

@@ -43,7 +43,7 @@ CONTRACT = """
         or biases and (float64 and odd and 30 and fp32 or distance) or biased_sequences
         or merges or out_of_range or 8_bits and not long
     )
-    or triton_invariant and window_softcap and (matches and odd and bf16 or chunked and 7-)
+    or triton_invariant and window_softcap and (matches and odd and bf16 or chunked and 7])
     or in_interpreter or by_documentation
 """
 

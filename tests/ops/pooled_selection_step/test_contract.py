@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.errors import error_text
 from tests.ops.contract import assert_within_budget, impl_fixture
 from tests.ops.pooled_selection_step.cases import CASES, SMALL, Case, Inputs, make_inputs
 from tests.ops.triton_interpreter import needs_interpreter
@@ -112,9 +113,7 @@ def test_triton_takes_several_tiles(monkeypatch: pytest.MonkeyPatch, most_progra
 
 def failing(impl: str, case: Case = SMALL, top_k: int = 3, **changes: Tensor) -> str:
     inputs = replace(make_inputs(case), **changes)
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        pooled_selection_step(*inputs.args(), top_k=top_k, impl=impl)
-    return str(error.value)
+    return error_text(ValueError, pooled_selection_step, *inputs.args(), top_k=top_k, impl=impl)
 
 
 def test_errors():

@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from tests.devices import needs_cuda
+from tests.errors import error_text
 from tests.ops.contract import impl_fixture, rows_apart
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import interprets
@@ -174,11 +175,11 @@ def test_error_texts() -> None:
         (logits, None, 5, {"num_groups": 4, "num_best_groups": 2}),
         (logits, None, 2, {"impl": "tpu"}),
     ]
-    errors = []
-    for given, own, k, options in calls:
-        with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-            route(given, own, k, **({"score": "softmax", "impl": "torch"} | options))
-        errors.append(str(error.value))
+    default = {"score": "softmax", "impl": "torch"}
+    errors = [
+        error_text(ValueError, route, given, own, k, **(default | options))
+        for given, own, k, options in calls
+    ]
     assert_expected_inline(
         "\n".join(errors),
         """\

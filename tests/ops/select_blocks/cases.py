@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tests.ops.declared import DeclaredInputs
+from tests.ops.declared import PagedInputs
 from tests.ops.pages import lay_out
 from torch_hybrid.ops.select_blocks.op import SelectBlocks
 
@@ -27,7 +27,7 @@ class Case:
 
 
 @dataclass(slots=True, kw_only=True)
-class Inputs(DeclaredInputs, SelectBlocks):
+class Inputs(PagedInputs, SelectBlocks):
     """The arguments of one call."""
 
     impl: str = ""
@@ -106,18 +106,4 @@ def make_inputs(
         slot_mapping=layout.slot_mapping,
         block_size=size,
         top_k=case.top_k,
-    )
-
-
-def picked(inputs: Inputs, rows: Tensor, seqs: list[int], cu_seqlens: Tensor) -> Inputs:
-    """The inputs of some sequences alone, whose tokens are ``rows``."""
-    return replace(
-        inputs,
-        q=inputs.q[rows],
-        keys=inputs.keys[rows],
-        weights=None if inputs.weights is None else inputs.weights[rows],
-        cu_seqlens=cu_seqlens,
-        seq_lens=inputs.seq_lens[seqs],
-        page_table=inputs.page_table[seqs],
-        slot_mapping=inputs.slot_mapping[rows],
     )

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.contract import impl_fixture, impls_on
-from tests.ops.pages import offsets
-from tests.ops.select_blocks.cases import CASES, SMALL, Case, Inputs, make_inputs, picked
+from tests.ops.select_blocks.cases import CASES, SMALL, Case, Inputs, make_inputs
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.select_blocks import reference, select_blocks
 from torch_hybrid.ops.select_blocks.op import IMPLEMENTATIONS
@@ -72,13 +71,7 @@ def test_chunked_equals_whole(impl: str, chunk: int):
     case = replace(CASES["long_extend"], lengths=((130, 130),))
     whole = make_inputs(case)
     expected, expected_pool = select(whole, impl)
-    pool, parts = whole.block_keys, []
-    for begin in range(0, 130, chunk):
-        rows = torch.arange(begin, min(begin + chunk, 130))
-        piece = picked(whole, rows, [0], offsets([len(rows)]))
-        piece = replace(piece, block_keys=pool, seq_lens=(rows[-1:] + 1).int())
-        chosen, pool = select(piece, impl)
-        parts.append(chosen)
+    parts, pool = whole.in_pieces(chunk, lambda piece: select(piece, impl))
     assert torch.equal(torch.cat(parts), expected)
     assert_same_bits(pool, expected_pool)
 
@@ -94,13 +87,9 @@ def test_rounded_scores_are_the_same_in_any_call(impl: str, dtype: str):
     keys = torch.stack([numbers[torch.randperm(48, generator=generator)] for _ in range(30)])
     whole = replace(inputs, q=torch.ones_like(inputs.q), keys=keys)
     expected, _ = select(whole, impl)
-    pool, parts = whole.block_keys, []
-    for rows in torch.arange(30).split([1, 19, 9, 1]):
-        piece = picked(whole, rows, [0], offsets([len(rows)]))
-        piece = replace(piece, block_keys=pool, seq_lens=(rows[-1:] + 1).int())
-        chosen, pool = select(piece, impl)
-        parts.append(chosen)
-    assert torch.equal(torch.cat(parts), expected)
+    for size in (1, 19):
+        parts, _ = whole.in_pieces(size, lambda piece: select(piece, impl))
+        assert torch.equal(torch.cat(parts), expected)
 
 
 def test_at_least_one_block_is_chosen():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.declared import RecurrentInputs
-from tests.ops.pages import offsets
+from tests.ops.pages import in_slots
 from torch_hybrid.ops.selective_scan.op import SelectiveScan
 
 
@@ -66,7 +66,7 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     that no sequence starts from hold NaN: those of new sequences, and the null slot.
     """
     rng = torch.Generator().manual_seed(seed)
-    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_slots = len(case.lengths) + 3
     num_tokens = sum(case.lengths) + case.num_padding_tokens
     xz = torch.randn(num_tokens, 2 * case.channels, generator=rng).to(dtype)
     x, z = xz.split(case.channels, dim=1)
@@ -75,10 +75,7 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     dt = dt + torch.randn(num_tokens, case.channels, generator=rng)
     dt[torch.rand(num_tokens, generator=rng) < 0.05] = 20.0
     state = torch.randn(num_slots, case.channels, case.state_dim, generator=rng)
-    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
-    is_new = torch.arange(num_seqs) % 3 == 1
-    state[state_indices[is_new]] = torch.nan
-    state[0] = torch.nan
+    slots = in_slots(case.lengths, rng, state)
     A_log = torch.arange(1, case.state_dim + 1).log().expand(case.channels, -1)
     A_log = A_log + 0.3 * torch.randn(A_log.shape, generator=rng)
     biases = {"none": None, "own": dtype, "float32": torch.float32}
@@ -95,8 +92,6 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
         A_log=A_log.to(dtype),
         D=torch.randn(case.channels, generator=rng).to(dtype),
         state=state,
-        cu_seqlens=offsets(case.lengths),
-        initial_indices=torch.where(is_new, 0, state_indices).int(),
-        state_indices=state_indices.int(),
+        **slots,
         dt_bias=bias,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.declared import RecurrentInputs
-from tests.ops.pages import offsets
+from tests.ops.pages import in_slots
 from torch_hybrid.ops.ssd.op import Ssd
 
 
@@ -67,16 +67,13 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     sequence starts from hold NaN: those of new sequences, and the null slot.
     """
     rng = torch.Generator().manual_seed(seed)
-    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_slots = len(case.lengths) + 3
     num_tokens = sum(case.lengths) + case.num_padding_tokens
     k_size, v_size = case.num_groups * case.k_dim, case.num_heads * case.v_dim
     vkq = torch.randn(num_tokens, v_size + 2 * k_size, generator=rng).to(dtype)
     v, k, q = vkq.split([v_size, k_size, k_size], dim=1)
     state = torch.randn(num_slots, case.num_heads, case.v_dim, case.k_dim, generator=rng)
-    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
-    is_new = torch.arange(num_seqs) % 3 == 1
-    state[state_indices[is_new]] = torch.nan
-    state[0] = torch.nan
+    slots = in_slots(case.lengths, rng, state)
     draw = _slopes if case.lightning else _exponential_gates if case.mlstm else _time_steps
     g, dt, D = draw(num_tokens, case.num_heads, rng)
     return Inputs(
@@ -87,9 +84,7 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
         dt=dt,
         D=D,
         state=state,
-        cu_seqlens=offsets(case.lengths),
-        initial_indices=torch.where(is_new, 0, state_indices).int(),
-        state_indices=state_indices.int(),
+        **slots,
         scale=case.k_dim**-0.5,
     )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.ops import step_family
-from tests.ops.pages import offsets
+from tests.ops.pages import in_slots
 from torch_hybrid.layers.lightning_attention import alibi_slopes
 
 
@@ -92,15 +92,12 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     """
     rng = torch.Generator().manual_seed(seed)
     randn = partial(torch.randn, generator=rng)
-    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_slots = len(case.lengths) + 3
     num_tokens = sum(case.lengths) + case.num_padding_tokens
     width = case.num_heads * case.dim
     qkv, gate = randn(num_tokens, 4 * width).to(dtype).split([3 * width, width], 1)
     state = randn(num_slots, case.num_heads, case.dim, case.dim)
-    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
-    is_new = torch.arange(num_seqs) % 3 == 1
-    state[state_indices[is_new]] = torch.nan
-    state[0] = torch.nan
+    slots = in_slots(case.lengths, rng, state)
     of_norms = torch.float32 if case.wide else dtype
     q_weight, k_weight = (1 + randn(2, case.dim) / 4).to(of_norms)
     cos = sin = None
@@ -117,9 +114,7 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
         slopes=alibi_slopes(case.num_heads),
         norm_weight=randn(width).to(of_norms) if case.gated else None,
         state=state,
-        cu_seqlens=offsets(case.lengths),
-        initial_indices=torch.where(is_new, 0, state_indices).int(),
-        state_indices=state_indices.int(),
+        **slots,
         activation=case.activation,
         scale=case.dim**-0.5,
         norm_groups=case.norm_groups,

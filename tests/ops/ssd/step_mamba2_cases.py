@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.ops import step_family
-from tests.ops.pages import offsets
+from tests.ops.pages import in_slots
 
 GATES = ("before_norm", "after_norm", "no_norm", "none")
 
@@ -99,7 +99,7 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     """
     rng = torch.Generator().manual_seed(seed)
     randn = partial(torch.randn, generator=rng)
-    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_slots = len(case.lengths) + 3
     num_tokens = sum(case.lengths) + case.num_padding_tokens
     inner = case.num_heads * case.v_dim
     channels = inner + 2 * case.num_groups * case.k_dim
@@ -110,11 +110,7 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     )
     state = randn(num_slots, case.num_heads, case.v_dim, case.k_dim)
     conv_state = randn(num_slots, case.width - 1, channels).to(dtype)
-    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
-    is_new = torch.arange(num_seqs) % 3 == 1
-    for pool in (state, conv_state):
-        pool[state_indices[is_new]] = torch.nan
-        pool[0] = torch.nan
+    slots = in_slots(case.lengths, rng, state, conv_state)
     of_heads = torch.float32 if case.wide else dtype
     has_norm = case.gate in ("before_norm", "after_norm")
     return Inputs(
@@ -129,9 +125,7 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
         norm_weight=randn(inner).to(of_heads) if has_norm else None,
         conv_state=conv_state,
         state=state,
-        cu_seqlens=offsets(case.lengths),
-        initial_indices=torch.where(is_new, 0, state_indices).int(),
-        state_indices=state_indices.int(),
+        **slots,
         activation=case.activation,
         dt_min=case.dt_min,
         dt_max=case.dt_max,

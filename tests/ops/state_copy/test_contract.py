@@ -9,6 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from tests.errors import error_text
 from tests.ops.contract import impl_fixture
 from tests.ops.state_copy.cases import CASES, indices, make_inputs
 from torch_hybrid.ops.state_copy import reference, state_copy
@@ -68,9 +69,7 @@ def test_padding_and_order_change_nothing(impl: str) -> None:
 def failing(impl: str, src: list[int], dst: list[int], /, **changes: object) -> str:
     arguments = {"pools": [torch.zeros(4, 3), torch.zeros(4, 2)], "dim": 0}
     arguments |= {"src": indices(src), "dst": indices(dst), **changes}
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        state_copy(**arguments, impl=impl)
-    return str(error.value)
+    return error_text(ValueError, state_copy, **arguments, impl=impl)
 
 
 def test_error_texts() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.ops.declared import RecurrentInputs
-from tests.ops.pages import offsets
+from tests.ops.pages import in_slots
 from torch_hybrid.ops.wkv.op import Wkv
 
 
@@ -43,22 +43,17 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     Slots that no sequence starts from hold NaN: those of new sequences, and the null slot.
     """
     rng = torch.Generator().manual_seed(seed)
-    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_slots = len(case.lengths) + 3
     num_tokens, channels = sum(case.lengths) + case.num_padding_tokens, case.num_channels
     projected = (2 * torch.randn(num_tokens, 2 * channels + 24, generator=rng)).to(dtype)
     state = torch.randn(num_slots, 3, channels, generator=rng)
     state[:, 1] = state[:, 1].abs() + 0.5
-    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
-    is_new = torch.arange(num_seqs) % 3 == 1
-    state[state_indices[is_new]] = torch.nan
-    state[0] = torch.nan
+    slots = in_slots(case.lengths, rng, state)
     return Inputs(
         k=projected[:, :channels],
         v=projected[:, channels : 2 * channels],
         log_decay=-(1000 ** -torch.rand(channels, generator=rng)),
         bonus=torch.randn(channels, generator=rng),
         state=state,
-        cu_seqlens=offsets(case.lengths),
-        initial_indices=torch.where(is_new, 0, state_indices).int(),
-        state_indices=state_indices.int(),
+        **slots,
     )

@@ -12,6 +12,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import torch_hybrid as th
+from tests.errors import error_text
 from tests.tiny_models import VOCAB_SIZE, make_model
 from tests.tiny_tokenizers import CHAT_TEMPLATE, byte_level
 from torch_hybrid.serving.prefix_cache import file
@@ -362,9 +363,7 @@ def test_stats():
 
 
 def message(call: object, *args: object, **options: object) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the text is compared)
-        call(*args, **options)
-    return str(caught.value)
+    return error_text(ValueError, call, *args, **options)
 
 
 def test_errors():

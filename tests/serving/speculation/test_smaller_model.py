@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import torch_hybrid as th
+from tests.errors import error_text
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
 
 SIZES: dict[str, Any] = {"max_tokens": 48, "kv_tokens": 512, "page_size": 8, "compile": False}
@@ -112,9 +113,9 @@ def test_what_is_refused():
     target = th.Runner(make_hybrid(), max_seqs=2, **SIZES, max_drafts=DRAFTS)
 
     def refusal(drafter: th.Runner) -> str:
-        with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-            th.Engine(target, speculate=th.Speculation(drafter, num_drafts=DRAFTS))
-        return str(error.value)
+        return error_text(
+            ValueError, th.Engine, target, speculate=th.Speculation(drafter, num_drafts=DRAFTS)
+        )
 
     other = make_hybrid(vocab_size=77)
     small = {**SIZES, "max_snapshots": 1}
