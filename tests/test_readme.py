@@ -62,6 +62,7 @@ OPS: dict[str, tuple[str, ...]] = {
         "fused_experts_backward",
         "packed_attention_forward",
         "packed_attention_backward",
+        "matrix_product_forward",
         "linear_cross_entropy_forward",
         "linear_cross_entropy_backward",
         "token_logprobs_forward",
