@@ -14,6 +14,7 @@ from torch_hybrid.ops.linear_cross_entropy.op import (
     LinearCrossEntropyForward,
     empty_results,
 )
+from torch_hybrid.ops.native.matrix_product import multiply
 
 # Rows of a chunk: each adds once to the gradient of all weights, unless it is the only one.
 _FEWEST_ROWS, _FEWEST_ROWS_ON_A_CPU = 256, 1024
@@ -70,12 +71,12 @@ def linear_cross_entropy_forward(
         rows = slice(start, start + most)
         counts = x.targets[rows, None] != IGNORED
         h = hidden[rows].where(counts, 0.0)
-        z = torch.mm(h, weight.T, out=logits[: len(h)])
+        z = multiply(h, weight.T, logits[: len(h)])
         total += differentiated(x, z, x.targets[rows])
         if x.of_hidden:
-            torch.mm(z, weight, out=dhidden[rows]).masked_fill_(~counts, 0.0)
+            multiply(z, weight, dhidden[rows]).masked_fill_(~counts, 0.0)
         if x.of_weight and is_whole:
-            torch.mm(z.T, h, out=dweight)
+            multiply(z.T, h, dweight)
         elif x.of_weight:
             _add_product(sums, z.T, h)
     return total, dhidden, sums.to(weight.dtype)
@@ -84,7 +85,7 @@ def linear_cross_entropy_forward(
 def _add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
     """Add the product of ``a [V, R]`` and ``b [R, D]`` to sums of their dtype or a wider one."""
     if sums.dtype == a.dtype:
-        sums.addmm_(a, b)
+        multiply(a, b, sums, adds=True)
         return
     size = _BLOCK if sums.device.type == "cpu" else len(sums)
     for block, rows in zip(sums.split(size), a.split(size), strict=True):

@@ -5,11 +5,13 @@
 //   x.resize(M, K, few)                  then x.pack(v, row) for each v < x.vectors(), by any
 //                                        thread; row(i) is a pointer to row i of x; few: whether
 //                                        rows may be so few that errors are to be small
+//   x.pack_columns(first, last, at, ld)  the same of vectors [first, last) of floats, where element
+//                                        k of row i lies at at[k * ld + i]
 //   LaneProduct<T> product;              keep one per thread: its memory is reused
-//   product.run(x, first, last, W, ldw, N, y, ldy)
+//   product.run(x, first, last, W, ldw, N, y, ldy, add)
 //                                        y[m * ldy + n] in float, for the rows of x in vectors
 //                                        [first, last); row 0 of y is the first of these; W is of
-//                                        T, or of floats where bf16 are widened
+//                                        T, or of floats where bf16 are widened; add: to y
 //   LaneProduct<bf16, true>              the same by AMX: where HAS_AMX and amx_allowed()
 //
 // How: rows of x share a register, and an element of W is broadcast to meet them. So it is x that is
@@ -91,6 +93,20 @@ class LaneRows {
       transpose(x);
       for (int i = 0; i < ROWS; ++i) store(to + i * LANES, x[i]);
     }
+  }
+
+  void pack_columns(int first, int last, const T* at, int64_t ld) {
+    static_assert(Units<T>::FLOATS == 2 && sizeof(T) == sizeof(float), "a unit has two floats");
+    float* to = memory_->data() + first * units_ * LANES;
+    for (int64_t unit = 0; unit < units_; ++unit, to += LANES)
+      for (int v = first; v < last; ++v) {
+        const int count = int(std::min<int64_t>(ROWS, rows_ - v * ROWS));
+        const int64_t left = depth_ - 2 * unit;
+        const float* from = at + 2 * unit * ld + v * ROWS;
+        f32x16 x[2];
+        for (int i = 0; i < 2; ++i) x[i] = i < left ? th::load(from + i * ld, count) : f32x16{};
+        store(to + (v - first) * units_ * LANES, in_turn<false>(x[0], x[1]));
+      }
   }
 
   int64_t rows() const { return rows_; }
@@ -177,7 +193,7 @@ class LaneProduct {
 
   template <typename U>
   void run(const LaneRows<T>& x, int first, int last, const U* W, int64_t ldw, int64_t N, float* y,
-           int64_t ldy) {
+           int64_t ldy, bool add = false) {
     const AmxTiles configured(AMX);
     for (int v = first; v < last; v += VECTORS) {
       const int count = std::min(VECTORS, last - v);
@@ -187,7 +203,7 @@ class LaneProduct {
         const int rows = int(std::min(block, N - n));
         float* to = y + (v - first) * LaneRows<T>::ROWS * ldy + n;
         sum_in_tiles(x, v, count, W + n * ldw, ldw, rows, {to, ldy});
-        transpose(x, v, count, rows, to, ldy);
+        transpose(x, v, count, rows, to, ldy, add);
       }
     }
   }
@@ -319,7 +335,8 @@ class LaneProduct {
   }
 
   // y[m][n] of the sums.
-  void transpose(const LaneRows<T>& x, int v, int count, int rows, float* y, int64_t ldy) {
+  void transpose(const LaneRows<T>& x, int v, int count, int rows, float* y, int64_t ldy,
+                 bool add) {
     for (int i = 0; i < count; ++i) {
       constexpr int ROWS_OF_X = LaneRows<T>::ROWS;
       const int left = int(std::min<int64_t>(ROWS_OF_X, x.rows() - (v + i) * ROWS_OF_X));
@@ -327,9 +344,12 @@ class LaneProduct {
         f32x16 c[LANES];
         for (int j = 0; j < LANES; ++j) c[j] = load(sums_.data() + (n + j) * LDC + i * LANES);
         transpose16(c);
-        for (int m = 0; m < left; ++m)
-          store(y + (i * ROWS_OF_X + m) * ldy + n,
-                FLOATS == 1 ? c[m] : c[FLOATS * m] + c[FLOATS * m + 1], std::min(LANES, rows - n));
+        for (int m = 0; m < left; ++m) {
+          float* to = y + (i * ROWS_OF_X + m) * ldy + n;
+          const int width = std::min(LANES, rows - n);
+          const f32x16 sum = FLOATS == 1 ? c[m] : c[FLOATS * m] + c[FLOATS * m + 1];
+          store(to, add ? load(to, width) + sum : sum, width);
+        }
       }
     }
   }

@@ -452,6 +452,7 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "linear_cross_entropy_backward": lambda: _cross_entropy("backward"),
     "linear_cross_entropy_forward": lambda: _cross_entropy("forward"),
     "lora": _lora,
+    "matrix_product_forward": lambda: _without_indices(torch.randn(40, 33), torch.randn(50, 33).T),
     "merge_states": lambda: _without_indices(*(torch.randn(2, 3, 16), torch.randn(2, 3)) * 2),
     "ngram_embedding": _ngram_embedding,
     "packed_attention_backward": lambda: _packed_attention("backward"),

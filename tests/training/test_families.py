@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -137,17 +138,21 @@ def test_models_that_see_train_with_images_and_packed_texts(family: str):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_as_near_to_float64_as_those_of_transformers(family: str):
     theirs, ours = make_pair(family)
-    rows = make_rows([130, 1, 70])
     exact = in_double(theirs)
     exact.set_experts_implementation("eager")  # grouped products have no float64
+    mine, others = [], []
+    for seed in range(3):  # one draw's is luck: those of a model spread over a decade
+        rows = make_rows([130, 1, 70], seed)
+        expected = one_by_one(exact, rows)
+        mine.append(error(grads(ours, ours(**flattened(rows)).loss), expected))
+        others.append(error(one_by_one(theirs, rows), expected))
+    assert geometric_mean(mine) < 2 * geometric_mean(others)
 
-    def one_by_one(model: Any) -> dict[str, Tensor]:
-        losses = [model(row, labels=row, use_cache=False).loss for row in rows if row.shape[1] > 1]
-        return grads(model, (129 * losses[0] + 69 * losses[1]) / 198)
 
-    expected = one_by_one(exact)
-    mine = error(grads(ours, ours(**flattened(rows)).loss), expected)
-    assert mine < 2 * error(one_by_one(theirs), expected)
+def one_by_one(model: Any, rows: list[Tensor]) -> dict[str, Tensor]:
+    """Compute the gradients of the mean loss of sequences that lie alone."""
+    losses = [model(row, labels=row, use_cache=False).loss for row in rows if row.shape[1] > 1]
+    return grads(model, (129 * losses[0] + 69 * losses[1]) / 198)
 
 
 def error(these: dict[str, Tensor], those: dict[str, Tensor]) -> float:

@@ -8,6 +8,7 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
@@ -68,6 +69,7 @@ def make_trainable(
             heads are not known here; or ``batch_invariant`` is for one that has no output head of
             its own.
     """
+    from torch_hybrid.ops.native.matrix_product import is_faster
     from torch_hybrid.training.causal_lm import causal_lm_of, head_of
     from torch_hybrid.training.decoder import (
         ATTENTION,
@@ -81,6 +83,7 @@ def make_trainable(
         frozen_class,
         refuse_to_merge,
     )
+    from torch_hybrid.training.linear import OwnLinear
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import TWINS, Twin
 
@@ -109,6 +112,7 @@ def make_trainable(
             decoder.set_attn_implementation(ATTENTION)
         decoder.register_forward_pre_hook(hand_down_packing, with_kwargs=True)
         _install_capturing_hooks(decoder)
+    has_own_products = _is_float32_on_a_cpu(model) and is_faster()
     for module in modules:
         children = dict(module.named_children())
         theirs: Any = type(module)
@@ -127,6 +131,8 @@ def make_trainable(
             module.__class__ = in_front(ours, theirs)
             if head.bias is None and head not in frozen:
                 head.__class__ = LossHead
+        elif type(module) is nn.Linear and has_own_products:
+            module.__class__ = OwnLinear
     return _served(model, batch_invariant)
 
 
@@ -156,12 +162,13 @@ def undo_make_trainable(model: nn.Module) -> None:
     from torch_hybrid.training.decoder import hand_down_packing, has_attention
     from torch_hybrid.training.experts import Experts
     from torch_hybrid.training.frozen_layers import FROZEN
+    from torch_hybrid.training.linear import OwnLinear
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import Twin
 
     modules: list[Any] = list(model.modules())
     for module in modules:
-        if isinstance(module, (Twin, CausalLM, LossHead, Experts, *FROZEN)):
+        if isinstance(module, (Twin, CausalLM, LossHead, OwnLinear, Experts, *FROZEN)):
             module.__class__ = type(module).__bases__[-1]
             vars(module).pop("server", None)
         for number, hook in list(module._forward_pre_hooks.items()):
@@ -206,6 +213,12 @@ def _new_in_front(ours: Any, theirs: Any) -> Any:
     """Make an empty module to unpickle into."""
     both = in_front(ours, theirs)
     return both.__new__(both)
+
+
+def _is_float32_on_a_cpu(model: nn.Module) -> bool:
+    """Tell where and in what dtype a model's first weight is."""
+    first = next(model.parameters())
+    return first.device.type == "cpu" and first.dtype == torch.float32
 
 
 def _check_weights(model: Any) -> None:

@@ -18,6 +18,7 @@ from torch_hybrid.ops.formats.stored_weights import dequantized
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.fused_experts.reference import activate
 from torch_hybrid.ops.fused_experts.training.op import FusedExpertsBackward
+from torch_hybrid.ops.native.matrix_product import multiply
 
 
 def activated_rows(x: FusedExperts, projected: Tensor, order: Tensor) -> Tensor:
@@ -132,7 +133,7 @@ def product(
                 continue
             worth = dequantized(worth, scales[expert], rows.dtype, num_parts=num_parts)
             worth = worth if of_output else worth.T
-        torch.mm(row, worth, out=result)
+        multiply(row, worth, result)
     return out
 
 
@@ -151,7 +152,7 @@ def weight_product(dout: Tensor, rows: Tensor, like: Tensor, ends: Tensor) -> Te
     out = torch.empty_like(like)
     counts = _counts(ends, rows)
     for each, row, grad in zip(dout.split(counts), rows.split(counts), out, strict=False):
-        torch.mm(each.T, row, out=grad)
+        multiply(each.T, row, grad)
     return out
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from torch_hybrid.models.inkling2 import by_older_names
 from torch_hybrid.packing import Packing
 from torch_hybrid.training.boundaries import named, packing_of
 from torch_hybrid.training.decoder import check_says_nothing, keeps_a_cache
+from torch_hybrid.training.linear import linear
 from torch_hybrid.training.mixers.inkling_attention import biased_attention
 from torch_hybrid.training.mixers.twin import (
     Submodule,

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from torch_hybrid.functional import selective_scan
 from torch_hybrid.packing import Packing
+from torch_hybrid.training.linear import OwnLinear, linear
 from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work, by_head, convolved
 
 
@@ -54,7 +54,7 @@ class Mamba(Twin):
         """Compute step sizes [T, E], their bias, and B and C [T, 1, N]."""
         widths = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
         dt, B, C = self.normalised(*self.x_proj(x).split(widths, -1))
-        if type(self.dt_proj) is nn.Linear:  # then no sum with the bias is rounded
+        if type(self.dt_proj) in (nn.Linear, OwnLinear):  # then no sum with the bias is rounded
             return linear(dt, self.dt_proj.weight), self.dt_proj.bias, B[:, None], C[:, None]
         return self.dt_proj(dt), None, B[:, None], C[:, None]
 

@@ -1,0 +1,35 @@
+"""Linear layers whose float32 products on a CPU, forward and backward, are our own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from torch_hybrid.ops.core.autograd import check_no_tangents
+from torch_hybrid.ops.matrix_product import matrix_product_forward
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Map x [..., K] to [..., N] by a weight [N, K], rounded as autocast has it."""
+    is_ours = (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and not isinstance(weight, DTensor)
+        and not torch.is_autocast_enabled("cpu")
+    )
+    if not is_ours:
+        return F.linear(x, weight)
+    check_no_tangents("matrix_product", x, weight)
+    out = matrix_product_forward(x.reshape(-1, x.shape[-1]), weight.T, impl="cpp")
+    return out.view(*x.shape[:-1], len(weight))
+
+
+class OwnLinear(nn.Linear):
+    """Linear layer on a CPU where torch multiplies float32 more slowly."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., K] to [..., N]."""
+        out = linear(x, self.weight)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
