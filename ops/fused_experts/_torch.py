@@ -45,7 +45,8 @@ def _pairs_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, ...]
     flat_ids = expert_ids.reshape(-1)
     order = flat_ids.argsort(stable=True)
     counts = torch.bincount(flat_ids, minlength=num_experts + 1)[:num_experts].tolist()
-    return order[: sum(counts)].split(counts)
+    pairs: tuple[Tensor, ...] = order[: sum(counts)].split(counts)
+    return pairs
 
 
 def _weights(x: FusedExperts, expert: int) -> tuple[Tensor, Tensor]:
