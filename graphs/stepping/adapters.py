@@ -142,8 +142,20 @@ class Adapters:
         self._num_loads += 1
         self._known[name] = made
 
-    def resident(self, name: str, keep: Collection[Adapter] = ()) -> Adapter:
-        """Find a known adapter, and read it again if it was evicted.
+    def read_evicted(self, names: Collection[str]) -> dict[str, ReadAdapter]:
+        """Read those adapters that are evicted now; other threads may run steps meanwhile."""
+        found = ((name, self._known.get(name)) for name in names)
+        return {
+            name: self.read(adapter.folder)
+            for name, adapter in found
+            if adapter is not None and adapter.folder is not None and not adapter.slot
+        }
+
+    def resident(
+        self, name: str, keep: Collection[Adapter] = (), read: ReadAdapter | None = None
+    ) -> Adapter:
+        """Find a known adapter, and put it into a slot if it was evicted: as it was read before,
+        or is now.
 
         Raises:
             ValueError: there is none of this name, or its files have changed for the worse.
@@ -152,7 +164,8 @@ class Adapters:
         adapter = self.find(name)
         if not adapter.slot:
             assert adapter.folder is not None  # others are not evicted
-            read = self.read(adapter.folder)
+            if read is None or read.folder != adapter.folder:
+                read = self.read(adapter.folder)
             if read.stamp != adapter.stamp:
                 raise ValueError(
                     f"adapter {name!r} was evicted, and {adapter.folder} has changed since it was "
