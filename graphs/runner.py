@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Many
 from copy import copy
 from functools import partial
@@ -231,18 +231,26 @@ class Runner(Shown):
         self._execution.join()
         self._adapters().add(name, read)
 
-    def use_adapters(self, names: Iterable[str], user: AdapterUser) -> list[Adapter]:
+    def read_evicted(self, names: Collection[str]) -> dict[str, ReadAdapter]:
+        """Read the evicted ones among adapters for ``use_adapters``, while steps may run."""
+        return self._adapters().read_evicted(names)
+
+    def use_adapters(
+        self, names: Iterable[str], user: AdapterUser, read: Mapping[str, ReadAdapter]
+    ) -> list[Adapter]:
         """Make adapters resident for the requests of an engine, which ``user`` then tells of.
+
+        Those that are evicted and not among ``read`` are read now.
 
         Raises:
             ValueError, CapacityError: as ``new_sequences`` does.
         """
         with self.lock:
             self._execution.join()
-            found: list[Adapter] = []
+            found, adapters = list[Adapter](), self._adapters()
             for name in names:
-                found.append(self._adapters().resident(name, found))
-            self._adapters().users.add(user)
+                found.append(adapters.resident(name, found, read.get(name)))
+            adapters.users.add(user)
             return found
 
     @in_turn

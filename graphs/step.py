@@ -18,7 +18,7 @@ from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.graphs.passes.marks import in_half
 from torch_hybrid.layers.adapted import AdaptedLayers
-from torch_hybrid.layers.adapter_sites import AdapterSite, Factors
+from torch_hybrid.layers.adapter_sites import AdapterKinds, AdapterSite, Factors
 from torch_hybrid.pytrees import OnHost, register_value
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
@@ -97,14 +97,13 @@ class AdaptableModel(Model, Protocol):
     """Model whose linear layers adapters may change, one of several for each row.
 
     ``adapter_sites`` lists these layers. ``read_adapter`` reads an adapter of at most some rank
-    from a folder or a model, as factors of each part of each site. With ``saved_modules``, adapters
-    may have weights in the place of the model's.
+    from a folder or a model, as factors of each part of each site.
     """
 
-    def adapter_sites(self, *, saved_modules: bool) -> Sequence[AdapterSite]: ...
+    def adapter_sites(self, kinds: AdapterKinds) -> Sequence[AdapterSite]: ...
 
     def read_adapter(
-        self, source: Path | nn.Module, max_rank: int, *, saved_modules: bool
+        self, source: Path | nn.Module, max_rank: int, kinds: AdapterKinds
     ) -> Sequence[Sequence[Factors]]: ...
 
 

@@ -51,6 +51,7 @@ OPS: dict[str, tuple[str, ...]] = {
         "linear",
         "lora",
         "fused_experts",
+        "expert_linear",
         "state_copy",
         "route",
         "top_k",

@@ -708,6 +708,8 @@ def make_model(family: str, *, seed: int = 0, **options: Any) -> Any:
     that the installed transformers lacks are skipped."""
     if family in MISSING:
         pytest.skip(f"transformers {tf.__version__} has no {family}")
+    if family == "mamba2" and tf.__version__ < "5.23":  # and checkpoints have groups
+        pytest.skip(f"transformers {tf.__version__} norms all groups of Mamba2 as one")
     model = BUILDERS[family](**options).eval().requires_grad_(False)
     randomize(model, seed)
     return model

@@ -50,7 +50,7 @@ from torch_hybrid.graphs.options.measure_overlap import Trial, measure_overlap, 
 from torch_hybrid.graphs.options.options import MakeTrial, Options, artefact_facts
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.graphs.step import ADAPTERS, Caches, Model, kinds_of_head
-from torch_hybrid.graphs.stepping.adapters import Adapters, check_adapters
+from torch_hybrid.graphs.stepping.adapters import Adapters, check_adapters, kinds_of
 from torch_hybrid.graphs.stepping.background import BackgroundSteps, check_compile
 from torch_hybrid.graphs.stepping.buckets import StepSizes
 from torch_hybrid.graphs.stepping.drafting import Drafting
@@ -287,7 +287,7 @@ def _make_adapters(decided: Decided, cache: HybridCache) -> Adapters | None:
         cache,
         max_adapters=options.max_adapters,
         max_rank=options.max_lora_rank,
-        saved_modules=options.saved_modules,
+        kinds=kinds_of(options),
     )
 
 

@@ -16,7 +16,7 @@ from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.options.options import MakeTrial, Options, TrialRunner
 from torch_hybrid.graphs.step import Model
-from torch_hybrid.graphs.stepping.adapters import adapter_bytes
+from torch_hybrid.graphs.stepping.adapters import adapter_bytes, kinds_of
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
@@ -87,7 +87,7 @@ def measure_room(
             model,
             options.max_adapters,
             options.max_lora_rank,
-            saved_modules=options.saved_modules,
+            kinds_of(options),
         ),
     )
 

@@ -155,6 +155,12 @@ class Options:
         ``modules_to_save``). Each of ``max_adapters`` then has the memory of a head.""",
         in_artefact=True,
     )
+    expert_adapters: bool = option(
+        False,
+        """Take adapters of experts. Each of ``max_adapters`` then has the memory of factors of
+        ``max_lora_rank`` for every matrix of every expert.""",
+        in_artefact=True,
+    )
     batch_invariant: bool = option(
         False,
         """Give logits after a token the same bits whatever else is in the batch, however the tokens

@@ -53,7 +53,7 @@ _MATRIX_FUNCTIONS: set[Callable[..., object]] = {
 }
 _MATRIX_METHODS = {"matmul", "mm", "bmm", "addmm", "__matmul__"}
 _SIZE_METHODS = {"size", "stride", "numel", "dim", "storage_offset"}
-_MATRIX_OPS = {"linear", "head_linear", "fused_experts"}
+_MATRIX_OPS = {"linear", "head_linear", "fused_experts", "expert_linear"}
 
 
 @dataclass(frozen=True, slots=True)

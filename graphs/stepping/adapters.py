@@ -21,9 +21,10 @@ from torch_hybrid.backends.select import Backends, Choice, select
 from torch_hybrid.caches.adapter import Adapter, check_loaded
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.graphs.options.options import Options
 from torch_hybrid.graphs.step import AdaptableModel, Model
 from torch_hybrid.layers.adapted import AdaptedLayers
-from torch_hybrid.layers.adapter_sites import Factors
+from torch_hybrid.layers.adapter_sites import AdapterKinds, Factors
 from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.lora.op import IMPLEMENTATIONS
 
@@ -54,7 +55,7 @@ class Adapters:
     cache: HybridCache  # holds the sequences
     max_adapters: int  # number of slots
     max_rank: int  # largest rank
-    saved_modules: bool  # whether adapters may have weights in the place of the model's
+    kinds: AdapterKinds  # what adapters may change
 
     @classmethod
     def of(
@@ -64,7 +65,7 @@ class Adapters:
         *,
         max_adapters: int,
         max_rank: int,
-        saved_modules: bool,
+        kinds: AdapterKinds,
     ) -> Self:
         """Make the pools of a runner.
 
@@ -73,7 +74,7 @@ class Adapters:
         """
         if not isinstance(model, AdaptableModel):
             raise UnsupportedError(f"max_adapters: {type(model).__name__} takes no adapters")
-        sites = model.adapter_sites(saved_modules=saved_modules)
+        sites = model.adapter_sites(kinds)
         layers = AdaptedLayers(sites, max_adapters, max_rank, device=model.device)
         return cls(
             model=model,
@@ -81,7 +82,7 @@ class Adapters:
             cache=cache,
             max_adapters=max_adapters,
             max_rank=max_rank,
-            saved_modules=saved_modules,
+            kinds=kinds,
         )
 
     def choose(self, wanted: Backends) -> Choice:
@@ -125,7 +126,7 @@ class Adapters:
         """
         folder = None if isinstance(source, nn.Module) else source
         stamp = () if folder is None else _stamp(folder)
-        factors = self.model.read_adapter(source, self.max_rank, saved_modules=self.saved_modules)
+        factors = self.model.read_adapter(source, self.max_rank, self.kinds)
         return ReadAdapter(folder, stamp, factors)
 
     def add(self, name: str, read: ReadAdapter) -> None:
@@ -142,8 +143,20 @@ class Adapters:
         self._num_loads += 1
         self._known[name] = made
 
-    def resident(self, name: str, keep: Collection[Adapter] = ()) -> Adapter:
-        """Find a known adapter, and read it again if it was evicted.
+    def read_evicted(self, names: Collection[str]) -> dict[str, ReadAdapter]:
+        """Read those adapters that are evicted now; other threads may run steps meanwhile."""
+        found = ((name, self._known.get(name)) for name in names)
+        return {
+            name: self.read(adapter.folder)
+            for name, adapter in found
+            if adapter is not None and adapter.folder is not None and not adapter.slot
+        }
+
+    def resident(
+        self, name: str, keep: Collection[Adapter] = (), read: ReadAdapter | None = None
+    ) -> Adapter:
+        """Find a known adapter, and put it into a slot if it was evicted: as it was read before,
+        or is now.
 
         Raises:
             ValueError: there is none of this name, or its files have changed for the worse.
@@ -152,7 +165,8 @@ class Adapters:
         adapter = self.find(name)
         if not adapter.slot:
             assert adapter.folder is not None  # others are not evicted
-            read = self.read(adapter.folder)
+            if read is None or read.folder != adapter.folder:
+                read = self.read(adapter.folder)
             if read.stamp != adapter.stamp:
                 raise ValueError(
                     f"adapter {name!r} was evicted, and {adapter.folder} has changed since it was "
@@ -200,16 +214,21 @@ class Adapters:
         adapter.slot = slot
 
 
-def adapter_bytes(model: Model, max_adapters: int, max_rank: int, *, saved_modules: bool) -> int:
+def adapter_bytes(model: Model, max_adapters: int, max_rank: int, kinds: AdapterKinds) -> int:
     """Count the bytes of a runner's pools of adapters."""
     if not max_adapters or not isinstance(model, AdaptableModel):
         return 0
     nowhere = torch.device("meta")
     return sum(
         tensor.nbytes
-        for site in model.adapter_sites(saved_modules=saved_modules)
+        for site in model.adapter_sites(kinds)
         for tensor in site.pool(max_adapters, max_rank, nowhere).values()
     )
+
+
+def kinds_of(options: Options) -> AdapterKinds:
+    """Return what the adapters of a runner with these options may change."""
+    return AdapterKinds(saved_modules=options.saved_modules, experts=options.expert_adapters)
 
 
 def _stamp(folder: Path) -> tuple[int, ...]:

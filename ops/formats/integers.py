@@ -173,7 +173,7 @@ def in_fp4(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
     depth = weight.shape[-1]
     if depth % MXFP4:
         raise ValueError(f"a weight in FP4 must have a multiple of 32 columns, got {depth}")
-    flat = weight.flatten(0, -2)
+    flat = _finite_rows(weight)
     numbers = flat.new_empty((len(flat), depth // 8), dtype=FP4)
     scales = flat.new_empty((len(flat), num_scales(depth, block, FP4)), dtype=torch.uint8)
     if weight.device.type == "cpu" and compiler_missing() is None:
@@ -234,7 +234,7 @@ def _nearest_fp4(groups: Tensor, stored: Tensor, block: int) -> tuple[Tensor, Te
 
 def in_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a weight [..., N, K] to INT8: the nearest numbers, and their scales."""
-    flat = weight.flatten(0, -2)
+    flat = _finite_rows(weight)
     numbers = flat.new_empty(flat.shape, dtype=INT8)
     scales = flat.new_empty(len(flat), dtype=torch.float32)
     if weight.device.type == "cpu" and compiler_missing() is None:
@@ -262,7 +262,7 @@ def in_4_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"group must be 32, 64 or 128, got {group}")
     if depth % group:
         raise ValueError(f"a weight of depth {depth} has no whole groups of {group}")
-    flat = weight.flatten(0, -2)
+    flat = _finite_rows(weight)
     numbers = flat.new_empty((len(flat), depth // 2), dtype=INT4)
     scales = flat.new_empty((len(flat), depth // group), dtype=torch.float32)
     if weight.device.type == "cpu" and compiler_missing() is None:
@@ -299,6 +299,17 @@ def _best_scales(groups: Tensor) -> Tensor:
 
 def _nearest(groups: Tensor, scales: Tensor) -> Tensor:
     return (groups / scales).round_().clamp_(-_OFFSET, _OFFSET - 1)
+
+
+def _finite_rows(weight: Tensor) -> Tensor:
+    """Return the rows of a weight [..., N, K] as [M, K].
+
+    Raises:
+        ValueError: it has NaN or infinite values, which are near no number.
+    """
+    if weight.numel() and not bool(torch.stack(weight.aminmax()).isfinite().all()):
+        raise ValueError("a weight to be quantized has NaN or infinite values")
+    return weight.flatten(0, -2)
 
 
 def _not_zero(scales: Tensor) -> Tensor:

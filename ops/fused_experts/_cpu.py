@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,11 +16,13 @@ from torch_hybrid.ops.formats.stored_weights import (
     has_zeros,
 )
 from torch_hybrid.ops.fused_experts.op import FusedExperts
+from torch_hybrid.ops.fused_experts.op_expert_linear import ExpertLinear
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.cpu_tuning import tuning
 
 # Tokens of one call: they bound the hidden activations; the next call reads weights anew.
 MAX_TOKENS = 2048
+_MAX_ROWS = 4 * MAX_TOKENS  # of one product, whose sums a thread has for 128 columns at least
 
 _FIELDS = {
     "tensors": "x expert_ids expert_weights gate_up down gate_up_scales down_scales hidden out",
@@ -43,9 +46,7 @@ def fused_experts(x: FusedExperts, *, is_invariant: bool = False) -> Tensor:
     out = x.x.new_empty(x.x.shape)
     hidden = x.x.new_empty(min(len(out), MAX_TOKENS) * x.top_k, x.width)
     weights = (x.gate_up, x.down, x.gate_up_scales, x.down_scales)
-    sizes = (x.top_k, x.num_experts, x.dim, x.width, x.x.stride(0))
-    forms = (*_forms(x, is_invariant=is_invariant), *_stored(x))
-    run = _RUN_INTEGERS if are_integers(x.down.dtype) else _RUN
+    run, sizes, forms = _plan(x, is_invariant=is_invariant)
     for first in range(0, len(out), MAX_TOKENS):
         block = slice(first, first + MAX_TOKENS)
         tokens = (x.x[block], x.expert_ids[block], x.expert_weights[block])
@@ -53,6 +54,29 @@ def fused_experts(x: FusedExperts, *, is_invariant: bool = False) -> Tensor:
         if not run(*tokens, *weights, hidden, out[block], count, *sizes, *forms, *_bounds(x)):
             x.check_indices()
     return out
+
+
+def expert_linear(x: ExpertLinear, *, is_invariant: bool = False) -> Tensor:
+    """Compute one product in C++, _MAX_ROWS rows at a time; ``is_invariant`` as above."""
+    out, call = x.empty(), x.as_experts()
+    run, sizes, forms = _plan(call, is_invariant=is_invariant)
+    for first in range(0, len(out), _MAX_ROWS):
+        block = slice(first, first + _MAX_ROWS)
+        tokens = (x.x[block], x.expert_ids[block], None)
+        weights = (None, x.weight, None, x.scales, None)
+        rows = out[block]
+        if not run(*tokens, *weights, rows, len(rows), *sizes, *forms, *_bounds(call)):
+            x.check_indices()
+    return out
+
+
+def _plan(
+    x: FusedExperts, *, is_invariant: bool
+) -> tuple[Callable[..., bool], tuple[int, ...], tuple[int, ...]]:
+    """Choose the kernel, its sizes from ``top_k`` to ``ldx``, and what follows them."""
+    run = _RUN_INTEGERS if are_integers(x.down.dtype) else _RUN
+    sizes = (x.top_k, x.num_experts, x.dim, x.width, x.x.stride(0))
+    return run, sizes, (*_forms(x, is_invariant=is_invariant), *_stored(x))
 
 
 def _forms(x: FusedExperts, *, is_invariant: bool) -> tuple[int, ...]:

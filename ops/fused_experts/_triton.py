@@ -31,6 +31,7 @@ from torch_hybrid.ops.fused_experts._triton_integers import (
 from torch_hybrid.ops.fused_experts._triton_plain import few_tokens
 from torch_hybrid.ops.fused_experts._triton_scaled import Tile, share_of
 from torch_hybrid.ops.fused_experts.op import FusedExperts
+from torch_hybrid.ops.fused_experts.op_expert_linear import ExpertLinear
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import dot
@@ -63,17 +64,32 @@ def fused_experts(x: FusedExperts, *, is_invariant: bool = False) -> Tensor:
     """
     if x.num_pairs == 0 or x.num_experts == 0:
         return x.x.new_zeros(x.x.shape)
-    few: Callable[[FusedExperts], Tensor] = few_tokens
-    products = _products
-    if x.has_scales:
-        is_fp8 = x.down.dtype == block_scales.DTYPE
-        few = fp8_few_tokens if is_fp8 else integer_few_tokens
-        products = fp8_products if is_fp8 else integer_products
+    few, products = _kernels(x)
     if len(x.x) <= _FEW_TOKENS and not is_invariant:
         return few(x)
     if not (is_invariant or x.has_scales) and suits(x):
         return _many_tokens(x, hopper_products)
     return _many_tokens(x, partial(products, share=share_of(x, is_invariant=is_invariant)))
+
+
+def expert_linear(x: ExpertLinear, *, is_invariant: bool = False) -> Tensor:
+    """Launch the kernel of the second product, for rows in the place of hidden activations."""
+    out = torch.zeros_like(x.empty())
+    if out.numel():
+        call = x.as_experts()
+        order, starts = group_pairs(call.expert_ids, call.num_experts)
+        share = share_of(call, is_invariant=is_invariant)
+        _kernels(call)[1](call, order, starts, out, share=share, hidden=x.x.contiguous())
+    return out
+
+
+def _kernels(x: FusedExperts) -> tuple[Callable[[FusedExperts], Tensor], Callable[..., None]]:
+    """Choose by the weights' format who launches for few tokens, and who for many."""
+    if not x.has_scales:
+        return few_tokens, _products
+    if x.down.dtype == block_scales.DTYPE:
+        return fp8_few_tokens, fp8_products
+    return integer_few_tokens, integer_products
 
 
 def rounded_experts(x: FusedExperts) -> Tensor:
@@ -105,10 +121,18 @@ def _many_tokens(x: FusedExperts, products: Products) -> Tensor:
 
 
 def _products(
-    x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor, *, share: int
+    x: FusedExperts,
+    order: Tensor,
+    starts: Tensor,
+    results: Tensor,
+    *,
+    share: int,
+    hidden: Tensor | None = None,
 ) -> None:
-    """Fill ``results`` [P, D] with each pair's output of its expert, unweighted."""
-    hidden = x.x.new_empty(x.num_pairs, x.width)
+    """Fill ``results`` [P, D] with each pair's output of its expert, unweighted.
+
+    Given ``hidden`` [P, I] activations, contiguous, it is the second product alone.
+    """
     tile = _tile(share, x.x)
     blocks = num_blocks(x.num_pairs, x.num_experts, tile.block_m)
     block_n = tile.block_n // x.num_parts
@@ -119,9 +143,11 @@ def _products(
         "num_stages": tile.num_stages,
         "enable_fp_fusion": True,
     }
-    bind(_gate_up_kernel, x, tile)[(blocks * triton.cdiv(x.width, block_n),)](
-        hidden=hidden, order=order, starts=starts, **activated(x), BLOCK_N=block_n, **constants
-    )
+    if hidden is None:
+        hidden = x.x.new_empty(x.num_pairs, x.width)
+        bind(_gate_up_kernel, x, tile)[(blocks * triton.cdiv(x.width, block_n),)](
+            hidden=hidden, order=order, starts=starts, **activated(x), BLOCK_N=block_n, **constants
+        )
     bind(_down_kernel, x, tile)[(blocks * triton.cdiv(x.dim, tile.block_n),)](
         hidden=hidden, results=results, order=order, starts=starts, **constants
     )

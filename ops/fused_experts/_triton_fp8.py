@@ -32,17 +32,23 @@ def fp8_few_tokens(x: FusedExperts) -> Tensor:
 
 
 def fp8_products(
-    x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor, *, share: int
+    x: FusedExperts,
+    order: Tensor,
+    starts: Tensor,
+    results: Tensor,
+    *,
+    share: int,
+    hidden: Tensor | None = None,
 ) -> None:
-    """Fill ``results`` [P, D] with each pair's output of its expert, unweighted."""
+    """Fill ``results`` as ``scaled_products`` does."""
     weights, tile = _stored(x, rounds=False), _tile(x, share, rounds=False)
-    scaled_products(x, _LOADER, weights, tile, (order, starts), results)
+    scaled_products(x, _LOADER, weights, tile, (order, starts), results, hidden)
 
 
 def rounded_products(x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor) -> None:
     """Fill ``results`` with FP8 products: tokens and hidden activations are rounded to FP8."""
     weights, tile = _stored(x, rounds=True), _tile(x, share_of(x), rounds=True)
-    scaled_products(x, _LOADER, weights, tile, (order, starts), results)
+    scaled_products(x, _LOADER, weights, tile, (order, starts), results, None)
 
 
 def _stored(x: FusedExperts, *, rounds: bool) -> tuple[Stored, Stored]:

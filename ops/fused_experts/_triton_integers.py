@@ -34,12 +34,18 @@ def integer_few_tokens(x: FusedExperts) -> Tensor:
 
 
 def integer_products(
-    x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor, *, share: int
+    x: FusedExperts,
+    order: Tensor,
+    starts: Tensor,
+    results: Tensor,
+    *,
+    share: int,
+    hidden: Tensor | None = None,
 ) -> None:
-    """Fill ``results`` [P, D] with each pair's output of its expert, unweighted."""
+    """Fill ``results`` as ``scaled_products`` does."""
     weights = _stored(x)
     tile = _tile(x, share, group=weights[1].form[0])
-    scaled_products(x, _LOADER, weights, tile, (order, starts), results)
+    scaled_products(x, _LOADER, weights, tile, (order, starts), results, hidden)
 
 
 def _stored(x: FusedExperts) -> tuple[Stored, Stored]:

@@ -46,10 +46,13 @@ def scaled_products(
     tile: Tile,
     grouped: tuple[Tensor, Tensor],
     results: Tensor,
+    hidden: Tensor | None,
 ) -> None:
-    """Fill ``results`` [P, D] with each pair's output of its expert, unweighted."""
+    """Fill ``results`` [P, D] with each pair's output of its expert, unweighted.
+
+    Given ``hidden`` [P, I] activations, contiguous, it is the second product alone.
+    """
     gate_up, down = weights
-    hidden = x.x.new_empty(x.num_pairs, x.width)
     blocks = num_blocks(x.num_pairs, x.num_experts, tile.block_m)
     order, starts = grouped
     options = {
@@ -61,10 +64,12 @@ def scaled_products(
         "num_warps": tile.num_warps,
         "enable_fp_fusion": True,
     }
-    programs = blocks * triton.cdiv(x.width, tile.block_n)
-    bind(_scaled_gate_up_kernel, x, gate_up, loader, tile)[(programs,)](
-        gate_up=gate_up.numbers, hidden=hidden, **activated(x), **options
-    )
+    if hidden is None:
+        hidden = x.x.new_empty(x.num_pairs, x.width)
+        programs = blocks * triton.cdiv(x.width, tile.block_n)
+        bind(_scaled_gate_up_kernel, x, gate_up, loader, tile)[(programs,)](
+            gate_up=gate_up.numbers, hidden=hidden, **activated(x), **options
+        )
     programs = blocks * triton.cdiv(x.dim, tile.block_n)
     bind(_scaled_down_kernel, x, down, loader, tile)[(programs,)](
         hidden=hidden, down=down.numbers, results=results, **options

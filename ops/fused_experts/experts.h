@@ -14,6 +14,7 @@
 namespace experts {
 
 TH_CALL(Call,
+  // Weights of experts are 1 where there are none; without gate_up, tokens are [T, width] hidden ones.
   const void *x, *expert_ids, *expert_weights, *gate_up, *down;
   const void *gate_up_scales, *down_scales;  // null where weights have none
   void *hidden, *out;
@@ -89,7 +90,7 @@ class Experts {
       const int64_t num_experts = int64_t(routing_.experts.size());
       const int64_t rows = chunk(num_experts * call_.width, MAX_WIDTH_CHUNK);
       const int64_t chunks = (call_.width + rows - 1) / rows;
-      for (int64_t i; (i = hidden_taken++) < num_experts * chunks;) {
+      for (int64_t i; call_.gate_up && (i = hidden_taken++) < num_experts * chunks;) {
         const int64_t first = i % chunks * rows;
         hidden_chunk(scratch, routing_.experts[i / chunks], first,
                      std::min(rows, call_.width - first));
@@ -146,7 +147,7 @@ class Experts {
     s.up.resize(ROWS * count);
     for (int64_t expert : routing_.experts)
       for_blocks(expert, [&](int64_t p, int rows) {
-        s.rows.pack(rows, I, [&](int r) { return typed(call_.hidden) + (p + r) * I; },
+        s.rows.pack(rows, I, [&](int r) { return hidden_row(p + r); },
                     call_.is_invariant);
         s.rows.multiply(down(expert), d, count, s.up.data(), count, reading_);
         for (int r = 0; r < rows; ++r) add(s, p + r, &s.up[r * count], count);
@@ -196,7 +197,8 @@ class Experts {
   void add(Scratch<T, W>& s, int64_t p, const float* y, int64_t count) {
     const int64_t pair = routing_.pairs[p];
     float* sums = &s.sums[pair / call_.top_k * count];
-    const float weight = call_.weights_are_float
+    const float weight = !call_.expert_weights ? 1.0f
+                         : call_.weights_are_float
                              ? static_cast<const float*>(call_.expert_weights)[pair]
                              : th::to_float(typed(call_.expert_weights)[pair]);
     for (int64_t j = 0; j < count; ++j) sums[j] = th::fma(weight, y[j], sums[j]);
@@ -207,6 +209,11 @@ class Experts {
     const int64_t last = routing_.first[expert + 1];
     for (int64_t p = routing_.first[expert]; p < last; p += ROWS)
       block(p, int(std::min<int64_t>(ROWS, last - p)));
+  }
+
+  // Hidden activations of a pair; without a first product, they are the tokens.
+  const T* hidden_row(int64_t p) {
+    return call_.gate_up ? typed(call_.hidden) + p * call_.width : token_row(p);
   }
 
   const T* token_row(int64_t p) {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -40,7 +43,18 @@ def sum_experts(x: FusedExperts, *, rounds: bool) -> Tensor:
     return out.to(dtype)
 
 
-def activate(x: FusedExperts, projected: Tensor) -> Tensor:
+class Activation(Protocol):
+    """Bounds of an activation, as ``fused_experts`` takes them."""
+
+    @property
+    def has_gate(self) -> bool: ...
+    @property
+    def limit(self) -> float | None: ...
+    @property
+    def softcaps(self) -> Sequence[float] | None: ...
+
+
+def activate(x: Activation, projected: Tensor) -> Tensor:
     """Turn [..., 2 I], gate and up, or [..., I] without a gate, into hidden activations."""
     if not x.has_gate:
         return F.relu(projected).square()

@@ -17,16 +17,18 @@ from tests.models.checkpoint.test_block_fp8 import OPTIONS as FP8_OPTIONS
 from tests.models.oracle import ask, make_texts
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_model
 from torch_hybrid.graphs.stepping.adapters import adapter_bytes
+from torch_hybrid.layers.adapter_sites import AdapterKinds
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.layers.side_by_side import SideBySide
+from torch_hybrid.models.adapter_places import find_places
 from torch_hybrid.ranks import linear_of
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 TEXTS = make_texts([11, 6])
 SIZES = {"max_seqs": 6, "max_tokens": 384, "kv_tokens": 1600, "max_adapters": 2}
-SIZES |= {"saved_modules": True}
+SIZES |= {"saved_modules": True, "expert_adapters": True}
 # peft refuses an adapter of this layer beside those of these models.
 _NO_OUT_PROJ = ("mamba", "falcon_mamba", "mamba2", "falcon_h1", "falcon_h1_norm", "nemotron_h")
 # Layers of which transformers takes the weight alone, or divides it where it is not trained: an
@@ -55,6 +57,12 @@ def targets(model: nn.Module, family: str) -> list[str]:
     ]
 
 
+def experts(model: nn.Module) -> list[str]:
+    """The names of the weights of all experts of mixtures."""
+    found = dict(model.named_parameters()).items()
+    return [name for name, own in found if own.ndim == 3 and ".experts." in name]
+
+
 def norms(model: nn.Module) -> list[str]:
     """The names of the norms of rows as wide as the model that adapters may replace."""
     width = model.config.get_text_config().hidden_size
@@ -80,6 +88,7 @@ def save_adapter(folder: Path, family: str, seed: int, *, base: Any = None, **op
     """Write an adapter of random factors to a folder; return peft's model with it."""
     base = make_tiny(family) if base is None else base
     options = {"target_modules": targets(base, family), "r": 4, "lora_alpha": 8, **options}
+    options.setdefault("target_parameters", experts(base))
     torch.manual_seed(seed)
     model = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **options)).eval()
     for name, weight in model.named_parameters():
@@ -246,12 +255,33 @@ def test_bytes_of_the_pools(folders: dict[str, Path]) -> None:
     runner = make_runner(folders)
     found = [tensor.nbytes for pool in runner._adapted.layers.pools for tensor in pool.values()]
     assert sum(found) == adapter_bytes(
-        runner.model, SIZES["max_adapters"], 16, saved_modules=SIZES["saved_modules"]
+        runner.model, SIZES["max_adapters"], 16, AdapterKinds(saved_modules=True, experts=True)
     )
 
 
-@pytest.mark.parametrize("family", ["zamba", "deepseek_v3"])
-def test_compiled_steps_of_shared_and_latent_layers(family: str, tmp_path: Path) -> None:
+@torch.library.custom_op("tests_adapters::find_places", mutates_args=())
+def find_in_an_op(x: Tensor) -> Tensor:
+    FOUND.append(find_places(FOUND.pop()))
+    return x.clone()
+
+
+FOUND: list[Any] = []
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "zamba", "falcon_h1"])
+def test_places_are_the_same_in_the_body_of_an_op(family: str) -> None:
+    """Where torch has not decomposed what is done to weights."""
+    model = th.adapt(make_tiny(family))
+    expected = find_places(model)
+    FOUND.append(model)
+    find_in_an_op(torch.ones(1))
+    found = FOUND.pop()
+    for name in ("linears", "latents", "norms", "experts", "refused"):
+        assert getattr(found, name).keys() == getattr(expected, name).keys()
+
+
+@pytest.mark.parametrize("family", ["zamba", "deepseek_v3", "qwen3_next"])
+def test_compiled_steps_of_shared_layers_latents_and_experts(family: str, tmp_path: Path) -> None:
     save_adapter(tmp_path, family, seed=1)
     model = th.adapt(make_tiny(family))
     folders = {"a": tmp_path}
@@ -266,10 +296,11 @@ def test_compiled_steps_of_shared_and_latent_layers(family: str, tmp_path: Path)
     ("family", "options", "told"),
     [
         ("qwen4_exp", {"target_modules": ["ngram_embedding"]}, "not served: its weight is part"),
+        ("qwen3_next", {"target_parameters": ["mlp.gate.weight"]}, "part of .*mlp.gate.weight"),
         (
-            "qwen3_next",
-            {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
-            "is of the experts of a mixture",
+            "inkling",
+            {"target_parameters": ["shared_experts.down_proj"]},
+            "other stacks than those of experts are not served",
         ),
         ("qwen3", {"modules_to_save": ["embed_tokens"]}, "brings model.embed_tokens.weight, which"),
         ("qwen3", {"modules_to_save": ["mlp"]}, "brings model.layers.*, which is not served"),

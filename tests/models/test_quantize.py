@@ -221,6 +221,21 @@ def test_two_ranks_make_integers_of_their_parts(tmp_path: Path):
     assert isinstance(summed.part, ScaledLinear)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_value_that_is_near_no_number(value: float):
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.randn(3, 64, dtype=dtype)
+        weight[1, 40] = value
+        for quantized in (
+            lambda own=weight: in_8_bits(own),
+            lambda own=weight: in_4_bits(own, 32),
+            lambda own=weight: in_fp4(own, MXFP4),
+            lambda own=weight: in_fp4(own, NVFP4),
+        ):
+            with pytest.raises(ValueError, match="has NaN or infinite values"):
+                quantized()
+
+
 def test_numbers_are_the_nearest_and_scales_the_best():
     weight = torch.randn(3, 5, 64)
     numbers, scales = in_8_bits(weight)

@@ -355,6 +355,11 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield "head_linear", partial(run, head_linear.head_linear, args, {})
     factors = loras.tensors(loras.make_inputs(loras.CASES["parts"], dtype=dtype))
     yield "lora", partial(run, lora.lora, (*factors,), {})
+    for stored in (None, "fp8", "nvfp4"):
+        case = experts.Case(num_tokens=7, num_experts=5, top_k=3, dim=77, width=45)
+        *args, scales = experts.make_product(case, stored, dtype=dtype)
+        op = fused_experts.expert_linear
+        yield f"{op.__name__}, {stored}", partial(run, op, (*args,), {"scales": scales})
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
     rows = torch.randn(5, 3, 37).to(dtype)
     for addend in (None, rows):

@@ -341,6 +341,11 @@ def _fused_experts() -> _Made:
     return experts.make_inputs(case), {"activation": case.activation}, ranges
 
 
+def _expert_linear() -> _Made:
+    *args, _ = experts.make_product(experts.Case(num_tokens=5))
+    return (*args,), {}, {"expert_ids": (0, len(args[2]) + 1)}
+
+
 def _trained_experts(by: str) -> _Made:
     args, options, ranges = _fused_experts()
     args = (*args, None, None)
@@ -414,6 +419,7 @@ CALLS: dict[str, Callable[[], _Made]] = {
         num_ranked=5,
         has_wide_top_p=True,
     ),
+    "expert_linear": _expert_linear,
     "fused_experts": _fused_experts,
     "fused_experts_backward": lambda: _trained_experts("backward"),
     "fused_experts_forward": lambda: _trained_experts("forward"),

@@ -119,6 +119,7 @@ def adapt_all(families: list[str]) -> list[float]:
     for family in families:
         options = {"vocab_size": VOCAB_SIZE, **OPTIONS.get(family, {})}
         sizes = {**SIZES, "max_adapters": 2, "saved_modules": True, "compile": False}
+        sizes["expert_adapters"] = True
         with TemporaryDirectory() as folder:
             for seed, name in enumerate("ab"):
                 base = make_model(family, seed=SEEDS.get(family, 0), **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -99,6 +100,28 @@ def test_least_recently_used_adapters_are_evicted(
         assert tokens_of(engine, TEXTS, adapter=name) == alone[name], name
     if max_snapshots:
         assert engine.stats().prefix_cache.num_hits > 0
+
+
+def test_evicted_adapters_are_read_while_steps_may_run(
+    folders: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(folders)
+    model, taken = engine.runner.model, []
+
+    def read(*args: Any) -> Any:
+        def take() -> None:
+            taken.append(engine.runner.lock.acquire(timeout=5))
+            if taken[-1]:
+                engine.runner.lock.release()
+
+        thread = Thread(target=take)
+        thread.start()
+        thread.join()
+        return type(model).read_adapter(model, *args)
+
+    monkeypatch.setattr(model, "read_adapter", read)
+    assert tokens_of(engine, TEXTS, adapter="a") == alone["a"]
+    assert taken == [True]
 
 
 def test_adapters_in_use_are_neither_evicted_nor_unloaded(folders: Any, alone: Any) -> None:

@@ -249,7 +249,7 @@ def _engine(
 
     Its runner has a slot for each adapter of ``loras``, as wide as the largest rank.
     """
-    from torch_hybrid.models.read_adapter import largest_rank, saves_modules
+    from torch_hybrid.models.read_adapter import adapts_experts, largest_rank, saves_modules
     from torch_hybrid.serving.engine import Engine
 
     speculation = options.speculation(speculate)
@@ -259,6 +259,7 @@ def _engine(
         folders = [Path(folder) for folder in loras.values()]
         adapters["max_lora_rank"] = max(map(largest_rank, folders))
         adapters["saved_modules"] = any(map(saves_modules, folders))
+        adapters["expert_adapters"] = any(map(adapts_experts, folders))
     runner = options.runner(model, max_snapshots=prefix_cache, max_drafts=max_drafts, **adapters)
     return Engine(
         runner,

@@ -89,8 +89,15 @@ class AdaptedLayers:
                 for path in site.paths:
                     module = _own_module(model, path, homes, undo)
                     hook = _Hook(self, place, _copied(module))
-                    undo.callback(module.register_forward_hook(hook).remove)
+                    undo.callback(site.attach(module, hook))
             yield
+
+    def before(self, place: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Change the inputs of a site's module, where adapters compute part of the outputs."""
+        if self._given is None:
+            return None
+        slots, pools = self._given
+        return self.sites[place].before(pools[place], slots, inputs)
 
     def add(self, place: int, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
         """Add the rows' adapters to the outputs of a site for its inputs."""
@@ -102,7 +109,7 @@ class AdaptedLayers:
 
 @dataclass(frozen=True, slots=True)
 class _Hook:
-    """Forward hook of one site, with its module without hooks."""
+    """Forward hook of one site, and the one before it, with its module without hooks."""
 
     layers: AdaptedLayers
     place: int
@@ -110,6 +117,9 @@ class _Hook:
 
     def __call__(self, _module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         return self.layers.add(self.place, self.module, args, out)
+
+    def before(self, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        return self.layers.before(self.place, args)
 
 
 def _own_module(
@@ -131,5 +141,6 @@ def _own_module(
 def _copied(module: nn.Module) -> nn.Module:
     """Copy a module without its hooks; weights and children are the same."""
     made = copy.copy(module)
-    made._modules, made._forward_hooks = made._modules.copy(), OrderedDict()
+    made._modules = made._modules.copy()
+    made._forward_hooks, made._forward_pre_hooks = OrderedDict(), OrderedDict()
     return made

@@ -5,23 +5,50 @@ EmbeddingSite    embedding: rows of the first factor are looked up
 KeysSite         MLA's product from queries to latents, head by head: first B, then A
 ValuesSite       MLA's product from latents to values, head by head: first A, then B
 NormSite         norm, in which an adapter has weights of its own
+ExpertsSite      experts: an adapter has factors for each matrix of each expert
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.ops.lora.op import lora
 
 # Of a part of a layer: a [r, inputs] and b [outputs of the part, r]. None in the place of a: b is
-# in the place of the layer's own weight. None: the adapter leaves the part as it is.
+# in the place of the layer's own weight. None: the adapter leaves the part as it is. Of a part of
+# experts: a [E, r, inputs] and b [E, outputs, r], of the first E.
 Factors = tuple[Tensor | None, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterKinds:
+    """What adapters may change beside linear layers and the embedding.
+
+    Attributes:
+        saved_modules: the output head and norms, which they replace.
+        experts: experts of mixtures.
+    """
+
+    saved_modules: bool = False
+    experts: bool = False
+
+
+class Hook(Protocol):
+    """Forward hook of a module, and the one before its forward."""
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], out: Tensor, /) -> Tensor: ...
+    def before(
+        self, module: nn.Module, args: tuple[Tensor, ...], /
+    ) -> tuple[Tensor, ...] | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +68,16 @@ class AdapterSite:
     widths: tuple[int, ...]
     dtype: torch.dtype
     is_replaceable: bool = False
+
+    def attach(self, module: nn.Module, hook: Hook) -> Callable[[], None]:
+        """Have a hook change the outputs of a module; return what removes it."""
+        return module.register_forward_hook(hook).remove
+
+    def before(
+        self, pool: LayerCache, slots: Tensor, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Change the inputs of a module, where a hook before it is attached."""
+        raise NotImplementedError
 
     def pool(self, max_adapters: int, max_rank: int, device: torch.device) -> LayerCache:
         """Allocate the factors of resident adapters, which are none yet."""
@@ -168,7 +205,7 @@ class HeadsSite(AdapterSite):
             assert a is not None
             heads = b.unflatten(0, (self.num_heads, -1))
             products = self._products(a, heads, pool["b"].shape[-1])
-        for own, of_slot in zip((pool, _outer(pool)), products, strict=True):
+        for own, of_slot in zip((pool, _under(_OUTER, pool)), products, strict=True):
             for place, each in enumerate(of_slot):
                 _write(own, slot * len(of_slot) + place, [each])
 
@@ -191,7 +228,7 @@ class HeadsSite(AdapterSite):
         nothing = out.new_zeros(first.shape[0], pool["b"].shape[-1])
         inner = _added(nothing, inputs[0], pool, first, impl)
         base = out.reshape(-1, out.shape[-1])
-        return _added(base, inner, _outer(pool), second, impl).view(out.shape)
+        return _added(base, inner, _under(_OUTER, pool), second, impl).view(out.shape)
 
 
 class KeysSite(HeadsSite):
@@ -268,12 +305,103 @@ class NormSite(AdapterSite):
         return made
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSite(AdapterSite):
+    """Experts of a mixture, of tokens of ``inputs`` numbers, that adapters may change.
+
+    ``widths`` are the outputs of an expert's matrices, its parts: gate if there is one, up, down.
+    The factors of expert e of an adapter are in the slot ``adapter * E + e``. A step has E more
+    slots for each adapter, ``R (inputs + outputs)`` numbers in each part.
+
+    Attributes:
+        num_experts: E.
+    """
+
+    num_experts: int
+
+    def attach(self, module: nn.Module, hook: Hook) -> Callable[[], None]:
+        """Have a hook take rows from a module, and add their outputs; return what removes it."""
+        undo = ExitStack()
+        undo.callback(module.register_forward_pre_hook(hook.before).remove)
+        undo.callback(module.register_forward_hook(hook).remove)
+        return undo.close
+
+    def before(
+        self, pool: LayerCache, slots: Tensor, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Leave the experts of rows with factors to ``add``, which is handed them besides."""
+        x, ids, weights = inputs
+        is_own = _of_rows(pool["is_adapted"], slots)[:, None]
+        left, own = (
+            torch.where(mask, ids, self.num_experts) for mask in (is_own.logical_not(), is_own)
+        )
+        return x, left, weights, own.int()
+
+    def pool(self, max_adapters: int, max_rank: int, device: torch.device) -> LayerCache:
+        """Allocate the factors of resident adapters, which are none yet."""
+        num_slots, last = max_adapters * self.num_experts, len(self.widths) - 1
+        found = {"is_adapted": torch.zeros(max_adapters, dtype=torch.bool, device=device)}
+        for place, width in enumerate(self.widths):
+            inputs = self.widths[0] if place == last else self.inputs
+            factors = self._factors(num_slots, max_rank, inputs, (width,), device)
+            found |= {f"{place} {name}": tensor for name, tensor in factors.items()}
+        return found
+
+    def write(self, pool: LayerCache, slot: int, factors: Sequence[Factors]) -> None:
+        """Write an adapter's factors of each part into a slot, from 0."""
+        pool["is_adapted"][slot] = any(part is not None for part in factors)
+        own = slice(slot * self.num_experts, (slot + 1) * self.num_experts)
+        for place, part in enumerate(factors):
+            a, b, ranks = (pool[f"{place} {name}"][own] for name in ("a", "b", "ranks"))
+            ranks.zero_()
+            if part is not None:
+                first, second = part
+                assert first is not None
+                num_experts, rank, _ = first.shape
+                a[:num_experts, 0, :rank].copy_(first)
+                b[:num_experts, :rank].copy_(second.mT)
+                ranks[:num_experts] = rank
+
+    def add(
+        self,
+        pool: LayerCache,
+        slots: Tensor,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        out: Tensor,
+        impl: str,
+    ) -> Tensor:
+        """Run rows with factors through experts, by one product after the other.
+
+        Other rows have the bits of a plain step. For T tokens of k choices these products take
+        ``T k (2 inputs + the sum of widths + the hidden width)`` numbers at once.
+        """
+        assert isinstance(module, FusedExperts)
+        x, _, weights, own = inputs
+        first_slot = (slots[:, None] - 1) * self.num_experts + 1
+        of_pairs = torch.where(own < self.num_experts, first_slot + own, 0).flatten().int()
+
+        def product(place: int, rows: Tensor) -> Tensor:
+            base = module.product(place, rows, own.flatten())
+            return _added(base, rows, _under(f"{place} ", pool), of_pairs, impl)
+
+        *firsts, last = range(len(self.widths))
+        rows = x[:, None].expand(-1, own.shape[1], -1).flatten(0, 1)
+        hidden = module.hidden(torch.cat([product(place, rows) for place in firsts], -1))
+        results = product(last, hidden).unflatten(0, own.shape).float()
+        total = torch.zeros_like(out, dtype=torch.float32)
+        for choice in range(own.shape[1]):
+            total = total + weights[:, choice, None].float() * results[:, choice]
+        is_own = _of_rows(pool["is_adapted"], slots)[:, None]
+        return torch.where(is_own, total.to(out.dtype), out)
+
+
 _OUTER = "outer "
 
 
-def _outer(pool: LayerCache) -> LayerCache:
-    """Return the factors of the second of two products."""
-    return {n.removeprefix(_OUTER): tensor for n, tensor in pool.items() if n.startswith(_OUTER)}
+def _under(prefix: str, pool: LayerCache) -> LayerCache:
+    """Return the factors of one of several products."""
+    return {n.removeprefix(prefix): tensor for n, tensor in pool.items() if n.startswith(prefix)}
 
 
 def _low_rank(a: Tensor | None, b: Tensor) -> Factors:

@@ -10,6 +10,8 @@ from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.formats.stored_weights import features_of, name_of
 from torch_hybrid.ops.fused_experts.op import HAS_GATE, IMPLEMENTATIONS, fused_experts
+from torch_hybrid.ops.fused_experts.op_expert_linear import expert_linear
+from torch_hybrid.ops.fused_experts.reference import activate
 from torch_hybrid.ranks import Ranks, divide
 
 
@@ -86,8 +88,17 @@ class FusedExperts(nn.Module):
         return self.op if self.down_scales is None else f"{name_of(stored)} {self.op}"
 
     @in_own_dtype(1, lambda experts: experts.dtype)
-    def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """Run x [T, dim] through experts, by ids and weights [T, k] -> [T, dim]."""
+    def forward(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+        adapted_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Run x [T, dim] through experts, by ids and weights [T, k] -> [T, dim].
+
+        ``adapted_ids`` are left to hooks: of rows that adapters change.
+        """
         return fused_experts(
             x,
             expert_ids,
@@ -102,6 +113,37 @@ class FusedExperts(nn.Module):
             impl=self.choice.impl,
         )
 
+    @property
+    def has_gate(self) -> bool:
+        """Flag of an activation that multiplies up by a gate."""
+        return HAS_GATE[self.activation]
+
+    def product(self, place: int, rows: Tensor, expert_ids: Tensor) -> Tensor:
+        """Multiply each row by one matrix of its expert.
+
+        Args:
+            place: 0 for gate, then up, then down; without a gate 0 for up.
+            rows: [P, K] tokens, or hidden activations.
+            expert_ids: [P] int32; the number of experts stands for none.
+
+        Returns:
+            [P, N]; 0 for a row without an expert.
+        """
+        num_experts, num_parts = len(self.down_proj), 1 + self.has_gate
+        weight, scales = self.down_proj, self.down_scales
+        if place < num_parts:
+            weight = self.gate_up_proj.unflatten(1, (num_parts, -1)).flatten(0, 1)
+            if self.gate_up_scales is not None:
+                scales = self.gate_up_scales.unflatten(1, (num_parts, -1)).flatten(0, 1)
+            expert_ids = (expert_ids * num_parts + place).clamp(max=num_experts * num_parts)
+        # Rows of adapters are not rounded to FP8.
+        impl = "triton" if self.choice.impl == "triton_fp8" else self.choice.impl
+        return expert_linear(rows, expert_ids, weight, scales=scales, impl=impl)
+
+    def hidden(self, projected: Tensor) -> Tensor:
+        """Turn products with gate and up, [P, 2 I] or [P, I], into hidden activations [P, I]."""
+        return activate(self, projected.float()).to(projected.dtype)
+
     def shard(self, ranks: Ranks) -> FusedExperts:
         """Make this rank's layer: a part of each expert's width; callers sum outputs over ranks.
 
@@ -110,7 +152,7 @@ class FusedExperts(nn.Module):
         """
         width = self.down_proj.shape[2]
         divide("the width of the experts", width, ranks.size)
-        blocks = [(width, 1)] * (1 + HAS_GATE[self.activation])
+        blocks = [(width, 1)] * (1 + self.has_gate)
         return FusedExperts(
             ranks.parameter(self.gate_up_proj, blocks, dim=1),
             ranks.parameter(self.down_proj, [(width, 1)], dim=2),

@@ -9,28 +9,31 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host.defaults import on_meta
-from torch_hybrid.layers.expert_parallel import TokensOfRank
+from torch_hybrid.layers.expert_parallel import ExpertParallel, TokensOfRank
+from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.indexed_latent_attention import IndexedLatentAttention
 from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.layers.vocabulary import EmbeddingOverRanks
 from torch_hybrid.models.adapt import adapted
 from torch_hybrid.models.architecture import Architecture
 from torch_hybrid.models.checkpoint.content import (
+    Content,
     Slice,
     Stored,
     leaves,
     name_of,
     narrow,
+    reshape,
     slices,
 )
 from torch_hybrid.models.checkpoint.files import Checkpoint
@@ -84,16 +87,21 @@ class Places:
         linears: parts of each linear layer of ours.
         latents: part of ``kv_b_proj`` of each latent attention.
         norms: weights of each norm of rows as wide as the model: those of transformers, by name.
+        experts: parts of an expert of each mixture: gate if there is one, up, down.
         embedding: paths of the embedding, and the whole of transformers'; None: it is scaled.
         shapes: outputs and inputs of each linear layer of transformers, and width and number of
             tokens of each embedding, by its name.
+        stacks: shape of each weight of experts of transformers, [E, outputs, inputs], by its name,
+            in the order in which its module has them.
         refused: why a layer of transformers can have no adapter, by its name.
     """
 
     linears: Mapping[Paths, tuple[Part, ...]]
     latents: Mapping[Paths, tuple[Part, ...]]
     norms: Mapping[Paths, Mapping[str, str]]
+    experts: Mapping[Paths, tuple[Part, ...]]
     embedding: tuple[Paths, Part] | None
+    stacks: Mapping[str, tuple[int, ...]]
     shapes: Mapping[str, tuple[int, int]]
     refused: Mapping[str, str]
 
@@ -114,6 +122,7 @@ def find_places(model: HybridModel) -> Places:
         for name, module in twin.named_modules()
         if isinstance(module, nn.Embedding)
     }
+    stacked = {name: (*own.shape,) for name, own in twin.named_parameters() if own.ndim == 3}
     made = adapted(twin, architecture)
     if model.ranks is not None:
         is_sent = any(isinstance(module, TokensOfRank) for module in model.modules())
@@ -129,15 +138,19 @@ def find_places(model: HybridModel) -> Places:
     linears: dict[Paths, tuple[Part, ...]] = {}
     latents: dict[Paths, tuple[Part, ...]] = {}
     norms: dict[Paths, dict[str, str]] = {}
+    experts: dict[Paths, tuple[Part, ...]] = {}
+    sent = {each.experts for each in made.modules() if isinstance(each, ExpertParallel)}
     of_tokens: tuple[Paths, Part] | None = None
     refused: dict[str, str] = {}
     for module, own in paths.items():
         found = {name: weight for name, weight in module.named_parameters(recurse=False)}
         weights = {name: weight for name, weight in found.items() if isinstance(weight, Unread)}
         if module in attentions:
-            latents[attentions[module]] = _parts(weights["weight"])
+            latents[attentions[module]] = _parts(weights["weight"].content)
         elif type(module) in (nn.Linear, SummedLinear):
-            linears[own] = _parts(weights["weight"])
+            linears[own] = _parts(weights["weight"].content)
+        elif isinstance(module, FusedExperts) and module not in sent:
+            experts[own] = _parts_of_experts(module)
         elif isinstance(module, nn.Embedding) and module is table and not _steps(weights["weight"]):
             source = name_of(weights["weight"].content).removesuffix(".weight")
             of_tokens = paths[embedding], Part.whole(source, *shapes[source])
@@ -148,10 +161,13 @@ def find_places(model: HybridModel) -> Places:
                 for leaf in leaves(weight.content):
                     source = leaf.stored.name.removesuffix(".weight")
                     refused[source] = f"its weight is part of {own[0]}.{name}"
+    sources = {part.source for parts in experts.values() for part in parts}
     return Places(
         linears=linears,
         latents=latents,
         norms=norms,
+        experts=experts,
+        stacks={name: shape for name, shape in stacked.items() if name in sources},
         embedding=of_tokens,
         shapes=shapes,
         refused=refused,
@@ -185,11 +201,33 @@ def _steps(weight: Any) -> bool:
     return any(leaf.steps for leaf in leaves(weight.content))
 
 
-def _parts(weight: Any) -> tuple[Part, ...]:
+def _parts_of_experts(module: FusedExperts) -> tuple[Part, ...]:
+    """Find the parts of an expert: gate, up and down are each of one stack of transformers.
+
+    The first experts are those of the stack; ours may have more of them, from elsewhere.
+    """
+    found: list[Part] = []
+    for weight, num_parts in ((module.gate_up_proj, 1 + module.has_gate), (module.down_proj, 1)):
+        content = cast(Any, weight).content
+        stored = slices(content, torch.empty(content.shape, device="meta"))[0][0].stored
+        _, outputs, inputs = content.shape
+        for expert in (0, stored.shape[0] - 1):
+            [whole] = _parts(reshape(narrow(content, 0, expert, 1), (outputs, inputs)))
+            if expert == 0:
+                first = whole
+            elif not torch.equal(whole.rows, first.rows + expert * stored.shape[1]):
+                raise UnsupportedError(f"experts of {first.source} are not kept in their order")
+        for rows in first.rows.chunk(num_parts):
+            factors = torch.ones_like(rows, dtype=torch.float64)
+            found.append(replace(first, rows=rows, factors=factors))
+    return tuple(found)
+
+
+def _parts(content: Content) -> tuple[Part, ...]:
     """Find the parts of a linear layer's weight [outputs, inputs], which is unread."""
-    outputs, inputs = weight.shape
-    first, last = _line(weight, 1, 0), _line(weight, 1, inputs - 1)
-    top, bottom = _line(weight, 0, 0), _line(weight, 0, outputs - 1)
+    outputs, inputs = content.shape
+    first, last = _line(content, 1, 0), _line(content, 1, inputs - 1)
+    top, bottom = _line(content, 0, 0), _line(content, 0, outputs - 1)
     is_whole = torch.equal(first.factors, last.factors) and torch.equal(first.rows, last.rows)
     is_whole &= first.names == last.names and torch.equal(top.columns, bottom.columns)
     for line, column in ((first, top.columns[0]), (last, top.columns[-1])):
@@ -219,10 +257,10 @@ class _Line:
     factors: Tensor
 
 
-def _line(weight: Any, dim: int, place: int) -> _Line:
+def _line(content: Content, dim: int, place: int) -> _Line:
     """Describe the numbers of an unread weight [outputs, inputs] at a place along ``dim``."""
-    content = narrow(weight.content, dim, place, 1)
-    count = weight.shape[1 - dim]
+    count = content.shape[1 - dim]
+    content = narrow(content, dim, place, 1)
     places = torch.arange(count, dtype=torch.int64, device="cpu")
     names = [""] * count
     rows, columns = torch.empty_like(places), torch.empty_like(places)

@@ -13,8 +13,10 @@ from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.adapter_sites import (
+    AdapterKinds,
     AdapterSite,
     EmbeddingSite,
+    ExpertsSite,
     Factors,
     KeysSite,
     NormSite,
@@ -30,6 +32,7 @@ from torch_hybrid.models.read_adapter import (
     check_saved,
     check_targets,
     factors_of,
+    factors_of_experts,
     read_adapter,
 )
 from torch_hybrid.ranks import SummedLinear, SumOverRanks
@@ -38,41 +41,47 @@ Parts = tuple[Part, ...]
 _PLACES: WeakKeyDictionary[HybridModel, Places] = WeakKeyDictionary()
 
 
-def adapter_sites(model: HybridModel, *, saved_modules: bool) -> list[AdapterSite]:
-    """List the layers of a model that adapters may change.
-
-    With ``saved_modules``, they may replace the output head, and weights of norms.
+def adapter_sites(model: HybridModel, kinds: AdapterKinds) -> list[AdapterSite]:
+    """List the layers of a model that adapters of these kinds may change.
 
     Raises:
         UnsupportedError: adapters of this model are not served.
     """
     return [
-        *(site for site, _ in _projections(model, saved_modules)),
-        *(site for site, _ in _norms(model, saved_modules)),
+        *(site for site, _ in _projections(model, kinds)),
+        *(site for site, _ in _experts(model, kinds)),
+        *(site for site, _ in _norms(model, kinds)),
     ]
 
 
 def read_for_sites(
-    model: HybridModel, source: Path | nn.Module, max_rank: int, *, saved_modules: bool
+    model: HybridModel, source: Path | nn.Module, max_rank: int, kinds: AdapterKinds
 ) -> list[list[Factors]]:
     """Read an adapter of at most this rank, for each part of each site.
 
     Raises:
         ValueError, UnsupportedError: as ``Runner.load_adapter`` does.
     """
-    places, read = _places(model), read_adapter(source, max_rank)
+    places = _places(model)
+    read = read_adapter(source, max_rank, places.stacks)
     where = f"a {type(source).__name__}" if isinstance(source, nn.Module) else source
     check_targets(read.factors, places, where)
-    norms = _norms(model, saved_modules)
+    if read.experts and not kinds.experts:
+        raise UnsupportedError(
+            f"{where} adapts {next(iter(read.experts))}: the runner needs expert_adapters=True"
+        )
+    norms = _norms(model, kinds)
     shapes: dict[str, tuple[int, ...]] = {
         name: (site.inputs,) for site, names in norms for name in names
     }
-    projections = _projections(model, saved_modules)
+    projections = _projections(model, kinds)
     for site, parts in projections:
         if site.is_replaceable:
             shapes[f"{parts[0].source}.weight"] = places.shapes[parts[0].source]
     check_saved(read, shapes, where)
     found = [factors_of(read, parts) for _, parts in projections]
+    for _, parts in _experts(model, kinds):
+        found.append(factors_of_experts(read, parts, where, max_rank))
     for _, names in norms:
         weights = [read.saved.get(name) for name in names]
         found.append([None if weight is None else (None, weight) for weight in weights])
@@ -86,7 +95,7 @@ def _head(model: HybridModel) -> Parts:
     return next(parts for paths, parts in places if model.get_submodule(paths[0]) is head)
 
 
-def _projections(model: HybridModel, saved_modules: bool) -> list[tuple[AdapterSite, Parts]]:
+def _projections(model: HybridModel, kinds: AdapterKinds) -> list[tuple[AdapterSite, Parts]]:
     """List the sites whose outputs low-rank products are added to, and what they are made of."""
     places, head = _places(model), _head(model)
     found: list[tuple[AdapterSite, Parts]] = []
@@ -97,7 +106,7 @@ def _projections(model: HybridModel, saved_modules: bool) -> list[tuple[AdapterS
                 inputs=module.in_features,
                 widths=tuple(part.width for part in own),
                 dtype=dtype_of(module),
-                is_replaceable=saved_modules and own == head,
+                is_replaceable=kinds.saved_modules and own == head,
             )
             found.append((site, own))
     for paths, (part,) in places.latents.items():
@@ -137,10 +146,26 @@ def _projections(model: HybridModel, saved_modules: bool) -> list[tuple[AdapterS
     return found
 
 
-def _norms(model: HybridModel, saved_modules: bool) -> list[tuple[NormSite, list[str]]]:
+def _experts(model: HybridModel, kinds: AdapterKinds) -> list[tuple[ExpertsSite, Parts]]:
+    """List the mixtures whose experts adapters may change, and what an expert is made of."""
+    found: list[tuple[ExpertsSite, Parts]] = []
+    for paths, parts in _places(model).experts.items() if kinds.experts else ():
+        experts: Any = model.get_submodule(paths[0])
+        site = ExpertsSite(
+            paths=paths,
+            inputs=len(parts[0].columns),
+            widths=tuple(part.width for part in parts),
+            dtype=experts.dtype,
+            num_experts=len(experts.down_proj),
+        )
+        found.append((site, parts))
+    return found
+
+
+def _norms(model: HybridModel, kinds: AdapterKinds) -> list[tuple[NormSite, list[str]]]:
     """List the norms whose weights adapters may replace, and the names of the weights."""
     found: list[tuple[NormSite, list[str]]] = []
-    for paths, names in _places(model).norms.items() if saved_modules else ():
+    for paths, names in _places(model).norms.items() if kinds.saved_modules else ():
         weight = model.get_submodule(paths[0]).get_parameter(next(iter(names)))
         site = NormSite(
             paths=paths,

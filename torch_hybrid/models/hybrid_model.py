@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.step import Step
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.layers.adapter_sites import AdapterSite, Factors
+from torch_hybrid.layers.adapter_sites import AdapterKinds, AdapterSite, Factors
 from torch_hybrid.layers.integers import dtype_of
 from torch_hybrid.models.architecture import Architecture
 from torch_hybrid.models.checkpoint.update import Origins, Weights, checked_update
@@ -74,19 +74,19 @@ class HybridModel(nn.Module):
         self._step_argument = family.hf_step_argument
         self._token_arguments = family.hf_token_arguments
 
-    def adapter_sites(self, *, saved_modules: bool = False) -> list[AdapterSite]:
-        """List the layers that adapters may change, or bring weights of their own for."""
+    def adapter_sites(self, kinds: AdapterKinds) -> list[AdapterSite]:
+        """List the layers that adapters of these kinds may change."""
         from torch_hybrid.models.adapters import adapter_sites  # makes a model once more
 
-        return adapter_sites(self, saved_modules=saved_modules)
+        return adapter_sites(self, kinds)
 
     def read_adapter(
-        self, source: Path | nn.Module, max_rank: int, *, saved_modules: bool = False
+        self, source: Path | nn.Module, max_rank: int, kinds: AdapterKinds
     ) -> list[list[Factors]]:
         """Read an adapter of at most this rank, for each part of each site."""
         from torch_hybrid.models.adapters import read_for_sites
 
-        return read_for_sites(self, source, max_rank, saved_modules=saved_modules)
+        return read_for_sites(self, source, max_rank, kinds)
 
     def new_weights(self, weights: Weights | nn.Module, *, partial: bool) -> Callable[[], None]:
         """Check new weights, and return the function that writes them.

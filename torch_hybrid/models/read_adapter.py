@@ -7,19 +7,19 @@ changes what is computed, and a tensor that is no factor.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.adapter_sites import Factors
 from torch_hybrid.models.adapter_places import Part, Places
+from torch_hybrid.models.low_rank import LowRank, check_rank, named, read_factors
+from torch_hybrid.models.read_experts import take_experts
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Fields of peft's config that change nothing of what an adapter computes once it is trained, or
@@ -35,15 +35,6 @@ _HARMLESS = frozenset(
 # Starts of training that leave the base as it is.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_([AB])|([AB])\.weight)")
-_OF_TEXT = re.compile(r"^model\.(?:language_model|llm)\.|^language_model\.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRank:
-    """Factors of one layer: a [rank, inputs], and b [outputs, rank] with the adapter's scale."""
-
-    a: Tensor
-    b: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +43,25 @@ class ReadWeights:
 
     Attributes:
         factors: by the names of the layers of transformers that they adapt.
+        experts: by the names of weights of transformers' experts: a [E, rank, inputs] and
+            b [E, outputs, rank].
         saved: weights that take the place of the base's, by their names in transformers.
     """
 
     factors: Mapping[str, LowRank]
+    experts: Mapping[str, LowRank]
     saved: Mapping[str, Tensor]
 
 
-def read_adapter(source: Path | nn.Module, max_rank: int) -> ReadWeights:
+def read_adapter(
+    source: Path | nn.Module, max_rank: int, stacks: Mapping[str, tuple[int, ...]]
+) -> ReadWeights:
     """Read an adapter's weights.
 
     Args:
         source: the folder of an adapter; or a model of peft, or of transformers with an adapter.
         max_rank: largest rank of a factor.
+        stacks: shapes of the weights of transformers' experts, as ``Places`` has them.
 
     Raises:
         ValueError: there is no adapter, its files are damaged or incomplete, numbers are not
@@ -87,25 +84,16 @@ def read_adapter(source: Path | nn.Module, max_rank: int) -> ReadWeights:
             if ".base_layer." in name:  # peft writes the base's beside embeddings
                 continue
             if config.get("modules_to_save"):
-                saved[_named(name.removeprefix("base_model.model."))] = tensor
+                saved[named(name.removeprefix("base_model.model."))] = tensor
                 continue
             raise UnsupportedError(
                 f"{name} in {where} is no factor of a linear layer or an embedding: only those "
                 f"are served"
             )
-        if re.search(r"\.experts(\.base_layer)*$", found[1]):
-            raise UnsupportedError(
-                f"{name} in {where} is of the experts of a mixture: adapters of those are not "
-                f"served"
-            )
-        halves.setdefault(_named(found[1]), {})[found[2] or found[3]] = tensor
-    factors = {n: _low_rank(n, own, config, where, max_rank) for n, own in halves.items()}
-    return ReadWeights(factors=factors, saved=saved)
-
-
-def _named(name: str) -> str:
-    """Name a module or weight as the text model has it by itself."""
-    return _OF_TEXT.sub("model.", name)
+        halves.setdefault(named(found[1]), {})[found[2] or found[3]] = tensor
+    experts = take_experts(halves, stacks, config, where, max_rank)
+    factors = {n: read_factors(n, own, config, where, max_rank) for n, own in halves.items()}
+    return ReadWeights(factors=factors, experts=experts, saved=saved)
 
 
 def saves_modules(folder: Path) -> bool:
@@ -115,6 +103,15 @@ def saves_modules(folder: Path) -> bool:
         ValueError, UnsupportedError: as ``read_adapter`` does.
     """
     return bool(_read_config(folder).get("modules_to_save"))
+
+
+def adapts_experts(folder: Path) -> bool:
+    """Tell from the names of an adapter's weights whether some are of experts.
+
+    Raises:
+        ValueError: there are no weights, or they are damaged.
+    """
+    return any(".experts." in name for name in _read_tensors(folder))
 
 
 def _of_model(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -161,6 +158,30 @@ def factors_of(read: ReadWeights, parts: tuple[Part, ...]) -> list[Factors]:
     return found
 
 
+def factors_of_experts(
+    read: ReadWeights, parts: tuple[Part, ...], where: object, max_rank: int
+) -> list[Factors]:
+    """Bring the factors of transformers' experts into rows and columns of parts of ours.
+
+    Ranks that are zero in all rows of a part are left out, where gate and up were stacked.
+
+    Raises:
+        ValueError: a rank is larger than ``max_rank``.
+    """
+    found: list[Factors] = []
+    for part in parts:
+        own = read.experts.get(part.source)
+        if own is None:
+            found.append(None)
+            continue
+        b = own.b[:, part.rows]
+        is_used = b.count_nonzero(dim=(0, 1)) > 0
+        check_rank(part.source, int(is_used.sum()), where, max_rank)
+        factors = own.a[:, is_used][..., part.columns], b[..., is_used]
+        found.append(factors if bool(is_used.any()) else None)
+    return found
+
+
 def check_saved(read: ReadWeights, shapes: Mapping[str, tuple[int, ...]], where: object) -> None:
     """Raise unless the weights that an adapter brings can take the place of a model's.
 
@@ -196,6 +217,9 @@ def check_targets(read: Mapping[str, LowRank], places: Places, where: object) ->
         UnsupportedError: a layer can have no adapter.
     """
     for name, own in read.items():
+        refused = _refusal(name, places.refused)
+        if refused is not None:
+            raise UnsupportedError(f"{where} adapts {name}, which is not served: {refused}")
         if name not in places.shapes:
             raise ValueError(f"{where} adapts {name}, which the model does not have")
         shape = (own.b.shape[0], own.a.shape[1])
@@ -204,10 +228,16 @@ def check_targets(read: Mapping[str, LowRank], places: Places, where: object) ->
                 f"{where} is of another base: it adapts {name} of shape {[*shape]}, and the model "
                 f"has {[*places.shapes[name]]}"
             )
-        if name in places.refused:
-            raise UnsupportedError(
-                f"{where} adapts {name}, which is not served: {places.refused[name]}"
-            )
+
+
+def _refusal(name: str, refused: Mapping[str, str]) -> str | None:
+    """Find why a layer, or a weight of a module with weights, can have no adapter."""
+    module = re.sub(r"(\.experts)\..*|(\.base_layer)+$", r"\1", name)
+    is_of_experts = module.endswith(".experts")
+    for each, reason in refused.items():
+        if each == name or (is_of_experts and each.startswith(f"{module}.")):
+            return reason
+    return None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -251,38 +281,3 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot read the adapter in {path}: {error}") from error
     return tensors
-
-
-def _low_rank(
-    name: str, halves: Mapping[str, Tensor], config: Mapping[str, Any], path: object, max_rank: int
-) -> LowRank:
-    if halves.keys() != {"A", "B"}:
-        raise ValueError(f"{path} has one of two factors of {name} alone")
-    a, b = halves["A"], halves["B"]
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-        raise UnsupportedError(
-            f"{path} has factors {[*a.shape]} and {[*b.shape]} of {name}, which are no matrices "
-            f"of one rank"
-        )
-    rank = a.shape[0]
-    if rank > max_rank:
-        raise ValueError(
-            f"{path} has rank {rank} in {name}, and the runner's max_lora_rank is {max_rank}"
-        )
-    if rank != _chosen(config.get("rank_pattern"), name, config["r"]):
-        raise UnsupportedError(
-            f"{path} has rank {rank} in {name}, and its config says "
-            f"{_chosen(config.get('rank_pattern'), name, config['r'])}: stacks of experts are not "
-            f"served"
-        )
-    alpha = _chosen(config.get("alpha_pattern"), name, config["lora_alpha"])
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return LowRank(a=a, b=(b.double() * scale).to(torch.float64))
-
-
-def _chosen(pattern: Mapping[str, Any] | None, name: str, otherwise: Any) -> Any:
-    """Look up a layer in a pattern of names, as peft does."""
-    for key, value in (pattern or {}).items():
-        if re.match(rf"(.*\.)?({key})$", name):
-            return value
-    return otherwise

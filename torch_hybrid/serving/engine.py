@@ -481,6 +481,8 @@ class Engine(Shown):
 
     def _queue(self, requests: Sequence[Request], timeout_s: float | None) -> None:
         """Queue requests, all or none; their timeouts start now."""
+        names = {r.adapter_name: None for r in requests if r.adapter_name is not None}
+        read = self.runner.read_evicted(names) if names else {}  # no step waits for it
         with self.turn.lock:
             num_waiting = len(self._scheduler.waiting) + len(self._arriving)
             if self.max_waiting is not None and num_waiting + len(requests) > self.max_waiting:
@@ -488,22 +490,18 @@ class Engine(Shown):
                     f"{num_waiting} requests wait already and {len(requests)} more "
                     f"came: at most max_waiting = {self.max_waiting} may wait"
                 )
-            self._use_adapters(requests)
+            if names:
+                used = self.runner.use_adapters(names, self, read)
+                adapters = {each.name: each for each in used}
+                for request in requests:
+                    if request.adapter_name is not None:
+                        request.adapter = adapters[request.adapter_name]
             if timeout_s is not None:
                 deadline = time.monotonic() + timeout_s
                 for request in requests:
                     request.deadline = deadline
             self._arriving += requests
             self.turn.soon(self._arrive)
-
-    def _use_adapters(self, requests: Sequence[Request]) -> None:
-        """Make the adapters of requests resident, all or none of the requests get theirs."""
-        names = dict.fromkeys(r.adapter_name for r in requests if r.adapter_name is not None)
-        if names:
-            found = {each.name: each for each in self.runner.use_adapters(names, self)}
-            for request in requests:
-                if request.adapter_name is not None:
-                    request.adapter = found[request.adapter_name]
 
     def _arrive(self) -> None:
         """Hand queued requests to the scheduler; an interrupted one is cancelled."""

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.ops.block_scales import in_blocks
+from tests.ops.contract import rows_apart
 from tests.ops.integers import in_integers, whole_groups
+from torch_hybrid.ops.formats.stored_weights import depth_of
 from torch_hybrid.ops.fused_experts.op import HAS_GATE, FusedExperts
 from torch_hybrid.ops.fused_experts.reference import sum_experts
 
@@ -122,6 +124,21 @@ def make_integer_inputs(
     """The same with integers as weights, ``name`` of ``FORMATS``, whole groups of them."""
     dim, width = whole_groups(case.dim, name), whole_groups(case.width, name)
     return _with_stored(replace(case, dim=dim, width=width), name, dtype, seed)
+
+
+def make_product(
+    case: Case, stored: str | None = None, *, dtype: torch.dtype = torch.float32
+) -> list[Any]:
+    """Rows that lie apart for the second product alone, an expert for each, its weights, and their
+    scales if they are stored."""
+    if stored is None:
+        (_, ids, _, _, weight), scales = make_inputs(case, dtype=dtype), None
+    else:
+        (_, ids, _, _, weight), found = make_stored_inputs(case, stored, dtype=dtype)
+        scales = found["down_scales"]
+    shape = ids.numel(), depth_of(weight)
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return [rows_apart(rows.to(dtype)), ids.flatten().int(), weight, scales]
 
 
 def _with_stored(

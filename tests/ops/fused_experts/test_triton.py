@@ -61,6 +61,8 @@ CONTRACT = """
     or triton_invariant and integers and exact and some_choices and (int8 or zeros or nvfp4)
     or triton and not triton_invariant and not opcheck
         and integers and odd_sizes and (int8 or int4_64_zeros or fp4) and not no_gate
+    or expert_linear and triton and odd_sizes and fp32 and (none or fp8 or int8 or nvfp4)
+    or expert_linear and triton and has_the_bits and (none and fp32 or nvfp4 and bf16)
 """
 # More experts than a launch has blocks, several blocks of an expert, and blocks of many rows.
 WIDE = {

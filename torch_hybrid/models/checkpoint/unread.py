@@ -79,6 +79,8 @@ class Unread(Tensor):
     ) -> Any:
         if func in _OPS:
             return _OPS[func](*args, **(kwargs or {}))
+        if func._can_decompose():  # in the body of a custom op nothing has done so before
+            return func.decompose(*args, **(kwargs or {}))
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} of a weight that has not been read")
         args, kwargs = tree_map_only(Tensor, _without_values, (args, kwargs or {}))
