@@ -13,7 +13,11 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.functional.recurrence import Tensors
-from tests.ops.contract import assert_same_bits, assert_within_budget, skip_reason
+from tests.ops.contract import (
+    assert_draws_within_budget,
+    assert_same_bits,
+    skip_reason,
+)
 from tests.ops.fused_experts.cases import CASES, Case, make_fp8_inputs, make_inputs
 from torch_hybrid.functional import fused_experts
 from torch_hybrid.ops.core.registration import REGISTERED
@@ -62,16 +66,18 @@ def gradients(run: Any, inputs: tuple[Tensor, ...], dout: Tensor, **options: Any
 @pytest.mark.parametrize("name", TRAINED)
 @on_each
 def test_gradients_within_twice_the_error_of_transformers(impl: str, name: str) -> None:
-    inputs, options = make_inputs(CASES[name]), CASES[name].options()
-    torch.manual_seed(0)
-    dout = torch.randn(inputs[0].shape)
-    ours = gradients(fused_experts, inputs, dout, **options, impl=impl)
-    exact_inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
-    exact = gradients(one_by_one, exact_inputs, dout, **options)
-    theirs = gradients(one_by_one, inputs, dout, **options)
-    for what, a, b, c in zip(NAMES, ours, exact, theirs, strict=True):
+    draws = []
+    for seed in range(3):  # one draw's largest error is luck: ours was 1.1 to 3.1 of theirs in ten
+        inputs, options = make_inputs(CASES[name], seed=seed), CASES[name].options()
+        torch.manual_seed(seed)
+        dout = torch.randn(inputs[0].shape)
+        ours = gradients(fused_experts, inputs, dout, **options, impl=impl)
+        exact_inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+        exact = gradients(one_by_one, exact_inputs, dout, **options)
+        draws.append(zip(ours, exact, gradients(one_by_one, inputs, dout, **options), strict=True))
+    for what, *compared in zip(NAMES, *draws, strict=True):
         try:
-            assert_within_budget(a, b, c)
+            assert_draws_within_budget(compared)
         except AssertionError as error:
             raise AssertionError(f"{what}: {error}") from error
 
