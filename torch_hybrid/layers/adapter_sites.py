@@ -31,7 +31,7 @@ Factors = tuple[Tensor | None, Tensor] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterKinds:
-    """What adapters may change beside linear layers and the embedding.
+    """Choice of what adapters may change beside linear layers and the embedding.
 
     Attributes:
         saved_modules: the output head and norms, which they replace.

@@ -209,7 +209,8 @@ def _parts_of_experts(module: FusedExperts) -> tuple[Part, ...]:
     found: list[Part] = []
     for weight, num_parts in ((module.gate_up_proj, 1 + module.has_gate), (module.down_proj, 1)):
         content = cast(Any, weight).content
-        stored = slices(content, torch.empty(content.shape, device="meta"))[0][0].stored
+        like = torch.empty(content.shape, dtype=torch.float32, device="meta")
+        stored = slices(content, like)[0][0].stored
         _, outputs, inputs = content.shape
         for expert in (0, stored.shape[0] - 1):
             [whole] = _parts(reshape(narrow(content, 0, expert, 1), (outputs, inputs)))

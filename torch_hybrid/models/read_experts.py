@@ -117,8 +117,8 @@ def _of_each(
     num_experts, outputs, inputs = shape
     rows = outputs // 2 if name.endswith("gate_up_proj") else outputs
     ranks = {part: max(len(each.a) for each in own.values()) for part, own in parts.items()}
-    a = torch.zeros(num_experts, sum(ranks.values()), inputs, device="cpu")
-    b = torch.zeros(num_experts, outputs, sum(ranks.values()), device="cpu")
+    a = torch.zeros(num_experts, sum(ranks.values()), inputs, dtype=torch.float32, device="cpu")
+    b = torch.zeros(num_experts, outputs, len(a[0]), dtype=torch.float32, device="cpu")
     place = 0
     for part, own in sorted(parts.items()):
         first = rows if part == _UP and rows < outputs else 0

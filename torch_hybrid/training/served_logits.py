@@ -204,7 +204,6 @@ def _base_of(model: Any, weights: str | None) -> HybridModel:
         )
     dtype = model.get_input_embeddings().weight.dtype
     base: Any = from_pretrained(path, dtype, model.device, weights=weights or "auto")
-    base.adapter_sites()  # found by tensors that record, which a custom op's body switches off
     return base  # type: ignore[no-any-return]
 
 
