@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ def test_widths_need_not_be_multiples_of_64():
 )
 def test_variants(options: dict[str, Any]):
     hf_model = xlstm(**options)
-    oracle = ask(hf_model, make_texts([60, 3]))
+    # In float32 transformers itself is off by up to 1.6e-5 of the largest logit.
+    oracle = ask(copy.deepcopy(hf_model).double(), make_texts([60, 3]))
     runner = th.Runner(th.adapt(hf_model), **TINY)
     assert_serves(runner, oracle, chunked([60, 3], 25), decoded([60, 3], 2))
 
