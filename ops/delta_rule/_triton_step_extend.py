@@ -389,8 +389,14 @@ def _walk_tokens_kernel(
                     inputs = _inputs_of_token(
                         p_row, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES, BESIDE
                     )
-                    states = _walk_token(states, loaded[0], p_out, mask, PIECES)
-                    loaded = loaded[1:] + (inputs,)  # noqa: RUF005
+                    states = _walk_token(
+                        states,
+                        loaded[0],  # type: ignore[misc]
+                        p_out,
+                        mask,
+                        PIECES,
+                    )
+                    loaded = loaded[1:] + (inputs,)  # type: ignore[assignment]  # noqa: RUF005
                     p_out += HV * V
             for i in tl.static_range(AHEAD - 1):
                 if whole + i < num_new:
