@@ -15,6 +15,7 @@ from tests.tiny_models import make_hybrid
 from torch_hybrid import Backends, Runner
 from torch_hybrid.backends.ssd import MAMBA2 as MAMBA2_RULE
 from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.open_chunk import OPEN_TOKENS
 from torch_hybrid.ops.triton.devices import interpreted
 from torch_hybrid.specs import Mamba2Spec
@@ -116,8 +117,11 @@ def test_sizes_that_open_chunks_interpreted() -> None:
     sizes = PoolSizes(**of_pools, dtype=torch.float32, device=torch.device("cpu"))
     backends = Backends(ops={"decode ssd_step": "triton"})
     assert MAMBA2_RULE.opens_chunks({spec}, sizes, backends)
-    for elsewhere in ({"opened": {"head_k_dim": (256,)}}, {"opened_from": 2}):
-        assert not replace(MAMBA2_RULE, **elsewhere).opens_chunks({spec}, sizes, backends)
+    assert not replace(MAMBA2_RULE, opened_from=2).opens_chunks({spec}, sizes, backends)
+    elsewhere = replace(MAMBA2_RULE, timed={"head_k_dim": (256,)})
+    assert not elsewhere.opens_chunks({spec}, sizes, Backends())
+    with pytest.raises(UnsupportedError, match="head_k_dim"):
+        elsewhere.opens_chunks({spec}, sizes, backends)
 
 
 def test_no_chunks_where_a_step_stores_each_state() -> None:

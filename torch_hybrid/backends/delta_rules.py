@@ -31,7 +31,6 @@ def _rule(
         sizes=sizes_of,
         mixer=OpChoice(name=step, implementations=of_step, sizes=sizes_of),
         timed={"head_k_dim": (128,), "head_v_dim": (128,)},
-        opened={"head_k_dim": (128,), "head_v_dim": (128,)},
         opened_from=opened_from,
     )
 

@@ -116,15 +116,13 @@ class Recurrence:
     "composed" calls the ops of ``decode`` for tokens one by one, and those of ``extend`` for any
     number. "composed" runs where the user named an implementation of one of these ops, or where no
     other can serve. The Triton form runs in decode at the sizes ``timed`` alone, where it was
-    measured; of these it keeps chunks open at the sizes ``opened``, in a cache of ``opened_from``
-    sequences or more, where it is faster so.
+    measured. In a cache of ``opened_from`` sequences or more it keeps chunks open.
     """
 
     decode: tuple[OpChoice, ...]  # the recurrence first
     extend: tuple[OpChoice, ...]
     mixer: OpChoice | None = None
     timed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    opened: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     opened_from: int = 1
     chunk_size: int = 0
 
@@ -179,13 +177,10 @@ class Recurrence:
 
     def opens_chunks(self, specs: set[Any], sizes: PoolSizes, backends: Backends) -> bool:
         """Tell whether decode of the layers keeps chunks open (``ops/open_chunk``): where its
-        implementation can, where that is faster."""
+        implementation can, and for so many sequences that it is faster."""
         (op, choice), *_ = self.choose(specs, sizes, backends, Mode.DECODE)
         is_able = op.implementations[choice.impl].capability.features >= OPEN
-        told = [op.sizes(spec) for spec in specs]
-        known = self.opened.items()
-        fits = all(each[name] in among for each in told for name, among in known)
-        return is_able and fits and sizes.num_slots >= self.opened_from
+        return is_able and sizes.num_slots >= self.opened_from
 
     def replays(self, chosen: Sequence[tuple[OpChoice, Choice]]) -> bool:
         """Tell whether what was chosen for steps with drafts runs them in two calls."""
@@ -227,7 +222,6 @@ def chunked_rule(
     sizes: Callable[[Any], dict[str, int]],
     mixer: OpChoice | None = None,
     timed: Mapping[str, tuple[int, ...]] | None = None,
-    opened: Mapping[str, tuple[int, ...]] | None = None,
     opened_from: int = 1,
 ) -> Recurrence:
     """Define a rule with two execution forms: by token in decode, by chunk in extend.
@@ -242,7 +236,6 @@ def chunked_rule(
         extend=(extend, *also),
         mixer=mixer,
         timed=timed or {},
-        opened=opened or {},
         opened_from=opened_from,
         chunk_size=DEFAULT_CHUNK_SIZE,
     )

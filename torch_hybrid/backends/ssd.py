@@ -37,7 +37,6 @@ MAMBA2 = _RULE(
     sizes=sizes_of,
     mixer=OpChoice(name="ssd_step", implementations=step.IMPLEMENTATIONS, sizes=sizes_of),
     timed={"head_k_dim": (128, 256), "head_v_dim": (64,)},
-    opened={"head_k_dim": (128, 256), "head_v_dim": (64,)},
 )
 LIGHTNING_ATTENTION = _RULE(
     "ssd",
@@ -48,7 +47,6 @@ LIGHTNING_ATTENTION = _RULE(
         sizes=lightning_sizes,
     ),
     timed={"head_k_dim": (128,)},
-    opened={"head_k_dim": (128,)},
     opened_from=8,
 )
 MLSTM = _RULE(
