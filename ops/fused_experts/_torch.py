@@ -30,7 +30,7 @@ def fused_experts(x: FusedExperts) -> Tensor:
 
 def expert_linear(x: ExpertLinear) -> Tensor:
     """Compute one product, of the rows of each expert."""
-    out = torch.zeros_like(x.empty())
+    out = x.empty().zero_()
     for expert, hit in enumerate(_pairs_by_expert(x.expert_ids, len(x.weight))):
         if hit.shape[0]:
             weight = x.weight[expert]

@@ -74,7 +74,7 @@ def fused_experts(x: FusedExperts, *, is_invariant: bool = False) -> Tensor:
 
 def expert_linear(x: ExpertLinear, *, is_invariant: bool = False) -> Tensor:
     """Launch the kernel of the second product, for rows in the place of hidden activations."""
-    out = torch.zeros_like(x.empty())
+    out = x.empty().zero_()
     if out.numel():
         call = x.as_experts()
         order, starts = group_pairs(call.expert_ids, call.num_experts)

@@ -20,7 +20,8 @@ class MatrixProductForward(Op):
     """Product of two matrices, each of any strides.
 
     Args:
-        a: [M, K], float dtype. b [K, N] in that dtype.
+        a: [M, K], float dtype.
+        b: [K, N] in that dtype.
         impl: "cpp" or "torch".
 
     Returns:
