@@ -74,7 +74,7 @@ def block_attention(x: BlockAttention, *, is_invariant: bool = False) -> Tensor:
     else:
         _attend(x, kv, new, is_whole, to, lse, tiles)
     if tiles.num_splits > 1:
-        merge_splits(to, lse, x.cu_seqlens, out, torch.empty_like(lse[0]), early=early)
+        merge_splits(to, lse, x.cu_seqlens, out, torch.empty_like(lse[0]))
     return out
 
 

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from torch_hybrid.ops.delta_rule.op_step import DeltaStep
 from torch_hybrid.ops.triton.conv_step import convolve, last_inputs, leave_inputs, taps
 from torch_hybrid.ops.triton.decays import exp, softplus
-from torch_hybrid.ops.triton.devices import launches_early
+from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.state_pieces import (
     PIECE,
@@ -76,8 +76,7 @@ def launch_step(x: DeltaStep, rule: Rule) -> Tensor:
     num_k_heads = x.widths[0] // head_dim_k
     sizes = {"H": num_k_heads, "HV": num_v_heads, "K": head_dim_k, "V": head_dim_v}
     sizes |= {"DRAFTS": num_drafts, "BY_CHANNEL": rule.by_channel}
-    early = launches_early(x.qkv.device)
-    prepared = launch_prepare(x, rule, sizes, early=early)
+    prepared = launch_prepare(x, rule, sizes)
     of_warp = rows_of_warp(head_dim_k)
     num_rows = min(triton.next_power_of_2(head_dim_v), STATE_WARPS * of_warp)
     num_blocks = triton.cdiv(head_dim_v, num_rows)
@@ -88,16 +87,14 @@ def launch_step(x: DeltaStep, rule: Rule) -> Tensor:
         PIECES=triton.cdiv(head_dim_k, PIECE),
         LANES=PIECE,
         ROWS=num_rows,
-        EARLY=early,
         num_warps=max(1, num_rows // of_warp),
         enable_fp_fusion=False,
-        launch_pdl=early,
     )
-    launch_norm(out, x, rule, early=early)
+    launch_norm(out, x, rule)
     return out
 
 
-def launch_prepare(x: DeltaStep, rule: Rule, sizes: Mapping[str, int], *, early: bool) -> Tensor:
+def launch_prepare(x: DeltaStep, rule: Rule, sizes: Mapping[str, int]) -> Tensor:
     """Prepare the inputs of each sequence's tokens, replayed ones included -> [N, M, R]."""
     num_seqs, num_drafts = x.state_indices.shape[0], sizes["DRAFTS"]
     width = x.qkv.shape[1] + x.b.shape[1] + x.a.shape[1]
@@ -113,14 +110,13 @@ def launch_prepare(x: DeltaStep, rule: Rule, sizes: Mapping[str, int], *, early:
         BLOCK=block,
         BLOCK_HEADS=triton.next_power_of_2(sizes["HV"]),
         SILU=x.activation == "silu",
-        EARLY=early,
         num_warps=1,
         enable_fp_fusion=False,
     )
     return prepared
 
 
-def launch_norm(out: Tensor, x: DeltaStep, rule: Rule, *, early: bool) -> None:
+def launch_norm(out: Tensor, x: DeltaStep, rule: Rule) -> None:
     """Normalise and gate the outputs in place."""
     num_tokens, (num_v_heads, head_dim_v) = out.shape[0], x.state.shape[1:3]
     bind(_norm_kernel, x, rule)[(triton.cdiv(num_tokens * num_v_heads, _NORMED_HEADS),)](
@@ -130,10 +126,8 @@ def launch_norm(out: Tensor, x: DeltaStep, rule: Rule, *, early: bool) -> None:
         num_tokens=num_tokens,
         BLOCK_V=triton.next_power_of_2(head_dim_v),
         HEADS=_NORMED_HEADS,
-        EARLY=early,
         num_warps=_NORMED_HEADS,
         enable_fp_fusion=False,
-        launch_pdl=early,
     )
 
 
@@ -295,6 +289,7 @@ def _prepare_kernel(
     launch in float32. No other program reads or writes its columns of the convolution's state and
     of records, so they move in place.
     """
+    follow(EARLY)
     if EARLY:
         gdc_launch_dependents()
     C: tl.constexpr = 2 * H * K + HV * V
@@ -558,8 +553,7 @@ def _norm_kernel(
     p_z = z + (token * stride_z + row % HV * V)[:, None] + index[None, :]
     b_z = tl.load(p_z, mask=mask, other=0.0).to(tl.float32)
     b_w = tl.load(weight + index, mask=index < V, other=0.0)
-    if EARLY:
-        gdc_wait()
+    follow(EARLY)
     p_out = out + (row * V)[:, None] + index[None, :]
     b_o = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
     b_o = NORM(b_o, b_w, b_z, eps, V, out.dtype.element_ty)

@@ -25,7 +25,8 @@ from torch_hybrid.ops.delta_rule._triton_step import (
 )
 from torch_hybrid.ops.delta_rule.op_step import DeltaStep
 from torch_hybrid.ops.triton.conv_step import convolve, inputs_before, leave_inputs, taps
-from torch_hybrid.ops.triton.devices import PROCESSORS, launches_early
+from torch_hybrid.ops.triton.devices import PROCESSORS
+from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 from torch_hybrid.ops.triton.state import fetch
@@ -55,7 +56,6 @@ def launch_extend(x: DeltaStep, rule: Rule) -> Tensor:
     num_k_heads = x.widths[0] // head_dim_k
     sizes = {"H": num_k_heads, "HV": num_v_heads, "K": head_dim_k, "V": head_dim_v}
     sizes |= {"BY_CHANNEL": rule.by_channel, "W": x.conv_weight.shape[1]}
-    early = launches_early(x.qkv.device)
     block = triton.next_power_of_2(max(head_dim_k, head_dim_v))
     num_heads = max(1, PREPARED_CHANNELS // block)
     num_blocks = triton.cdiv(2 * num_k_heads + num_v_heads, num_heads)
@@ -69,7 +69,6 @@ def launch_extend(x: DeltaStep, rule: Rule) -> Tensor:
         BLOCK=block,
         BLOCK_HEADS=triton.next_power_of_2(num_v_heads),
         SILU=x.activation == "silu",
-        EARLY=early,
         num_warps=1,
         enable_fp_fusion=False,
     )
@@ -92,12 +91,10 @@ def launch_extend(x: DeltaStep, rule: Rule) -> Tensor:
         TOGETHER=_LINES // lines,
         FETCHED=_FETCHED_TOKENS if is_few else 0,
         AHEAD=_tokens_ahead(walks * num_seqs, rule) if is_few else 1,
-        EARLY=early,
         num_warps=max(1, num_rows // rows_of_warp(head_dim_k)),
         enable_fp_fusion=False,
-        launch_pdl=early,
     )
-    launch_norm(out, x, rule, early=early)
+    launch_norm(out, x, rule)
     return out
 
 
@@ -157,6 +154,7 @@ def _prepare_token_kernel(
     Grid: (blocks of heads, one for step sizes, blocks of decays) times tokens. Tile: one warp with
     HEADS rows of BLOCK channels. The convolution's state is only read.
     """
+    follow(EARLY)
     if EARLY:
         gdc_launch_dependents()
     C: tl.constexpr = 2 * H * K + HV * V

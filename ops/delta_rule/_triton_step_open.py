@@ -19,7 +19,6 @@ from torch_hybrid.ops.delta_rule._triton_step import (
     launch_prepare,
 )
 from torch_hybrid.ops.delta_rule.op_step import DeltaStep
-from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.open_chunk import (
     close_chunks,
@@ -42,18 +41,16 @@ def launch_open_step(x: DeltaStep, rule: Rule) -> Tensor:
     if not len(x.qkv):
         close_chunks(x, x.conv_state)
         return out
-    early, tile = launches_early(x.qkv.device), open_tile(x)
+    tile = open_tile(x)
     sizes = {name: tile[name] for name in ("H", "HV", "K", "V", "BY_CHANNEL")}
-    prepared = launch_prepare(x, rule, sizes | {"DRAFTS": 0}, early=early)
+    prepared = launch_prepare(x, rule, sizes | {"DRAFTS": 0})
     bind(_open_kernel, x)[open_grid(x)](
         prepared=prepared,
         out=out,
         BLOCK_K=triton.next_power_of_2(x.state.shape[3]),
-        EARLY=early,
-        launch_pdl=early,
         **tile,
     )
-    launch_norm(out, x, rule, early=early)
+    launch_norm(out, x, rule)
     return out
 
 

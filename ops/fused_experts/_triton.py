@@ -33,6 +33,7 @@ from torch_hybrid.ops.fused_experts._triton_scaled import Tile, share_of
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.fused_experts.op_expert_linear import ExpertLinear
 from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import dot
 
@@ -191,6 +192,7 @@ def _gate_up_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute BLOCK_N hidden activations of BLOCK_M pairs of one expert: a grouped GEMM with
     activation.
@@ -199,6 +201,7 @@ def _gate_up_kernel(
     BLOCK_M by BLOCK_N, in steps of BLOCK_K columns. Registers: one accumulator for gate, one for
     up.
     """
+    follow(EARLY)
     NUM_COLUMNS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // NUM_COLUMNS
     expert, begin, end = rows_of_block(starts, block, E, BLOCK_E, BLOCK_M)
@@ -245,12 +248,14 @@ def _down_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute BLOCK_N outputs of BLOCK_M pairs of one expert: a grouped GEMM.
 
     Grid: blocks of pairs times columns, in one dimension; blocks past the last pair are idle. Tile:
     BLOCK_M by BLOCK_N, in steps of BLOCK_K columns. Registers: one accumulator.
     """
+    follow(EARLY)
     NUM_COLUMNS: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // NUM_COLUMNS
     expert, begin, end = rows_of_block(starts, block, E, BLOCK_E, BLOCK_M)
@@ -285,11 +290,13 @@ def _combine_kernel(
     E: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Sum BLOCK outputs of one token over its experts, by their weights.
 
     Grid: (tokens, D / BLOCK). Pairs without an expert (E or more) are not read.
     """
+    follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], dtype=tl.float32)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_hybrid.ops.fused_experts._triton_activation import activate, activated, sizes
 from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
 from torch_hybrid.ops.fused_experts.op import FusedExperts
+from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.launch import bind
 
 
@@ -86,8 +87,10 @@ def _hidden_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute BLOCK_N hidden activations of one pair; grid: (pairs, blocks of I)."""
+    follow(EARLY)
     pair = tl.program_id(0)
     expert = tl.load(expert_ids + pair).to(tl.int64)
     if expert == E:
@@ -128,8 +131,10 @@ def _out_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute BLOCK_N outputs of one token, weighted sums of k experts; grid: (T, blocks of D)."""
+    follow(EARLY)
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     token = tl.program_id(0)
     first_n = tl.program_id(1) * BLOCK_N

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.triton.early import follow
+from torch_hybrid.ops.triton.launch import early
+
 _CHUNK = 128  # pairs that a program brings into order
 
 
@@ -32,10 +35,11 @@ def group_pairs(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     num_chunks = triton.cdiv(num_pairs, chunk)
     counts = expert_ids.new_empty(num_chunks + 1, num_experts, dtype=torch.int32)
     sizes = {"E": num_experts, "BLOCK_E": max(16, triton.next_power_of_2(num_experts)), "C": chunk}
+    follows = early(expert_ids.device)
     if num_chunks > 1:
-        _count_kernel[(num_chunks,)](expert_ids, counts, num_pairs, **sizes, num_warps=4)
+        _count_kernel[(num_chunks,)](expert_ids, counts, num_pairs, **sizes, num_warps=4, **follows)
         _add_up_kernel[(triton.cdiv(num_experts, 4),)](
-            counts, num_chunks, E=num_experts, BLOCK_E=4, BLOCK=256, num_warps=4
+            counts, num_chunks, E=num_experts, BLOCK_E=4, BLOCK=256, num_warps=4, **follows
         )
     _place_kernel[(num_chunks,)](
         expert_ids,
@@ -47,6 +51,7 @@ def group_pairs(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         **sizes,
         ONE_CHUNK=num_chunks == 1,
         num_warps=8,
+        **follows,
     )
     return order, starts
 
@@ -75,8 +80,10 @@ def _count_kernel(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     C: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Count the pairs of each expert in a chunk of C pairs. Grid: chunks."""
+    follow(EARLY)
     pair = tl.program_id(0) * C + tl.arange(0, C)
     chosen = tl.load(expert_ids + pair, mask=pair < num_pairs, other=E).to(tl.int32)
     expert = tl.arange(0, BLOCK_E)
@@ -91,11 +98,13 @@ def _add_up_kernel(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Replace BLOCK_E experts' counts of each chunk by the sums over all chunks before it.
 
     Grid: experts / BLOCK_E. Tile: BLOCK chunks. The row past the last chunk receives the totals.
     """
+    follow(EARLY)
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     before = tl.zeros([BLOCK_E], dtype=tl.int32)
     for first in range(0, num_chunks, BLOCK):
@@ -120,11 +129,13 @@ def _place_kernel(
     BLOCK_E: tl.constexpr,
     C: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Store the pairs of a chunk of C at their places in the order of experts.
 
     Grid: chunks; the first also stores where each expert begins. Registers: C by C comparisons.
     """
+    follow(EARLY)
     own = tl.program_id(0)
     nth = tl.arange(0, C)
     pair = own * C + nth

@@ -139,6 +139,7 @@ def _linear_kernel(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     ROWS_IN_BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Multiply x by all weights.
 
@@ -150,5 +151,5 @@ def _linear_kernel(
         index_m += tl.program_id(1) * BLOCK_M
     store_columns(
         tl.program_id(0), index_m, x, weights, biases, y, sizes, M, stride_x, stride_y, BIASED, K,
-        BLOCK_N, BLOCK_K, PARTS, STAGES,
+        BLOCK_N, BLOCK_K, PARTS, STAGES, EARLY,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from torch_hybrid.ops.linear._triton_place import place, store_tile
+from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.products import dot
 
 
@@ -27,6 +28,7 @@ def store_columns(
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Store a tile of BLOCK_N columns, of the rows ``index_m`` of y.
 
@@ -42,6 +44,7 @@ def store_columns(
     mask_n, mask_m = row < size, index_m < M
     p_w = weight + row.to(tl.int64)[:, None] * K + index_k[None, :]
     p_x = x + index_m.to(tl.int64)[:, None] * stride_x + index_k[None, :]
+    follow(EARLY)
     if PARTS > 1:
         acc = _sum_in_parts(p_w, p_x, mask_n, mask_m, K, PARTS, STAGES)
     else:

@@ -22,7 +22,9 @@ from torch_hybrid.ops.linear._triton_tile import Tile, is_empty, readable_biases
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
 from torch_hybrid.ops.linear.op import Linear
 from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.fp8 import fp8_dot, readable, rounded_row, rounded_rows, widen
+from torch_hybrid.ops.triton.launch import early
 from torch_hybrid.ops.triton.products import dot
 
 # Past it a weight is read and multiplied so often that widening it in memory is the faster way.
@@ -112,6 +114,7 @@ def _launch(x: Linear, y: Tensor, tile: Tile, *, rounds: bool) -> None:
         *others,
         ROUNDS=rounds,
         **tile.options(x),
+        **early(y.device),
     )
 
 
@@ -257,6 +260,7 @@ def _fp8_linear_kernel(
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Multiply x, or x rounded, by FP8 weights, and x as it is by others behind them.
 
@@ -271,14 +275,14 @@ def _fp8_linear_kernel(
     if others is None or tile < first_tile:
         _store_columns(
             tile, x, units, weights, scales, biases, y, sizes, M, stride_x, stride_y,
-            BIASED, ROUNDS, K, BLOCK_M, BLOCK_N, BLOCK_K, PARTS, STAGES,
+            BIASED, ROUNDS, K, BLOCK_M, BLOCK_N, BLOCK_K, PARTS, STAGES, EARLY,
         )  # fmt: skip
     else:
         index_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
         store_columns(
             tile - first_tile, index_m, wide_x, others, other_biases, y + first_column,
             other_sizes, M, stride_wide, stride_y, BIASED >> len(weights), K, BLOCK_N, BLOCK_K,
-            PARTS, STAGES,
+            PARTS, STAGES, EARLY,
         )  # fmt: skip
 
 
@@ -303,6 +307,7 @@ def _store_columns(
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Store a tile of BLOCK_N columns of BLOCK_M rows.
 
@@ -319,6 +324,7 @@ def _store_columns(
     p_w = weight + row.to(tl.int64)[:, None] * K
     p_x = x + index_m.to(tl.int64)[:, None] * stride_x
     p_unit = units + index_m
+    follow(EARLY)
     if FEW:
         acc = _sum_as_it_comes(p_w, p_x, scale, mask_n, mask_m, ROUNDS, K, BLOCK_K, STAGES)
     elif PARTS > 1:

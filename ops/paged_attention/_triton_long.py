@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_hybrid.ops.paged_attention.op import Pages
 from torch_hybrid.ops.triton.attention import attend_to_keys
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper, multiplies_float32
+from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.fp8_kv import as_float16
 from torch_hybrid.ops.triton.hopper_attention import HopperTiles, attend_rows
 from torch_hybrid.ops.triton.launch import bind
@@ -134,12 +135,14 @@ def _long_kernel(
     HAS_SOFTCAP: tl.constexpr,
     REACH: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Attend from a block of tokens, in the query heads of one key head, to all that they see.
 
     Grid: blocks of tokens, key heads.
     A key is counted by its position in the sequence, wherever it lies.
     """
+    follow(EARLY)
     GROUP: tl.constexpr = HQ // HKV
     head_kv = tl.program_id(1)
     # The last blocks of a sequence see the most keys: they start first.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch_hybrid.ops.paged_attention._triton_tiles import Tiles
 from torch_hybrid.ops.paged_attention.op import Pages
 from torch_hybrid.ops.triton.devices import converts_fp8, multiplies_float32
+from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.fp8_kv import float16_factors, widen_pairs
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import tokens_of_block
@@ -105,11 +106,13 @@ def _attend_kernel(
     REACH: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
     CONVERTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Attend from a block of tokens, in the query heads of one key head, to one split of the keys.
 
     Grid: blocks of tokens, key heads, splits. With ``kv_scales`` the pool is of pairs.
     """
+    follow(EARLY)
     GROUP: tl.constexpr = HQ // HKV
     IN_PAIRS: tl.constexpr = kv_scales is not None
     WIDTH: tl.constexpr = D // 2 if IN_PAIRS else D  # what is fetched of a row

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.paged_attention.op import Pages
+from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.fp8_kv import narrow
 from torch_hybrid.ops.triton.launch import bind
 
@@ -54,8 +55,10 @@ def _write_kernel(
     D: tl.constexpr,
     BLOCK_HQ: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Write the rows of a token. Grid: tokens."""
+    follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     if token < tl.load(cu_seqlens + num_seqs):
         slot = tl.load(slot_mapping + token).to(tl.int64)

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.route.op import Route
+from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.launch import bind
 
 _TILE = 256  # scores that a warp takes at least: several tokens where experts are few
@@ -63,11 +64,13 @@ def _route_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Choose the experts of ROWS tokens in a program.
 
     Scores are integers in their order. Each round takes their maximum, and the first place of it.
     """
+    follow(EARLY)
     SIZE: tl.constexpr = E // G
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     mask_row = row < num_tokens

@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from torch_hybrid.ops.ssd.op_step_lightning import LightningStep
 from torch_hybrid.ops.ssd.op_step_mamba2 import SsdStep
+from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.launch import bind
 
 # What the outputs are gated by, and when.
@@ -28,7 +28,6 @@ def launch_norm(
     *,
     gated_by: tl.constexpr,
     out: Tensor | None = None,
-    early: bool,
 ) -> None:
     """Normalise and gate outputs ``o``, in place or to ``out``."""
     num_tokens, inner = o.shape
@@ -43,9 +42,7 @@ def launch_norm(
         WIDTH=width,
         BLOCK=block,
         GATED_BY=gated_by.value,
-        EARLY=early,
         num_warps=min(16, max(1, block // 512)),
-        launch_pdl=early,
     )
 
 
@@ -78,8 +75,7 @@ def _norm_kernel(
     b_w = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
     if GATED_BY != SIGMOID:
         silu = b_z / (1.0 + tl.exp(-b_z))
-    if EARLY:
-        gdc_wait()
+    follow(EARLY)
     row = token * GROUPS * WIDTH + channel
     b_o = tl.load(o + row, mask=mask, other=0.0).to(tl.float32)
     if GATED_BY == SILU_BEFORE:

@@ -16,7 +16,7 @@ from torch_hybrid.ops.ssd._triton_norm import SIGMOID, launch_norm
 from torch_hybrid.ops.ssd._triton_step_open import read_open_chunks
 from torch_hybrid.ops.ssd._triton_token import fixed_decay
 from torch_hybrid.ops.ssd.op_step_lightning import LightningStep, empty_outputs
-from torch_hybrid.ops.triton.devices import launches_early
+from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.open_chunk import close_chunks
 from torch_hybrid.ops.triton.state import Tile, zero_rows
@@ -30,22 +30,21 @@ def lightning_step(x: LightningStep) -> Tensor:
     if x.chunk is not None and not num_tokens:
         close_chunks(x, None)
         return empty_outputs(x)
-    early = launches_early(x.qkv.device)
     o = x.qkv.new_empty(num_tokens, x.width, dtype=torch.float32)
     prepares = x.records is not None or x.chunk is not None
-    prepared = _prepare(x, early) if prepares else None
+    prepared = _prepare(x) if prepares else None
     if x.chunk is None or prepared is None:
-        _walk(x, prepared, o, early)
+        _walk(x, prepared, o)
     else:
-        _read_open_chunks(x, prepared, o, early)
+        _read_open_chunks(x, prepared, o)
     if x.gate is None or x.norm_weight is None:
         return o
     out = empty_outputs(x)
-    launch_norm(o, x.gate, x.norm_weight, x, out=out, gated_by=SIGMOID, early=early)
+    launch_norm(o, x.gate, x.norm_weight, x, out=out, gated_by=SIGMOID)
     return out
 
 
-def _prepare(x: LightningStep, early: bool) -> Tensor:
+def _prepare(x: LightningStep) -> Tensor:
     """Prepare rows [q | k | v] of new tokens, and after them of each sequence's records, without
     q."""
     num_tokens, num_seqs = x.qkv.shape[0], x.state_indices.shape[0]
@@ -58,34 +57,30 @@ def _prepare(x: LightningStep, early: bool) -> Tensor:
         DRAFTS=num_drafts,
         BLOCK=Tile.of(dim, dim).block_k,
         SILU=x.activation == "silu",
-        EARLY=early,
         num_warps=1,
         enable_fp_fusion=False,
     )
     return prepared
 
 
-def _read_open_chunks(x: LightningStep, prepared: Tensor, o: Tensor, early: bool) -> None:
+def _read_open_chunks(x: LightningStep, prepared: Tensor, o: Tensor) -> None:
     """Add the tokens' records to the open chunks, and store what queries read in ``o``."""
     read_open_chunks(
         x,
         prepared,
         o,
         {"VALUES": 2 * x.width, "KEYS": x.width, "QUERIES": 0},
-        early=early,
         rounded=x.qkv if x.q_norm_weight is None else o,
         **dict.fromkeys(("z", "dt", "A_log", "dt_bias", "D", "dt_min", "dt_max")),
     )
 
 
-def _walk(x: LightningStep, prepared: Tensor | None, o: Tensor, early: bool) -> None:
+def _walk(x: LightningStep, prepared: Tensor | None, o: Tensor) -> None:
     """Advance the states by the tokens, and store what queries read in ``o``."""
     _, num_heads, dim, _ = x.state.shape
     num_seqs = x.state_indices.shape[0]
     tile = Tile.of(dim, dim)
     num_blocks = triton.cdiv(dim, tile.block_v)
-    # The first launch of a decode step waits for nothing.
-    waits = {} if prepared is None else {"launch_pdl": early}
     bind(_walk_kernel, x)[(num_blocks * num_heads * num_seqs,)](
         prepared=prepared,
         o=o,
@@ -94,10 +89,8 @@ def _walk(x: LightningStep, prepared: Tensor | None, o: Tensor, early: bool) -> 
         BLOCK_V=tile.block_v,
         SILU=x.activation == "silu",
         NORMED=x.gate is not None,
-        EARLY=early,
         num_warps=1,
         enable_fp_fusion=False,
-        **waits,
     )
 
 
@@ -218,6 +211,7 @@ def _prepare_kernel(
     program reads or writes the head's records: it copies accepted ones before it stores the
     drafts'.
     """
+    follow(EARLY)
     if EARLY:
         gdc_launch_dependents()
     seq = tl.program_id(0) // H
@@ -305,6 +299,8 @@ def _walk_kernel(
     most one token, and each program norms and rotates q and k itself. Small inputs are loaded
     before the state.
     """
+    if DRAFTS is None:
+        follow(EARLY)
     if EARLY:
         gdc_launch_dependents()
     blocks: tl.constexpr = (D + BLOCK_V - 1) // BLOCK_V

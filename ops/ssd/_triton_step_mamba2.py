@@ -24,7 +24,7 @@ from torch_hybrid.ops.triton.conv_step import (
     taps,
 )
 from torch_hybrid.ops.triton.decays import exp
-from torch_hybrid.ops.triton.devices import launches_early
+from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.open_chunk import close_chunks
 from torch_hybrid.ops.triton.state import Tile, zero_rows
@@ -40,13 +40,12 @@ def ssd_step(x: SsdStep) -> Tensor:
     if x.chunk is not None and not len(x.xBC):
         close_chunks(x, x.conv_state)
         return empty_outputs(x)
-    early = launches_early(x.xBC.device)
-    mixed = _convolve(x, early) if x.records is None else _convolve_drafts(x, x.records, early)
+    mixed = _convolve(x) if x.records is None else _convolve_drafts(x, x.records)
     out = empty_outputs(x)
     if x.chunk is None:
-        _walk(x, mixed, out, early)
+        _walk(x, mixed, out)
     else:
-        _read_open_chunks(x, mixed, out, early)
+        _read_open_chunks(x, mixed, out)
     if x.z is not None and x.norm_weight is not None:
         launch_norm(
             out,
@@ -54,12 +53,11 @@ def ssd_step(x: SsdStep) -> Tensor:
             x.norm_weight,
             x,
             gated_by=SILU_AFTER if x.norm_before_gate else SILU_BEFORE,
-            early=early,
         )
     return out
 
 
-def _convolve(x: SsdStep, early: bool) -> Tensor:
+def _convolve(x: SsdStep) -> Tensor:
     """Convolve the inputs; rows of padding tokens are uninitialised."""
     mixed = torch.empty_like(x.xBC, memory_format=torch.contiguous_format)
     num_channels = x.xBC.shape[1]
@@ -70,13 +68,12 @@ def _convolve(x: SsdStep, early: bool) -> Tensor:
         mixed=mixed,
         BLOCK=_BLOCK_CHANNELS,
         SILU=x.activation == "silu",
-        EARLY=early,
         num_warps=2,
     )
     return mixed
 
 
-def _convolve_drafts(x: SsdStep, records: Tensor, early: bool) -> Tensor:
+def _convolve_drafts(x: SsdStep, records: Tensor) -> Tensor:
     """Convolve the inputs of new tokens and, after them, of each sequence's accepted records.
 
     Each row also has its raw step sizes, after the channels.
@@ -93,13 +90,12 @@ def _convolve_drafts(x: SsdStep, records: Tensor, early: bool) -> Tensor:
         DRAFTS=num_drafts,
         BLOCK=_BLOCK_CHANNELS,
         SILU=x.activation == "silu",
-        EARLY=early,
         num_warps=2,
     )
     return mixed
 
 
-def _walk(x: SsdStep, mixed: Tensor, out: Tensor, early: bool) -> None:
+def _walk(x: SsdStep, mixed: Tensor, out: Tensor) -> None:
     """Advance the states by the tokens, and store the outputs, gated unless they are normed
     later."""
     num_seqs, (num_heads, head_dim_v, head_dim_k) = x.state_indices.shape[0], x.state.shape[1:]
@@ -113,20 +109,16 @@ def _walk(x: SsdStep, mixed: Tensor, out: Tensor, early: bool) -> None:
         DRAFTS=None if x.records is None else x.records.shape[1],
         BLOCK_K=tile.block_k,
         BLOCK_V=tile.block_v,
-        EARLY=early,
         num_warps=1,
         enable_fp_fusion=False,
-        launch_pdl=early,
     )
 
 
-def _read_open_chunks(x: SsdStep, mixed: Tensor, out: Tensor, early: bool) -> None:
+def _read_open_chunks(x: SsdStep, mixed: Tensor, out: Tensor) -> None:
     """Add the tokens' records to the open chunks, and store the outputs as ``_walk`` does."""
     group_width = x.num_k_heads * x.state.shape[3]
     places = {"VALUES": 0, "KEYS": x.inner, "QUERIES": x.inner + group_width}
-    read_open_chunks(
-        x, mixed, out, places, early=early, z=_gate_of_walk(x), slopes=None, rounded=out
-    )
+    read_open_chunks(x, mixed, out, places, z=_gate_of_walk(x), slopes=None, rounded=out)
 
 
 def _gate_of_walk(x: SsdStep) -> Tensor | None:
@@ -156,6 +148,7 @@ def _conv_kernel(
     Grid: blocks of channels times sequences. Tile: BLOCK channels in two warps. No other program
     reads or writes their state, so it moves in place.
     """
+    follow(EARLY)
     if EARLY:
         gdc_launch_dependents()
     blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
@@ -229,6 +222,7 @@ def _verify_conv_kernel(
     them in the convolution's state and in records. Step sizes are copied because programs of a
     head's rows read them later, when its records may be others.
     """
+    follow(EARLY)
     if EARLY:
         gdc_launch_dependents()
     R: tl.constexpr = C + H

@@ -37,8 +37,6 @@ def read_open_chunks(
     rows: Tensor,
     out: Tensor,
     places: Mapping[str, int],
-    *,
-    early: bool,
     **given: Any,
 ) -> None:
     """Add a record of each sequence's token, and store what is read of states and chunks in
@@ -49,7 +47,6 @@ def read_open_chunks(
         rows: [T, ...] what the launch before this one makes of the tokens.
         out: [T, HV V] outputs, before a norm.
         places: VALUES, KEYS and QUERIES: where these begin in a row.
-        early: whether that launch may still run.
         given: parameters of the kernel that ``x`` has not, or has otherwise.
     """
     bind(_open_kernel, x)[open_grid(x)](
@@ -57,8 +54,6 @@ def read_open_chunks(
         out=out,
         WIDTH=rows.shape[1],
         BLOCK_K=triton.next_power_of_2(x.state.shape[3]),
-        EARLY=early,
-        launch_pdl=early,
         **places,
         **given,
         **open_tile(x),

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from torch_hybrid.ops.formats.block_scales import BLOCK, LARGEST, num_blocks
 from torch_hybrid.ops.triton.devices import converts_fp8, interpreted
+from torch_hybrid.ops.triton.early import follow
+from torch_hybrid.ops.triton.launch import early
 from torch_hybrid.ops.triton.products import dot
 
 # Bits of 8, shifted to their places in float32: sign, exponent and fraction.
@@ -127,6 +129,7 @@ def rounded_rows(x: Tensor, *, num_rows: int | None = None) -> tuple[Tensor, Ten
         ROWS=rows,
         BLOCKS=blocks,
         num_warps=4,
+        **early(x.device),
     )
     return numbers, units
 
@@ -142,12 +145,14 @@ def _round_kernel(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Round ROWS rows times BLOCKS blocks of 128 columns to FP8, and store them with their units.
 
     Grid: (rows / ROWS, columns / (128 BLOCKS)). A tile is read once, rounded in registers and
     written.
     """
+    follow(EARLY)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     k = block[None, :, None] * _BLOCK + tl.arange(0, _BLOCK)[None, None, :]

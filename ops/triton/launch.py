@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from torch_hybrid.ops.core.declare import Declaration, compile_function
+from torch_hybrid.ops.triton.devices import launches_early
 
 _Arguments = Callable[..., dict[str, Any]]
 _ARGUMENTS: dict[tuple[Any, tuple[type, ...], tuple[str, ...]], _Arguments] = {}
@@ -21,7 +24,8 @@ def bind(kernel: Any, x: Any, *others: object) -> _Bound:
     and properties, which constants name in capitals, and sizes: by their letters, ``num_tokens``,
     rows of its first field, and ``num_seqs``. Of tensors of both, ``stride_<name>``,
     ``stride_<name>_token`` and ``stride_<name>_head`` are the first stride or the second, 0 where
-    there is no tensor.
+    there is no tensor. A kernel with ``EARLY`` is launched early where the device can
+    (``ops/triton/early.py``).
 
     Args:
         kernel: in Triton or Gluon.
@@ -29,6 +33,12 @@ def bind(kernel: Any, x: Any, *others: object) -> _Bound:
         others: objects whose fields are parameters that x has not: tiles, for example.
     """
     return _Bound(kernel, (x, *others))
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """Give the values of ``EARLY`` and of the option that launches a kernel so."""
+    is_early = launches_early(device)
+    return {"EARLY": is_early, "launch_pdl": is_early}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], held: Mapping[str, Any], **others: Any) -> None:
@@ -75,6 +85,9 @@ def _arguments(kernel: Any, sources: tuple[Any, ...], values: Mapping[str, Any])
             return letters[name]
         raise TypeError(f"{kernel.fn.__name__} takes {name}, which no argument is named like")
 
-    pairs = ", ".join(f"{n!r}: {source(n)}" for n in kernel.arg_names if n not in values)
-    code = f"def arguments(values, {', '.join(variables)}):\n    return {{{pairs}}}"
-    return compile_function(code, "arguments", {})
+    names = [n for n in kernel.arg_names if n not in values]
+    pairs = [f"{n!r}: {source(n)}" for n in names if n != "EARLY"]
+    if "EARLY" in names:
+        pairs.append(f"**early(s0.{first}.device)")
+    code = f"def arguments(values, {', '.join(variables)}):\n    return {{{', '.join(pairs)}}}"
+    return compile_function(code, "arguments", {"early": early})

@@ -7,7 +7,9 @@ import math
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+
+from torch_hybrid.ops.triton.early import follow
+from torch_hybrid.ops.triton.launch import early
 
 _LN_2: tl.constexpr = tl.constexpr(math.log(2))
 
@@ -65,8 +67,6 @@ def merge_splits(
     cu_seqlens: Tensor,
     out: Tensor,
     lse: Tensor,
-    *,
-    early: bool = False,
 ) -> None:
     """Weigh the splits of each row by their share of the softmax; padding rows become (0, -inf).
 
@@ -77,8 +77,6 @@ def merge_splits(
         cu_seqlens: [N + 1] int32; tokens from ``cu_seqlens[N]`` on are padding.
         out: [T, H, D], written.
         lse: [T, H] float32, written.
-        early: the launch that writes the splits lets this one begin before it ends, but not before
-            all that was launched earlier has.
     """
     num_tokens, num_heads, head_dim = out.shape
     num_splits = partial_out.shape[0]
@@ -97,10 +95,9 @@ def merge_splits(
         BLOCK_D=block_d,
         NUM_SPLITS=num_splits,
         BLOCK_SPLITS=block_splits,
-        EARLY=early,
         num_warps=4,
         enable_fp_fusion=True,
-        **({"launch_pdl": True} if early else {}),
+        **early(out.device),
     )
 
 
@@ -127,8 +124,7 @@ def _merge_kernel(
     Splits whose LSE is -inf are not read; padding rows become (0, -inf).
     """
     num_live = tl.load(cu_seqlens + num_seqs)
-    if EARLY:
-        gdc_wait()
+    follow(EARLY)
     token = tl.program_id(0)
     row = token.to(tl.int64) * H + tl.program_id(1)
     index_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)

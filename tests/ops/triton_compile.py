@@ -203,8 +203,10 @@ def digest_of(launch: Launch, target: str) -> str:
     """Of the kernel's first IR at that launch, without positions in files, and of all that is
     compiled of it by: with one version of Triton, what is as it was compiles to what it was."""
     _, _, module = _first_ir(launch, target)
-    given = _source(launch)[1]
-    decides = (module.str_nodebug(), target, sorted(given.items()))
+    given, code = _source(launch)[1], module.str_nodebug()
+    if given.get("launch_pdl"):
+        assert "griddepcontrol.wait" in code, f"{title(launch, target)} is early and never waits"
+    decides = (code, target, sorted(given.items()))
     return hashlib.sha256(repr(decides).encode()).hexdigest()[:12]
 
 
