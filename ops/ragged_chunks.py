@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_hybrid.ops.core.declare import StatefulOp
-from torch_hybrid.ops.core.state_bounds import check_state_indices
+from torch_hybrid.ops.core.packed import PackedOp
 
 # exp of it is 0 in float32; a finite stand-in for a decay of -inf, whose differences are NaN.
 FULL_DECAY = -1e4
@@ -43,30 +43,22 @@ class Chunks:
     is_real: Tensor
 
 
-def live_sequences(
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    num_tokens: int,
-    num_slots: int,
-) -> Sequences:
+def sequences_of(x: StatefulOp) -> Sequences:
     """Order the sequences that are not empty; raise ValueError for an index out of range, on a CPU.
 
     Torch takes negative indices from the end, and finds others only after some states are written.
     """
-    if cu_seqlens.device.type == "cpu":
-        check_state_indices(
-            cu_seqlens, initial_indices, state_indices, num_tokens=num_tokens, num_slots=num_slots
-        )
-    return _ordered(cu_seqlens, initial_indices, state_indices)
-
-
-def sequences_of(x: StatefulOp) -> Sequences:
-    """Order the sequences of a call, as ``live_sequences`` does."""
     if x.cu_seqlens.device.type == "cpu":
         StatefulOp.check_indices(x)
     return _ordered(x.cu_seqlens, x.initial_indices, x.state_indices)
+
+
+def packed_sequences(x: PackedOp) -> Sequences:
+    """Order sequences likewise, each of which has the state of its number."""
+    if x.cu_seqlens.device.type == "cpu":
+        PackedOp.check_indices(x)
+    slots = torch.arange(x.num_seqs, dtype=torch.int32, device=x.cu_seqlens.device)
+    return _ordered(x.cu_seqlens, slots, slots)
 
 
 def _ordered(cu_seqlens: Tensor, initial_indices: Tensor, state_indices: Tensor) -> Sequences:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 # Read when torch's thread pool and transformers are first loaded: before any other import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # some hundredths of a trace
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")  # few shapes of a trace recur
 os.environ.setdefault("TORCH_WARM_POOL", "0")  # of processes for Triton kernels: none on a CPU
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,8 +38,13 @@ hypothesis.settings.load_profile("repeatable")
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
-    """Every test draws the same random numbers, whatever ran before it."""
-    torch.manual_seed(0)
+    """Every test draws the same random numbers, whatever ran before it.
+
+    ``torch.manual_seed`` writes out the stack for each kind of device that is not there.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -76,7 +76,7 @@ from torch_hybrid.ops.core.registration import (
     load_traced,
     plain_reads,
 )
-from torch_hybrid.ops.core.state_bounds import check_state_indices
+from torch_hybrid.ops.core.state_bounds import check_offsets
 from torch_hybrid.ops.native import cpu_tuning
 from torch_hybrid.ops.native.call import declared_fields, kernel
 
@@ -150,13 +150,21 @@ class StatefulOp(Op):
         No sequence may start from a slot that another one writes.
         """
         first = next(each for each in fields(self) if not each.kw_only)
-        check_state_indices(
-            self.cu_seqlens,
-            self.initial_indices,
-            self.state_indices,
-            num_tokens=getattr(self, first.name).shape[0],
-            num_slots=getattr(self, self.pool_name).shape[0],
-        )
+        check_offsets(self.cu_seqlens, num_tokens=getattr(self, first.name).shape[0])
+        num_slots = getattr(self, self.pool_name).shape[0]
+        read, written = self.initial_indices.tolist(), self.state_indices.tolist()
+        for name, slots in {"initial_indices": read, "state_indices": written}.items():
+            for slot in slots:
+                if not 0 <= slot < num_slots:
+                    raise ValueError(f"{name} must be in [0, {num_slots}), got {slot}")
+        is_live = self.cu_seqlens.diff().tolist()
+        taken = {slot: n for n, slot in enumerate(written) if is_live[n]}
+        for n, slot in enumerate(read):
+            if slot and is_live[n] and taken.get(slot, n) != n:
+                raise ValueError(
+                    f"sequence {n} must not start from slot {slot}, which sequence {taken[slot]} "
+                    "writes"
+                )
 
 
 class _Kind:

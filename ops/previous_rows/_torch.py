@@ -21,7 +21,7 @@ def previous_rows(call: PreviousRows) -> Tensor:
     goes_on = (initial_indices > 0) & (past > 0)
     before, token_before = kept[initial_indices, last], kept_tokens[initial_indices, last]
     moves = goes_on & (state_indices != initial_indices)
-    _keep(kept, kept_tokens, state_indices, last, before, token_before, moves)
+    _keep(call, state_indices, last, before, token_before, moves)
     if not num_tokens:
         return torch.empty_like(x)
 
@@ -31,7 +31,7 @@ def previous_rows(call: PreviousRows) -> Tensor:
     place = (past[own] + count - cu_seqlens[own]) % num_kept
     # Of tokens that share a place, the last.
     is_kept = ~is_padding & (count >= cu_seqlens[own + 1] - num_kept)
-    _keep(kept, kept_tokens, state_indices[own], place, x, tokens, is_kept)
+    _keep(call, state_indices[own], place, x, tokens, is_kept)
 
     before = before.masked_fill(~goes_on[:, None], 0.0)
     out = x[(count - 1).clamp(min=0)]
@@ -40,8 +40,7 @@ def previous_rows(call: PreviousRows) -> Tensor:
 
 
 def _keep(
-    kept: Tensor,
-    kept_tokens: Tensor,
+    call: PreviousRows,
     slots: Tensor,
     places: Tensor,
     rows: Tensor,
@@ -51,5 +50,5 @@ def _keep(
     """Store those rows and tokens that are kept; slot 0 keeps what it has."""
     are_kept = are_kept & (slots > 0)
     at = torch.where(are_kept, slots, 0), torch.where(are_kept, places, 0)
-    kept[at] = torch.where(are_kept[:, None], rows, kept[0, 0])
-    kept_tokens[at] = torch.where(are_kept, tokens, kept_tokens[0, 0])
+    call.kept[at] = torch.where(are_kept[:, None], rows, call.kept[0, 0])
+    call.kept_tokens[at] = torch.where(are_kept, tokens, call.kept_tokens[0, 0])

@@ -32,7 +32,7 @@ from torch_hybrid.ops.ragged_chunks import (
     chunk_steps,
     chunk_table,
     from_row_on,
-    live_sequences,
+    packed_sequences,
     scatter_rows,
 )
 
@@ -66,8 +66,7 @@ class _Given:
 @without_autocast
 def delta_rule_backward(x: DeltaRuleBackward) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, g, beta and the initial state."""
-    slots = torch.arange(x.num_seqs, dtype=torch.int32, device=x.v.device)
-    seqs = live_sequences(x.cu_seqlens, slots, slots, num_tokens=x.v.shape[0], num_slots=x.num_seqs)
+    seqs = packed_sequences(x)
     chunks = chunk_table(seqs, DEFAULT_CHUNK_SIZE)
     given = _gather(x, chunks)
     S, v_new = _scan_states(x, seqs, chunks, given)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.pointwise import sigmoid, softplus
-from torch_hybrid.ops.ragged_chunks import chunk_steps, chunk_table, live_sequences
+from torch_hybrid.ops.ragged_chunks import chunk_steps, chunk_table, packed_sequences
 from torch_hybrid.ops.selective_scan.training.op import SelectiveScanBackward, empty_gradients
 
 
@@ -22,8 +22,7 @@ def selective_scan_backward(x: SelectiveScanBackward) -> tuple[Tensor, ...]:
     """Compute the gradients of x, dt, A, B, C, D, z, dt_bias and the initial state."""
     grads = [each.zero_() for each in empty_gradients(x)]
     dx, ddt, dA, dB, dC, dD, dz, dbias, dinitial = grads
-    slots = torch.arange(x.num_seqs, dtype=torch.int32, device=x.x.device)
-    seqs = live_sequences(x.cu_seqlens, slots, slots, num_tokens=len(x.x), num_slots=x.num_seqs)
+    seqs = packed_sequences(x)
     chunks = chunk_table(seqs, DEFAULT_CHUNK_SIZE)
     steps = [_Chunk(x, chunks.token[c], chunks.is_real[c]) for c in chunk_steps(seqs, chunks)]
 

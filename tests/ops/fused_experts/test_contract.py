@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -249,28 +250,28 @@ def check_takes(impl: str, weight: Tensor) -> None:
         pytest.skip("; ".join(reasons))
 
 
-@pytest.mark.parametrize("stored", FORMATS)
-@pytest.mark.parametrize("name", [*CASES, "blocks"])
-def test_integers_are_as_exact_as_what_they_are_worth(impl: str, name: str, stored: str) -> None:
+@pytest.fixture(scope="module", params=product([*CASES, "blocks"], FORMATS, DTYPES), ids="-".join)
+def exact_call(request: pytest.FixtureRequest) -> tuple[Any, ...]:
+    """Inputs, their scales and options, and the exact result, once for all implementations."""
+    name, stored, dtype = request.param
     case = {**CASES, "blocks": BLOCKS}[name]
-    inputs, scales = make_integer_inputs(case, stored)
+    inputs, scales = make_integer_inputs(case, stored, dtype=DTYPES[dtype])
+    return inputs, scales, case.options(), exact_of(inputs, scales, case.options())
+
+
+def test_integers_are_as_exact_as_what_they_are_worth(
+    impl: str, exact_call: tuple[Any, ...]
+) -> None:
+    inputs, scales, options, exact = exact_call
     check_takes(impl, inputs[3])
+    out = run(inputs, impl, options, **scales)
+    if out.dtype == torch.bfloat16:
+        assert_near(out, exact)
+        return
     *tokens, gate_up, down = inputs
     gate_up = dequantized(gate_up, scales["gate_up_scales"], torch.float32)
     down = dequantized(down, scales["down_scales"], torch.float32)
-    widened = run((*tokens, gate_up, down), impl, case.options())
-    out = run(inputs, impl, case.options(), **scales)
-    assert_within_budget(out, exact_of(inputs, scales, case.options()), widened)
-
-
-@pytest.mark.parametrize("stored", FORMATS)
-@pytest.mark.parametrize("name", [*CASES, "blocks"])
-def test_integers_with_bfloat16_tokens(impl: str, name: str, stored: str) -> None:
-    case = {**CASES, "blocks": BLOCKS}[name]
-    inputs, scales = make_integer_inputs(case, stored, dtype=torch.bfloat16)
-    check_takes(impl, inputs[3])
-    out = run(inputs, impl, case.options(), **scales)
-    assert_near(out, exact_of(inputs, scales, case.options()))
+    assert_within_budget(out, exact, run((*tokens, gate_up, down), impl, options))
 
 
 @pytest.mark.parametrize("stored", FORMATS)

@@ -58,7 +58,8 @@ CONTRACT = """
     )
     or triton_invariant and not integer and exact and (some_choices or no_tokens)
     or triton_invariant and any_batch and (not stored or bf16 and (fp8 or int8 or nvfp4))
-    or triton_invariant and integers and exact and some_choices and (int8 or zeros or nvfp4)
+    or triton_invariant and integers and exact and fp32 and some_choices
+        and (int8 or zeros or nvfp4)
     or triton and not triton_invariant and not opcheck
         and integers and odd_sizes and (int8 or int4_64_zeros or fp4) and not no_gate
     or expert_linear and triton and odd_sizes and fp32 and (none or fp8 or int8 or nvfp4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -205,13 +206,19 @@ def check_takes(impl: str, weight: Tensor) -> None:
         pytest.skip("; ".join(reasons))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stored", FORMATS)
-@pytest.mark.parametrize("name", CASES)
-def test_integers_match_the_exact_result(impl: str, name: str, stored: str, dtype: str) -> None:
-    draws = draws_of_integers(name, stored, dtype=DTYPES[dtype])
-    check_takes(impl, draws[0].weights[0])
-    assert_draws_within_budget([(i.run(impl), *expected_of(i)) for i in draws])
+Draws = list[tuple[Inputs, tuple[Tensor, Tensor]]]
+
+
+@pytest.fixture(scope="module", params=product(CASES, FORMATS, DTYPES), ids="-".join)
+def expected_draws(request: pytest.FixtureRequest) -> Draws:
+    """Inputs and what the reference makes of them, once for all implementations."""
+    name, stored, dtype = request.param
+    return [(i, expected_of(i)) for i in draws_of_integers(name, stored, dtype=DTYPES[dtype])]
+
+
+def test_integers_match_the_exact_result(impl: str, expected_draws: Draws) -> None:
+    check_takes(impl, expected_draws[0][0].weights[0])
+    assert_draws_within_budget([(i.run(impl), *expected) for i, expected in expected_draws])
 
 
 @pytest.mark.parametrize("stored", FORMATS)
