@@ -326,7 +326,7 @@ void backward(const Backward& call) {
 #pragma omp parallel num_threads(int(call.num_threads))
   {
     Scratch scratch(K, V, longest * (K + 1) + BLOCK);
-    AlignedFloats own(is_split ? 0 : group * longest * size);
+    AlignedFloats own(is_split ? 0 : std::min<int64_t>(group, 2) * longest * size);
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < is_split * call.num_seqs * H; ++i) {
       const auto of = head(i / H, i % H);
@@ -338,7 +338,7 @@ void backward(const Backward& call) {
       const int64_t length = of.length;
       float* sums = is_split ? all.data() + (of.start * H + of.head * length) * size : own.data();
       for (int64_t h = 0; h < group; ++h) {
-        float* more = sums + h * length * size;
+        float* more = sums + (is_split ? h : h > 0) * length * size;
         if (!is_split) differentiate(head(i / HKV, of.head + h), more, scratch);
         if (h == 0) continue;
         for_lanes(length * size, [&](int64_t c, int n) TH_LAMBDA {

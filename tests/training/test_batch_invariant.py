@@ -25,7 +25,15 @@ from tests.serving.test_batch_invariant import SIZES
 from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, cast, make_model
 from tests.training.histories import Histories
 from tests.training.test_companions import TARGETS
-from tests.training.twins import FAMILIES, flattened, furthest, grads, make_pair, make_rows
+from tests.training.twins import (
+    FAMILIES,
+    flattened,
+    furthest,
+    grads,
+    make_pair,
+    make_rows,
+    make_twin,
+)
 from torch_hybrid.models.shared_weights import named_weights
 
 EAGER = {"compile": False}
@@ -61,6 +69,18 @@ def assert_same_bits(trainer: Any, server: th.Runner, rows: list[Tensor], **opti
     tokens = torch.cat(rows, 1)[0].to(made.device)
     assert torch.equal(made[:, : logits.shape[1]], logits.to(made.dtype))
     assert torch.equal(th.token_logprobs(made, tokens), th.token_logprobs(logits, tokens))
+
+
+@pytest.mark.parametrize("family", ["minimax", "qwen4_exp", "inkling"])
+def test_outputs_of_layers_are_recorded_beside_a_server(family: str):
+    """By hooks of transformers on mixers whose weights the server takes."""
+    twin, [row] = make_twin(family), make_rows([20])
+    asked = {"labels": row, "output_router_logits": True, "output_hidden_states": True}
+    expected = twin(row, **asked)
+    made = th.make_trainable(twin, batch_invariant=EAGER)(row, **asked)
+    torch.testing.assert_close(made.loss, expected.loss)
+    torch.testing.assert_close(made.hidden_states, expected.hidden_states)
+    assert not any(module._forward_hooks for module in th.adapt(twin).modules())
 
 
 @DTYPES

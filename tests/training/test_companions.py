@@ -11,10 +11,12 @@ import peft
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file
 
 import torch_hybrid as th
 from tests.tiny_models import cast, make_model
 from tests.training.twins import (
+    FAMILIES,
     OURS,
     flattened,
     furthest,
@@ -74,6 +76,53 @@ def test_a_saved_twin_is_a_model_of_transformers(tmp_path: Path):
     row = make_rows([20])[0]
     torch.testing.assert_close(loaded(row).logits, theirs.eval()(row).logits)
     assert loaded.config.architectures == [type(theirs).__name__]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_load_in_place_by_the_names_in_files(family: str, tmp_path: Path):
+    twin = make_twin(family)
+    twin.save_pretrained(tmp_path)
+    other = copy.deepcopy(twin)
+    with torch.no_grad():
+        for each in other.parameters():
+            each.zero_()
+    places = [each.data_ptr() for each in other.parameters()]
+    report = other.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert [each.data_ptr() for each in other.parameters()] == places
+    assert not report.unexpected_keys
+    assert all(map(torch.equal, other.state_dict().values(), twin.state_dict().values()))
+
+
+def test_unknown_names_are_reported_beside_those_of_files():
+    twin = make_twin("qwen3_next")
+    state = {**twin.state_dict(), "a.weight": torch.ones(2)}
+    del state["lm_head.weight"]
+    report = twin.load_state_dict(state, strict=False)
+    assert (report.missing_keys, report.unexpected_keys) == (["lm_head.weight"], ["a.weight"])
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "a.weight"'):
+        twin.load_state_dict(state)
+
+
+def test_trainer_resumes_experts(tmp_path: Path):
+    rows = [{"input_ids": list(range(8, 17 + 5 * n))} for n in range(8)]
+    losses = []
+    for start in (None, str(tmp_path / "checkpoint-2")):
+        args = tf.TrainingArguments(
+            str(tmp_path),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            report_to=[],
+            logging_steps=1,
+            save_steps=2,
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = tf.Trainer(make_twin("qwen3_next"), args, tf.DataCollatorWithFlattening(), rows)
+        trainer.remove_callback(tf.trainer_callback.PrinterCallback)
+        trainer.train(resume_from_checkpoint=start)
+        losses.append([each["loss"] for each in trainer.state.log_history if "loss" in each])
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -198,9 +247,13 @@ def test_adapters_of_all_projections_train_as_those_of_transformers(family: str)
 
 
 ONCE = [(family, False) for family in OURS]
+REENTRANT = [
+    ("qwen3_next_dense", True),
+    ("kimi_k3", True),
+]  # whose layers hand on more than one sum
 
 
-@pytest.mark.parametrize(("family", "use_reentrant"), [*ONCE, ("qwen3_next_dense", True)])
+@pytest.mark.parametrize(("family", "use_reentrant"), [*ONCE, *REENTRANT])
 def test_activation_checkpointing_keeps_gradients(family: str, use_reentrant: bool):
     twin = make_twin(family)
     plain = grads(twin, loss_of(twin))
@@ -256,6 +309,30 @@ def test_dropout_of_attention_is_of_training_alone():
     assert not torch.equal(loss_of(twin), loss_of(twin))
     twin.eval()
     assert torch.equal(loss_of(twin), loss_of(twin))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next_dense", "bamba", "inkling", "rwkv", "xlstm"])
+def test_a_loss_function_of_a_models_own_is_computed(family: str):
+    rows = torch.cat(make_rows([20, 20]))
+    losses = []
+    for model in make_pair(family):
+        model.loss_function = largest_logit
+        losses.append(model(rows, labels=rows, use_cache=False, factor=3.0).loss)
+    torch.testing.assert_close(*losses)
+
+
+def largest_logit(logits: torch.Tensor, labels: torch.Tensor, *sizes: int, **options: Any) -> Any:
+    assert labels.shape == logits.shape[:-1]
+    return options["factor"] * logits.max()
+
+
+def test_other_ways_to_a_loss_are_refused_by_name():
+    twin = th.make_trainable(make_twin(), batch_invariant={"compile": False})
+    with pytest.raises(ValueError, match="ignore_index must be -100, got 8"):
+        loss_of(twin, ignore_index=8)
+    twin.loss_function = largest_logit
+    with pytest.raises(th.UnsupportedError, match=r"loss_function .* logits of a call without lab"):
+        loss_of(twin)
 
 
 def test_other_models_are_refused_by_name():

@@ -72,6 +72,7 @@ def adapt_where_it_lies(hf_model: Any, *, vision: bool = False) -> HybridModel:
         )
     if isinstance(hf_model, nn.Module):
         undo_make_trainable(hf_model)
+        _stop_recording(hf_model)
     is_causal = any(name.endswith("ForCausalLM") for name in names)
     if not is_causal and "GenerationMixin" not in names:
         raise ValueError(
@@ -96,6 +97,15 @@ def adapt_where_it_lies(hf_model: Any, *, vision: bool = False) -> HybridModel:
     _check_taken_weights(hf_model, architecture)
     _check_finite(hf_model)
     return adapted(hf_model, architecture, tower)
+
+
+def _stop_recording(model: nn.Module) -> None:
+    """Remove hooks that a call with, say, ``output_hidden_states`` has had transformers install."""
+    for module in model.modules():
+        vars(module).pop("_output_capturing_hooks_installed", None)
+        for number, hook in list(module._forward_hooks.items()):
+            if hook.__module__ == "transformers.utils.output_capturing":
+                del module._forward_hooks[number]
 
 
 def adapted(hf_model: Any, architecture: Architecture, tower: Tower | None = None) -> HybridModel:

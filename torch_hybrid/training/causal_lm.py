@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.linear_cross_entropy import IGNORED
 from torch_hybrid.packing import Packing
 from torch_hybrid.sampling.logprobs import token_logprobs
 from torch_hybrid.training.boundaries import named, packing_of
 from torch_hybrid.training.decoder import asks_for_a_cache, check_says_nothing, keeps_a_cache
 from torch_hybrid.training.linear_cross_entropy import LossHead, summed_loss
+from torch_hybrid.training.published_names import with_names_of
 from torch_hybrid.training.served_logits import ServedLogits, served_logits
 
 
@@ -60,6 +63,15 @@ class CausalLM(nn.Module):
             return super().forward(labels=labels, **inputs)
         inputs["packing"] = packing_of(inputs)
         labels = None if labels is None else _within_sequences(labels, inputs["packing"])
+        if inputs.get("ignore_index", IGNORED) != IGNORED:
+            raise ValueError(f"ignore_index must be {IGNORED}, got {inputs['ignore_index']}")
+        if labels is not None and self.loss_function is not ForCausalLMLoss:
+            if self.server is not None or self.trains_head:
+                raise UnsupportedError(
+                    "a loss_function of the model's own is computed neither with batch_invariant "
+                    "nor beside an MTP head: compute it of the logits of a call without labels"
+                )
+            return super().forward(labels=labels, **inputs)
         skip = self.training if skip_logits is None else skip_logits
         if self.server is not None:
             return self.by_server(labels, self.server, **inputs)
@@ -69,6 +81,10 @@ class CausalLM(nn.Module):
         if (whole or not isinstance(self.lm_head, LossHead)) and not self.trains_head:
             return super().forward(labels=labels, **inputs)
         return self.by_chunks(labels, skip_logits=skip, **inputs)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        """Load weights by their names in the model, or by those that ``save_pretrained`` writes."""
+        return super().load_state_dict(with_names_of(self, state_dict), *args, **options)
 
     @property
     def z_loss(self) -> float:

@@ -6,6 +6,7 @@ a runner serves it. Importing this registers the classes with transformers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -290,9 +291,12 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.mlp_res_norm, self.mlp_res_proj = KimiLinearRMSNorm(dim, eps), _linear(dim, 1)
 
     def forward(
-        self, present: Tensor, blocks: tuple[Tensor, ...], attention_mask: Any, **options: Any
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Run the layer on the present block's sum [B, T, dim], after those of blocks before."""
+        self, present: Tensor, attention_mask: Any, *blocks: Tensor, **options: Any
+    ) -> tuple[Tensor, ...]:
+        """Run the layer on the present block's sum [B, T, dim], after those of blocks before.
+
+        No tuple holds them, in which activation checkpointing would not find them.
+        """
         # Without blocks it is the present sum itself.
         x = mix(present, blocks, self.self_attention_res_proj, self.self_attention_res_norm)
         total, _ = self.self_attn(self.input_layernorm(x), attention_mask=attention_mask, **options)
@@ -301,10 +305,10 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         else:
             total = present + total
         x = mix(total, blocks, self.mlp_res_proj, self.mlp_res_norm)
-        return total + self.mlp(self.post_attention_layernorm(x)), blocks
+        return total + self.mlp(self.post_attention_layernorm(x)), *blocks
 
 
-def mix(present: Tensor, blocks: tuple[Tensor, ...], projection: Any, norm: Any) -> Tensor:
+def mix(present: Tensor, blocks: Iterable[Tensor], projection: Any, norm: Any) -> Tensor:
     """Mix sums [B, T, dim] by the softmax of their normed products with a query."""
     rows = torch.stack([*blocks, present], dim=-2)
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
@@ -352,9 +356,9 @@ class KimiK3Model(KimiLinearPreTrainedModel):  # type: ignore[misc]
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if not isinstance(attention_mask, dict):
             attention_mask = causal_masks(x)
-        blocks: tuple[Tensor, ...] = ()
+        blocks: list[Tensor] = []
         for layer in self.layers:
-            x, blocks = layer(x, blocks, attention_mask[layer.layer_type], **options)
+            x, *blocks = layer(x, attention_mask[layer.layer_type], *blocks, **options)
         x = mix(x, blocks, self.output_attn_res_proj, self.output_attn_res_norm)
         return MoeModelOutputWithPast(last_hidden_state=self.norm(x))
 
