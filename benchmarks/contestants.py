@@ -57,14 +57,15 @@ def load_adapters(
     runner: Runner, hf_model: Any, count: int, rank: int, *, experts: bool = False
 ) -> None:
     """Load adapters of all linear layers but the head, and of stacks of experts. They change
-    nothing, as at the start of a training: so logits can be checked, and the time is that of any.
+    next to nothing, as soon after a training starts: so logits can be checked, and the time is that
+    of any.
     """
     tensors = {}
 
     def add(name: str, inputs: int, outputs: int, rank: int = rank) -> None:
         start = f"base_model.model.{name}.lora"
         tensors[f"{start}_A.weight"] = torch.randn(rank, inputs)
-        tensors[f"{start}_B.weight"] = torch.zeros(outputs, rank)
+        tensors[f"{start}_B.weight"] = torch.full((outputs, rank), 1e-9)
 
     for name, layer in hf_model.named_modules():
         if type(layer) is torch.nn.Linear and not name.endswith("lm_head"):

@@ -36,6 +36,7 @@ from benchmarks.gpu import (
     delta_steps,
     latents,
     lightning_steps,
+    lora,
     mamba2_steps,
     sparse,
     state_spaces,
@@ -60,6 +61,7 @@ OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "latents": latents.cases,
     "sparse": sparse.cases,
     "token_ops": token_ops.cases,
+    "lora": lora.cases,
 }
 
 STEPS: Mapping[str, Callable[[Rates], Iterator[Step]]] = {
