@@ -9,7 +9,10 @@ from torch import Tensor
 
 from torch_hybrid.ops.lora.op import Lora
 
-_BLOCK_R, _BLOCK_I, _BLOCK_O = 16, 128, 256
+# A decode step has few programs, and waits for memory: each loads much at once. No row of either
+# product depends on the number of rows.
+_BLOCK_R, _MOST_INPUTS = 4, 2048
+_RANKS, _BLOCK_O = 16, 256
 
 
 def lora(x: Lora) -> Tensor:
@@ -31,7 +34,7 @@ def lora(x: Lora) -> Tensor:
         P=num_parts,
         R=most,
         BLOCK_R=_BLOCK_R,
-        BLOCK_I=_BLOCK_I,
+        BLOCK_I=min(triton.next_power_of_2(depth), _MOST_INPUTS),
         num_warps=4,
     )
     _lora_outer_kernel[(num_tokens, triton.cdiv(width, _BLOCK_O))](
@@ -46,6 +49,7 @@ def lora(x: Lora) -> Tensor:
         N=width,
         P=num_parts,
         R=most,
+        BLOCK_R=min(triton.next_power_of_2(most), _RANKS),
         BLOCK_O=_BLOCK_O,
         num_warps=4,
     )
@@ -100,9 +104,11 @@ def _lora_outer_kernel(
     N: tl.constexpr,
     P: tl.constexpr,
     R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """Add multiples of the rows of a second factor to BLOCK_O columns of a row in a program."""
+    """Add multiples of the rows of a second factor to BLOCK_O columns of a row in a program, of
+    BLOCK_R rows at once."""
     token = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * BLOCK_O
     column = begin + tl.arange(0, BLOCK_O)
@@ -117,8 +123,11 @@ def _lora_outer_kernel(
             if (first < begin + BLOCK_O) & (begin < last):
                 own = (column >= first) & (column < last)
                 p_inner = inner + (token * P + part) * R
-                for r in range(tl.load(ranks + adapter * P + part)):
-                    row = tl.load(b + (adapter * R + r) * N + column, mask=own, other=0.0)
-                    added = tl.load(p_inner + r) * row.to(tl.float32)
-                    acc = tl.where(own, acc + added, acc)
+                rank = tl.load(ranks + adapter * P + part)
+                for lowest in range(0, rank, BLOCK_R):
+                    r = lowest + tl.arange(0, BLOCK_R)
+                    b_inner = tl.load(p_inner + r, mask=r < rank, other=0.0)
+                    p_b = b + (adapter * R + r)[:, None] * N + column[None, :]
+                    b_b = tl.load(p_b, mask=(r < rank)[:, None] & own[None, :], other=0.0)
+                    acc += tl.sum(b_inner[:, None] * b_b.to(tl.float32), 0)
     tl.store(out + token * N + column, acc.to(out.dtype.element_ty), mask=mask)
