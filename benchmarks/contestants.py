@@ -56,9 +56,10 @@ class Ours:
 def load_adapters(
     runner: Runner, hf_model: Any, count: int, rank: int, *, experts: bool = False
 ) -> None:
-    """Load adapters of all linear layers but the head, and of stacks of experts. They change
-    next to nothing, as soon after a training starts: so logits can be checked, and the time is that
-    of any.
+    """Load adapters of all linear layers but the head, and of stacks of experts.
+
+    They change next to nothing, as after a training's first step: so logits can be checked, and the
+    time is that of any.
     """
     tensors = {}
 
