@@ -9,10 +9,12 @@ from torch import Tensor
 
 from torch_hybrid.ops.lora.op import Lora
 
-# A decode step has few programs, and waits for memory: each loads much at once. No row of either
-# product depends on the number of rows.
-_BLOCK_R, _MOST_INPUTS = 4, 2048
-_RANKS, _BLOCK_O = 16, 256
+# Rows of a tile, its columns at most, warps.
+_INNER = 4, 2048, 4
+_OUTER = 16, 256, 4
+# With more tokens there are programs enough: loads ahead then cost more than they save. A column is
+# summed in the order of ranks either way.
+_FEW_TOKENS = 128
 
 
 def lora(x: Lora) -> Tensor:
@@ -23,7 +25,8 @@ def lora(x: Lora) -> Tensor:
     _, num_parts, most, depth = x.a.shape
     num_tokens, width = x.base.shape
     inner = x.base.new_empty(num_tokens, num_parts, most, dtype=torch.float32)
-    _lora_inner_kernel[(num_tokens, num_parts, triton.cdiv(most, _BLOCK_R))](
+    block_r, block_i, num_warps = _INNER
+    _lora_inner_kernel[(num_tokens, num_parts, triton.cdiv(most, block_r))](
         x.x,
         x.a,
         x.ranks,
@@ -33,11 +36,13 @@ def lora(x: Lora) -> Tensor:
         K=depth,
         P=num_parts,
         R=most,
-        BLOCK_R=_BLOCK_R,
-        BLOCK_I=min(triton.next_power_of_2(depth), _MOST_INPUTS),
-        num_warps=4,
+        BLOCK_R=block_r,
+        BLOCK_I=min(triton.next_power_of_2(depth), block_i),
+        num_warps=num_warps,
     )
-    _lora_outer_kernel[(num_tokens, triton.cdiv(width, _BLOCK_O))](
+    block_r, block_o, num_warps = _OUTER
+    block_r = block_r if num_tokens <= _FEW_TOKENS else 1
+    _lora_outer_kernel[(num_tokens, triton.cdiv(width, block_o))](
         x.base,
         inner,
         x.b,
@@ -49,9 +54,9 @@ def lora(x: Lora) -> Tensor:
         N=width,
         P=num_parts,
         R=most,
-        BLOCK_R=min(triton.next_power_of_2(most), _RANKS),
-        BLOCK_O=_BLOCK_O,
-        num_warps=4,
+        BLOCK_R=min(most, block_r),
+        BLOCK_O=block_o,
+        num_warps=num_warps,
     )
     return out
 
@@ -107,8 +112,8 @@ def _lora_outer_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """Add multiples of the rows of a second factor to BLOCK_O columns of a row in a program, of
-    BLOCK_R rows at once."""
+    """Add multiples of the rows of a second factor to BLOCK_O columns of a row in a program, one
+    after the other; BLOCK_R of them are loaded at once."""
     token = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * BLOCK_O
     column = begin + tl.arange(0, BLOCK_O)
@@ -125,9 +130,10 @@ def _lora_outer_kernel(
                 p_inner = inner + (token * P + part) * R
                 rank = tl.load(ranks + adapter * P + part)
                 for lowest in range(0, rank, BLOCK_R):
-                    r = lowest + tl.arange(0, BLOCK_R)
-                    b_inner = tl.load(p_inner + r, mask=r < rank, other=0.0)
-                    p_b = b + (adapter * R + r)[:, None] * N + column[None, :]
-                    b_b = tl.load(p_b, mask=(r < rank)[:, None] & own[None, :], other=0.0)
-                    acc += tl.sum(b_inner[:, None] * b_b.to(tl.float32), 0)
+                    for offset in tl.static_range(BLOCK_R):
+                        r = lowest + offset
+                        mask_b = own & (r < rank)
+                        row = tl.load(b + (adapter * R + r) * N + column, mask=mask_b, other=0.0)
+                        added = tl.load(p_inner + r, mask=r < rank, other=0.0) * row.to(tl.float32)
+                        acc = tl.where(mask_b, acc + added, acc)
     tl.store(out + token * N + column, acc.to(out.dtype.element_ty), mask=mask)
