@@ -53,19 +53,32 @@ class Ours:
         return self.runner.extend(self._seqs, [[token] for token in tokens])
 
 
-def load_adapters(runner: Runner, hf_model: Any, count: int, rank: int) -> None:
-    """Load adapters of all linear layers but the head. They change nothing, as at the start of a
-    training: so logits can be checked, and the time is that of any."""
-    layers = {n: m for n, m in hf_model.named_modules() if type(m) is torch.nn.Linear}
+def load_adapters(
+    runner: Runner, hf_model: Any, count: int, rank: int, *, experts: bool = False
+) -> None:
+    """Load adapters of all linear layers but the head, and of stacks of experts.
+
+    They change next to nothing, as after a training's first step: so logits can be checked, and the
+    time is that of any.
+    """
     tensors = {}
-    for name, layer in layers.items():
-        if not name.endswith("lm_head"):
-            start = f"base_model.model.{name}.lora"
-            tensors[f"{start}_A.weight"] = torch.randn(rank, layer.in_features)
-            tensors[f"{start}_B.weight"] = torch.zeros(layer.out_features, rank)
+
+    def add(name: str, inputs: int, outputs: int, rank: int = rank) -> None:
+        start = f"base_model.model.{name}.lora"
+        tensors[f"{start}_A.weight"] = torch.randn(rank, inputs)
+        tensors[f"{start}_B.weight"] = torch.full((outputs, rank), 1e-9)
+
+    for name, layer in hf_model.named_modules():
+        if type(layer) is torch.nn.Linear and not name.endswith("lm_head"):
+            add(name, layer.in_features, layer.out_features)
+        elif experts and name.endswith(".experts"):  # peft wraps them once for each weight
+            (first, down) = (weight.shape for weight in layer.parameters())
+            for own, (num_experts, outputs, inputs) in ((".base_layer", first), ("", down)):
+                add(name + own, inputs, outputs, rank * num_experts)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+    config |= {"target_parameters": ["gate_up_proj", "up_proj", "down_proj"]}
     with TemporaryDirectory() as folder:
         save_file(tensors, Path(folder) / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
         (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
         for number in range(count):
             runner.load_adapter(f"adapter {number}", folder)

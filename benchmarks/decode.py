@@ -110,10 +110,12 @@ def _contestants(
         "ours eager": Ours(runner(compile=False)),
         "transformers eager": transformers(hf_model),
     }
-    if options.adapters:
-        adapted = runner(compile=True, max_adapters=options.adapters, max_lora_rank=16)
-        load_adapters(adapted, hf_model, options.adapters, rank=16)
-        contestants[f"ours compiled, {options.adapters} adapters"] = Ours(adapted)
+    if count := options.adapters:
+        experts = options.expert_adapters
+        sizes = {"max_adapters": count, "max_lora_rank": 16, "expert_adapters": experts}
+        adapted = runner(compile=True, **sizes)
+        load_adapters(adapted, hf_model, count, rank=16, experts=experts)
+        contestants[f"ours compiled, {count} adapters"] = Ours(adapted)
     if options.compile_limit and isinstance(contestants["transformers eager"], Transformers):
         contestants["transformers compiled"] = Transformers(hf_model, max_len=max_len)
     return contestants
@@ -133,6 +135,7 @@ def main() -> None:
         metavar="COUNT",
         help="also steps whose sequences have so many, of rank 16, in turn",
     )
+    parser.add_argument("--expert-adapters", action="store_true", help="of experts too")
     parser.add_argument("--profile", action="store_true", help="print where our time goes")
     options = parse(parser)
     torch._dynamo.config.recompile_limit = 64
@@ -158,7 +161,9 @@ def main() -> None:
         memory, matrix_seconds = times.pop("memory"), step_flops(model, rows) / flop_rate
         _report(results, batch, times, memory, matrix_seconds, has_targets=has_targets)
         if options.profile:
-            print_profile(f"decode batch {batch}", runs["ours compiled"])
+            for name, run in runs.items():
+                if name.startswith("ours compiled"):
+                    print_profile(f"decode batch {batch}, {name}", run)
     results.emit(options)
 
 

@@ -53,6 +53,7 @@ class Oracle:
         if self._exact is None:
             dtype = torch.float64 if self._is_float32 else torch.float32
             self._exact = copy.deepcopy(self._model).to(dtype)
+            self._exact.set_experts_implementation("eager")  # grouped products have no float64
         return self._exact
 
 

@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--prompts", type=int, default=12, help="prompts of a step")
     parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--save", metavar="FOLDER", help="where the adapter goes")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -99,6 +100,9 @@ def main() -> None:
     after = recall(model, 64, seed=1)
     print(f"recall after {args.steps} steps, {time.perf_counter() - start:.0f} s: {after:.1%}")
     assert after > 0.95, after
+    if args.save:
+        model.save_pretrained(args.save)
+        print(f"torch-hybrid serve {checkpoint_path()} --lora tuned={args.save}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -35,12 +36,14 @@ from benchmarks.gpu import (
     delta_steps,
     latents,
     lightning_steps,
+    lora,
     mamba2_steps,
     sparse,
     state_spaces,
     token_ops,
     verify_ops,
 )
+from benchmarks.gpu.adapter_steps import measure_adapter_steps
 from benchmarks.gpu.case import Case, Line, measure
 from benchmarks.gpu.clock import Rates, measure_rates
 from benchmarks.gpu.report import as_json, op_table, step_table, surroundings
@@ -58,6 +61,13 @@ OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "latents": latents.cases,
     "sparse": sparse.cases,
     "token_ops": token_ops.cases,
+    "lora": lora.cases,
+}
+
+STEPS: Mapping[str, Callable[[Rates], Iterator[Step]]] = {
+    **{part: partial(measure_steps, part=part) for part in PARTS},
+    "adapter_steps": measure_adapter_steps,
+    "expert_adapter_steps": partial(measure_adapter_steps, experts=True),
 }
 
 
@@ -67,7 +77,7 @@ def parse() -> argparse.Namespace:
         prog="python -m benchmarks.gpu", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
-    parser.add_argument("--parts", nargs="+", choices=[*OPS, *PARTS], default=[*OPS, *PARTS])
+    parser.add_argument("--parts", nargs="+", choices=[*OPS, *STEPS], default=[*OPS, *STEPS])
     parser.add_argument("--only", default="", help="cases whose name has this text in it")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="contestants")
     parser.add_argument("--minutes", type=float, default=10.0, help="no case begins later")
@@ -118,7 +128,7 @@ def run_steps(part: str, rates: Rates, failures: list[str]) -> list[Step]:
         return steps
     try:
         _release()
-        for step in measure_steps(rates, part):
+        for step in STEPS[part](rates):
             print(f"{step.name}: {step.synchronised_ms:.2f} ms", flush=True)
             steps.append(step)
     # As above.
@@ -149,7 +159,7 @@ def main() -> None:
     with torch.no_grad():
         rates = measure_rates()
         print(f"{surroundings()}\n{rates}\n", flush=True)
-        parts = [part for part in PARTS if part in options.parts]
+        parts = [part for part in STEPS if part in options.parts]
         steps = [step for part in parts for step in run_steps(part, rates, failures)]
         lines = list(run(cases, rates, begin + 60 * options.minutes, failures))
     tables = [step_table(steps)] * bool(steps) + [op_table(lines, rates)] * bool(lines)

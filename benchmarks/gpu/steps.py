@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from benchmarks.fp8_models import make_fp8_model
 from benchmarks.gpu.clock import Rates
 from benchmarks.mixers import Row
 from benchmarks.models import fill
-from torch_hybrid import Backends, Engine, HybridModel, Runner, Sampling, adapt
+from torch_hybrid import Backends, Engine, HybridModel, Runner, Sampling, adapt, quantize
 from torch_hybrid import Sequence as Held
+from torch_hybrid.models.quantize import WEIGHTS
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing
 from torch_hybrid.ops.triton.devices import fp8_products_missing
 
@@ -55,6 +57,10 @@ ROUNDS = 15
 PARTS = {
     "steps": Backends(),
     "fp8_steps": Backends(),
+    "int8_steps": Backends(),
+    "int4_steps": Backends(),
+    "mxfp4_steps": Backends(),
+    "nvfp4_steps": Backends(),
     "flashinfer_steps": Backends(full="flashinfer", ops={"extend gated_delta_rule": "flashinfer"}),
     "verify_steps": Backends(),
 }
@@ -99,13 +105,24 @@ class Step:
     engine_ms: float | None = None  # of an engine's steps, one of them planned while one runs
 
 
+def make_config(**sizes: int) -> Any:
+    """The config of transformers, with fields that differ."""
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(**CONFIG | sizes)
+
+
+def make_empty(device: str = "meta", **sizes: int) -> Any:
+    """The model of transformers on a device, its weights without values."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(make_config(**sizes), dtype=torch.bfloat16)
+
+
 def make_model(device: str = "cuda", **sizes: int) -> HybridModel:
     """Made on the device: on the host its experts alone would take minutes."""
-    from transformers import AutoModelForCausalLM, Qwen3NextConfig
-
-    config = Qwen3NextConfig(**CONFIG | sizes)
-    with torch.device(device):
-        hf_model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    hf_model = make_empty(device, **sizes)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, weight in hf_model.named_parameters():
@@ -113,19 +130,22 @@ def make_model(device: str = "cuda", **sizes: int) -> HybridModel:
     return adapt(hf_model.eval().requires_grad_(False))
 
 
-def make_model_in_8_bits() -> HybridModel:
-    """The same, most of its weights in 8 bits."""
-    from transformers import Qwen3NextConfig
-
-    return make_fp8_model(Qwen3NextConfig(**CONFIG), torch.device("cuda"))
+def _model_of(part: str) -> HybridModel:
+    """The same, most of its weights in the format of a part."""
+    if part == "fp8_steps":
+        return make_fp8_model(make_config(), torch.device("cuda"))
+    model, weights = make_model(), part.removesuffix("_steps")
+    if weights in WEIGHTS:
+        quantize(model, weights)
+    return model
 
 
 def why_not(part: str) -> str | None:
     """Why a part cannot run here, or None when it can."""
-    if part in ("steps", "verify_steps"):
-        return None
     if part == "fp8_steps":
         return fp8_products_missing()
+    if part != "flashinfer_steps":
+        return None
     kinds = (flashinfer_missing(capabilities=HOPPER, cutlass_dsl=dsl) for dsl in (False, True))
     return next((reason for missing in kinds if (reason := missing())), None)
 
@@ -135,7 +155,7 @@ def measure_steps(rates: Rates, part: str = "steps") -> Iterator[Step]:
     if part == "verify_steps":
         yield from _measure_verify_steps(rates)
         return
-    model = make_model_in_8_bits() if part == "fp8_steps" else make_model()
+    model = _model_of(part)
     runner = Runner(
         model,
         # Those of the steps, and as many of an engine's requests.
@@ -149,8 +169,7 @@ def measure_steps(rates: Rates, part: str = "steps") -> Iterator[Step]:
     suffix = "" if part == "steps" else f", {part.removesuffix('_steps')}"
     for kind, rows, run in _runs(runner):
         name = kind + suffix
-        floor = rates.floor(step_bytes(model, rows), step_flops(model, rows))
-        step = _measure(name, floor / 1e3, run)
+        step = measure(name, floor_ms(rates, model, rows), run)
         yield replace(step, engine_ms=_engine_ms(runner, rows))
 
 
@@ -168,14 +187,13 @@ def _measure_verify_steps(rates: Rates) -> Iterator[Step]:
     )
     runner.warm_up()
     for name, rows, run in _verify_runs(runner):
-        floor = rates.floor(step_bytes(model, rows), step_flops(model, rows))
-        yield _measure(name, floor / 1e3, run)
+        yield measure(name, floor_ms(rates, model, rows), run)
 
 
 def _verify_runs(runner: Runner) -> Iterator[tuple[str, list[Row], Callable[[], Tensor]]]:
     """As ``_runs``; where drafts are accepted, the next step replays them."""
     for count in VERIFIES:
-        seqs, prompts = _decoding(runner, count)
+        seqs, prompts = decoding(runner, count)
         one, all_tokens = ([prompt[:n] for prompt in prompts] for n in (1, 1 + NUM_DRAFTS))
         rows = [Row(1, CONTEXT)] * count
         yield f"decode {count}", rows, partial(runner.extend, seqs, one)
@@ -198,17 +216,20 @@ def _runs(runner: Runner) -> Iterator[tuple[str, list[Row], Callable[[], Tensor]
     """Name, what the floor is of, and the step."""
     for count, length in PREFILLS:
         name = f"prefill {count}x{length}"
-        yield name, [Row(length, 0)] * count, _prefill(runner, count, length)
-    seqs, prompts = _decoding(runner, DECODES[-1])
+        yield name, [Row(length, 0)] * count, prefilling(runner, count, length)
+    seqs, prompts = decoding(runner, DECODES[-1])
     for count in DECODES:
         chosen, tokens = seqs[:count], [prompt[:1] for prompt in prompts[:count]]
         rows = [Row(1, CONTEXT)] * count
         yield f"decode {count}", rows, partial(runner.extend, chosen, tokens)
 
 
-def _decoding(runner: Runner, count: int) -> tuple[list[Held], list[list[int]]]:
-    """Sequences that have CONTEXT tokens, and these."""
-    seqs = runner.new_sequences(count)
+def decoding(
+    runner: Runner, count: int, adapters: Sequence[str] = ()
+) -> tuple[list[Held], list[list[int]]]:
+    """Sequences that have CONTEXT tokens, and these; with adapters in turn."""
+    names = islice(cycle(adapters or [None]), count)
+    seqs = [runner.new_sequences(1, adapter=name)[0] for name in names]
     prompts = random_prompts(count, CONTEXT, runner.vocab_size)
     for first in range(0, count, 8):
         some = slice(first, first + 8)
@@ -224,12 +245,15 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     return made
 
 
-def _prefill(runner: Runner, count: int, length: int) -> Callable[[], Tensor]:
-    """One step of fresh prompts."""
+def prefilling(
+    runner: Runner, count: int, length: int, adapters: Sequence[str] = ()
+) -> Callable[[], Tensor]:
+    """One step of fresh prompts, with the first of the adapters."""
+    adapter = next(iter(adapters), None)
     prompts = random_prompts(count, length, runner.vocab_size)
 
     def run() -> Tensor:
-        seqs = runner.new_sequences(count)
+        seqs = runner.new_sequences(count, adapter=adapter)
         logits = runner.extend(seqs, prompts)
         runner.free(seqs)
         return logits
@@ -275,7 +299,13 @@ def _engine_prefill_ms(engine: Engine, prompts: Sequence[list[int]]) -> float:
     return (time.perf_counter() - start) / (num_steps - 1) * 1e3
 
 
-def _measure(name: str, floor_ms: float, run: Callable[[], Tensor]) -> Step:
+def floor_ms(rates: Rates, model: HybridModel, rows: Sequence[Row]) -> float:
+    """The least time of a step of these rows."""
+    return rates.floor(step_bytes(model, rows), step_flops(model, rows)) / 1e3
+
+
+def measure(name: str, floor_ms: float, run: Callable[[], Tensor]) -> Step:
+    """Time a step, which is warm."""
     if not run().isfinite().all():
         raise ValueError(f"{name}: logits are not finite")
     host, whole = float("inf"), float("inf")

@@ -157,8 +157,8 @@ class Options:
     )
     expert_adapters: bool = option(
         False,
-        """Take adapters of experts. Each of ``max_adapters`` then has the memory of factors of
-        ``max_lora_rank`` for every matrix of every expert.""",
+        """Take adapters of experts and their routers. Each of ``max_adapters`` then has the memory
+        of factors of ``max_lora_rank`` for every matrix of every expert.""",
         in_artefact=True,
     )
     batch_invariant: bool = option(

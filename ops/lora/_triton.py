@@ -9,7 +9,12 @@ from torch import Tensor
 
 from torch_hybrid.ops.lora.op import Lora
 
-_BLOCK_R, _BLOCK_I, _BLOCK_O = 16, 128, 256
+# Rows of a tile, its columns at most, warps.
+_INNER = 4, 2048, 4
+_OUTER = 16, 256, 4
+# With more tokens there are programs enough: loads ahead then cost more than they save. A column is
+# summed in the order of ranks either way.
+_FEW_TOKENS = 128
 
 
 def lora(x: Lora) -> Tensor:
@@ -20,7 +25,8 @@ def lora(x: Lora) -> Tensor:
     _, num_parts, most, depth = x.a.shape
     num_tokens, width = x.base.shape
     inner = x.base.new_empty(num_tokens, num_parts, most, dtype=torch.float32)
-    _lora_inner_kernel[(num_tokens, num_parts, triton.cdiv(most, _BLOCK_R))](
+    block_r, block_i, num_warps = _INNER
+    _lora_inner_kernel[(num_tokens, num_parts, triton.cdiv(most, block_r))](
         x.x,
         x.a,
         x.ranks,
@@ -30,11 +36,13 @@ def lora(x: Lora) -> Tensor:
         K=depth,
         P=num_parts,
         R=most,
-        BLOCK_R=_BLOCK_R,
-        BLOCK_I=_BLOCK_I,
-        num_warps=4,
+        BLOCK_R=block_r,
+        BLOCK_I=min(triton.next_power_of_2(depth), block_i),
+        num_warps=num_warps,
     )
-    _lora_outer_kernel[(num_tokens, triton.cdiv(width, _BLOCK_O))](
+    block_r, block_o, num_warps = _OUTER
+    block_r = block_r if num_tokens <= _FEW_TOKENS else 1
+    _lora_outer_kernel[(num_tokens, triton.cdiv(width, block_o))](
         x.base,
         inner,
         x.b,
@@ -46,8 +54,9 @@ def lora(x: Lora) -> Tensor:
         N=width,
         P=num_parts,
         R=most,
-        BLOCK_O=_BLOCK_O,
-        num_warps=4,
+        BLOCK_R=min(most, block_r),
+        BLOCK_O=block_o,
+        num_warps=num_warps,
     )
     return out
 
@@ -100,9 +109,11 @@ def _lora_outer_kernel(
     N: tl.constexpr,
     P: tl.constexpr,
     R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """Add multiples of the rows of a second factor to BLOCK_O columns of a row in a program."""
+    """Add multiples of the rows of a second factor to BLOCK_O columns of a row in a program, one
+    after the other; BLOCK_R of them are loaded at once."""
     token = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * BLOCK_O
     column = begin + tl.arange(0, BLOCK_O)
@@ -117,8 +128,12 @@ def _lora_outer_kernel(
             if (first < begin + BLOCK_O) & (begin < last):
                 own = (column >= first) & (column < last)
                 p_inner = inner + (token * P + part) * R
-                for r in range(tl.load(ranks + adapter * P + part)):
-                    row = tl.load(b + (adapter * R + r) * N + column, mask=own, other=0.0)
-                    added = tl.load(p_inner + r) * row.to(tl.float32)
-                    acc = tl.where(own, acc + added, acc)
+                rank = tl.load(ranks + adapter * P + part)
+                for lowest in range(0, rank, BLOCK_R):
+                    for offset in tl.static_range(BLOCK_R):
+                        r = lowest + offset
+                        mask_b = own & (r < rank)
+                        row = tl.load(b + (adapter * R + r) * N + column, mask=mask_b, other=0.0)
+                        added = tl.load(p_inner + r, mask=r < rank, other=0.0) * row.to(tl.float32)
+                        acc = tl.where(mask_b, acc + added, acc)
     tl.store(out + token * N + column, acc.to(out.dtype.element_ty), mask=mask)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,17 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from benchmarks.contestants import load_adapters
 from benchmarks.gpu import (
     __main__,
+    adapter_steps,
     attention,
     case,
     delta_rules,
     delta_steps,
     latents,
     lightning_steps,
+    lora,
     mamba2_steps,
     report,
     sparse,
@@ -222,6 +226,7 @@ OTHER_INPUTS = {
         partial(token_ops.call_draw, asked="top-p 0.95"),
     ),
     "experts": (partial(token_ops.Experts.make, 8, 2, 16, 16, 3), token_ops.call_experts),
+    "lora": (partial(lora.Adapted.make, 16, (8, 3), 5), lora.call),
     "linear": (partial(token_ops.Linear.make, 3, 16, 8), token_ops.call_linear),
 }
 INPUTS = {name: (tiny.make, tiny.reference) for name, tiny in TINY.items()} | {
@@ -291,7 +296,7 @@ def test_steps_of_who_is_not_here_are_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures: list[str] = []
-    monkeypatch.setattr(__main__, "measure_steps", broken)
+    monkeypatch.setattr(__main__, "STEPS", {"steps": broken})
     monkeypatch.setattr(__main__, "why_not", lambda part: None if part == "steps" else "not here")
     assert __main__.run_steps("flashinfer_steps", RATES, failures) == []
     assert capsys.readouterr().out == "flashinfer_steps: not run: not here\n\n"
@@ -323,6 +328,26 @@ def test_steps_are_those_that_their_floors_are_of(monkeypatch: pytest.MonkeyPatc
         assert logits.isfinite().all(), name
         assert len(rows) == num_rows
         assert len(logits.unique(dim=0)) == num_rows  # alike, they would hit the same experts
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_steps_with_adapters(monkeypatch: pytest.MonkeyPatch, *, experts: bool) -> None:
+    """Adapters as they begin to be trained, whose sequences have the logits of plain ones."""
+    for name, own in (("DECODES", (1, 3)), ("CONTEXT", 8), ("PROMPT", 16)):
+        monkeypatch.setattr(adapter_steps, name, own)
+    monkeypatch.setattr(steps, "CONTEXT", 8)
+    model = steps.make_model("cpu", **TINY_MODEL).float()
+    sizes: dict[str, Any] = {"max_seqs": 4, "max_tokens": 32, "kv_tokens": 256, "compile": False}
+    adapted = Runner(model, **sizes, max_adapters=2, max_lora_rank=4, expert_adapters=experts)
+    load_adapters(adapted, steps.make_empty(**TINY_MODEL), 2, 4, experts=experts)
+    found = {}
+    for name, rows, run in adapter_steps.runs(Runner(model, **sizes), adapted):
+        found[name] = run()
+        assert len(rows) == len(found[name])
+    assert len(found) == 9
+    for name, logits in found.items():
+        plain = found[f"{name.split(',')[0]}, plain"]
+        assert (logits - plain).norm() < 1e-4 * plain.norm()
 
 
 def test_steps_that_verify_drafts_replay_what_was_right(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,9 @@ def test_generate_with_an_adapter(run, checkpoint, expected, tmp_path):
     code, _, err = run("generate", checkpoint, *options, "--lora", str(tmp_path))
     assert code == 2
     assert "is not NAME=PATH" in err
+    code, _, err = run("serve", checkpoint, "--lora", f"tuned={checkpoint}")
+    assert code == 2
+    assert f"{checkpoint} has no adapter_config.json" in err
 
 
 def test_generate_answers_while_steps_are_compiled(run, checkpoint, expected):

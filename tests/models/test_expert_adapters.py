@@ -23,17 +23,18 @@ from tests.models.test_adapters import (
     oracle_of,
     save_adapter,
 )
+from torch_hybrid.models.read_adapter import adapts_experts
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 FAMILY, NUM_EXPERTS = "qwen3_next", 5
 STACK = "base_model.model.model.layers.0.mlp.experts"
-_FUSED = {"target_modules": []}
+_FUSED = {"target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"]}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of experts alone, of experts and projections, and of projections."""
+    """Of experts alone, of experts, routers and projections, and of projections."""
     made = {name: tmp_path_factory.mktemp(name) for name in "abc"}
     for seed, options in enumerate((_FUSED, {"r": 3}, {"target_parameters": None})):
         save_adapter(made["abc"[seed]], FAMILY, seed, **options)
@@ -170,8 +171,12 @@ def test_what_cannot_be_loaded_disturbs_nothing(folders: dict[str, Path], tmp_pa
         runner.load_adapter("x", tmp_path / "high")
     assert all(map(torch.equal, mixed(runner, ["a", None]), before))
     without = th.Runner(runner.model, compile=False, **{**SIZES, "expert_adapters": False})
-    with pytest.raises(th.UnsupportedError, match="the runner needs expert_adapters=True"):
-        without.load_adapter("a", folders["a"])
+    save_adapter(tmp_path / "router", FAMILY, 1, target_parameters=["mlp.gate.weight"])
+    for folder in (folders["a"], tmp_path / "router"):
+        assert adapts_experts(folder)
+        with pytest.raises(th.UnsupportedError, match="the runner needs expert_adapters=True"):
+            without.load_adapter("a", folder)
+    assert not adapts_experts(folders["c"])
 
 
 def test_a_model_in_memory(folders: dict[str, Path]) -> None:

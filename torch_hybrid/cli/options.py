@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -219,6 +220,10 @@ def _loras(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dic
     for (name, _mark, path), text in zip(pairs, given, strict=True):
         if not name or not path:
             raise click.BadParameter(f"{text!r} is not NAME=PATH")
+        if not (Path(path) / "adapter_config.json").is_file():
+            raise click.BadParameter(
+                f"{path} has no adapter_config.json, which peft's save_pretrained writes"
+            )
     found = {name: path for name, _mark, path in pairs}
     if len(found) < len(given):
         raise click.BadParameter(f"names must differ, got {[name for name, _, _ in pairs]}")

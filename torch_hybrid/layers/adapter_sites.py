@@ -5,6 +5,7 @@ EmbeddingSite    embedding: rows of the first factor are looked up
 KeysSite         MLA's product from queries to latents, head by head: first B, then A
 ValuesSite       MLA's product from latents to values, head by head: first A, then B
 NormSite         norm, in which an adapter has weights of its own
+RouterSite       router of a mixture: an adapter changes the logits that experts are chosen by
 ExpertsSite      experts: an adapter has factors for each matrix of each expert
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class AdapterKinds:
 
     Attributes:
         saved_modules: the output head and norms, which they replace.
-        experts: experts of mixtures.
+        experts: experts of mixtures, and their routers.
     """
 
     saved_modules: bool = False
@@ -43,7 +44,14 @@ class AdapterKinds:
 
 
 class Hook(Protocol):
-    """Forward hook of a module, and the one before its forward."""
+    """Forward hook of a module, and the one before its forward.
+
+    Attributes:
+        module: copy of the module without hooks, of the same weights.
+    """
+
+    @property
+    def module(self) -> nn.Module: ...
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], out: Tensor, /) -> Tensor: ...
     def before(
@@ -303,6 +311,57 @@ class NormSite(AdapterSite):
         }
         made: Tensor = functional_call(module, weights, inputs)
         return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSite(AdapterSite):
+    """Router of a mixture, whose only product is that of rows with its weight [experts, inputs].
+
+    It is handed logits, with the adapters' added, in the place of rows, and the identity in the
+    place of its weight.
+    """
+
+    def attach(self, module: nn.Module, hook: Hook) -> Callable[[], None]:
+        """Have a hook change the choice of a router; return what removes it."""
+        if hasattr(module, "hidden_dim"):
+            setattr(hook.module, "hidden_dim", self.widths[0])  # noqa: B010
+        return AdapterSite.attach(self, module, hook)
+
+    def pool(self, max_adapters: int, max_rank: int, device: torch.device) -> LayerCache:
+        """Allocate the factors of resident adapters, which are none yet."""
+        (width,) = self.widths
+        return {
+            **self._factors(max_adapters, max_rank, self.inputs, self.widths, device),
+            "identity": torch.eye(width, dtype=self.dtype, device=device),
+            "is_adapted": torch.zeros(max_adapters, dtype=torch.bool, device=device),
+        }
+
+    def write(self, pool: LayerCache, slot: int, factors: Sequence[Factors]) -> None:
+        """Write an adapter's factors into a slot, from 0."""
+        pool["is_adapted"][slot] = None not in factors
+        _write(pool, slot, factors)
+
+    def add(
+        self,
+        pool: LayerCache,
+        slots: Tensor,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        out: Any,
+        impl: str,
+    ) -> Any:
+        """Let the router choose for rows whose adapters change its logits; others keep their bits.
+
+        ``out`` has a tensor of T rows for each result of the router.
+        """
+        x, *others = inputs
+        rows = x.reshape(-1, x.shape[-1]).to(self.dtype)
+        base = nn.functional.linear(rows, module.get_parameter("weight").to(self.dtype))
+        logits = _added(base, rows, pool, slots, impl)
+        made = functional_call(module, {"weight": pool["identity"]}, (logits, *others))
+        is_own = _of_rows(pool["is_adapted"], slots)[:, None]
+        pairs = zip(made, out, strict=True)
+        return tuple(torch.where(is_own, own.to(each.dtype), each) for own, each in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,10 +87,12 @@ class Places:
         linears: parts of each linear layer of ours.
         latents: part of ``kv_b_proj`` of each latent attention.
         norms: weights of each norm of rows as wide as the model: those of transformers, by name.
-        experts: parts of an expert of each mixture: gate if there is one, up, down.
+        routers: part of each router's weight.
+        experts: parts of an expert of each mixture: gate if there is one, up, down; each of one or
+            more stacks of transformers, whose experts follow one another.
         embedding: paths of the embedding, and the whole of transformers'; None: it is scaled.
-        shapes: outputs and inputs of each linear layer of transformers, and width and number of
-            tokens of each embedding, by its name.
+        shapes: outputs and inputs of each linear layer and router of transformers, and width and
+            number of tokens of each embedding, by its name.
         stacks: shape of each weight of experts of transformers, [E, outputs, inputs], by its name,
             in the order in which its module has them.
         refused: why a layer of transformers can have no adapter, by its name.
@@ -99,7 +101,8 @@ class Places:
     linears: Mapping[Paths, tuple[Part, ...]]
     latents: Mapping[Paths, tuple[Part, ...]]
     norms: Mapping[Paths, Mapping[str, str]]
-    experts: Mapping[Paths, tuple[Part, ...]]
+    routers: Mapping[Paths, tuple[Part, ...]]
+    experts: Mapping[Paths, tuple[tuple[Part, ...], ...]]
     embedding: tuple[Paths, Part] | None
     stacks: Mapping[str, tuple[int, ...]]
     shapes: Mapping[str, tuple[int, int]]
@@ -138,19 +141,23 @@ def find_places(model: HybridModel) -> Places:
     linears: dict[Paths, tuple[Part, ...]] = {}
     latents: dict[Paths, tuple[Part, ...]] = {}
     norms: dict[Paths, dict[str, str]] = {}
-    experts: dict[Paths, tuple[Part, ...]] = {}
+    routers: dict[Paths, tuple[Part, ...]] = {}
+    experts: dict[Paths, tuple[tuple[Part, ...], ...]] = {}
     sent = {each.experts for each in made.modules() if isinstance(each, ExpertParallel)}
     of_tokens: tuple[Paths, Part] | None = None
     refused: dict[str, str] = {}
     for module, own in paths.items():
         found = {name: weight for name, weight in module.named_parameters(recurse=False)}
         weights = {name: weight for name, weight in found.items() if isinstance(weight, Unread)}
+        if _is_router(module):
+            routers[own] = [part] = _parts(weights.pop("weight").content)
+            shapes[part.source] = part.width, len(part.columns)
         if module in attentions:
             latents[attentions[module]] = _parts(weights["weight"].content)
         elif type(module) in (nn.Linear, SummedLinear):
             linears[own] = _parts(weights["weight"].content)
         elif isinstance(module, FusedExperts) and module not in sent:
-            experts[own] = _parts_of_experts(module)
+            experts[own] = _parts_of_experts(module, stacked)
         elif isinstance(module, nn.Embedding) and module is table and not _steps(weights["weight"]):
             source = name_of(weights["weight"].content).removesuffix(".weight")
             of_tokens = paths[embedding], Part.whole(source, *shapes[source])
@@ -161,11 +168,12 @@ def find_places(model: HybridModel) -> Places:
                 for leaf in leaves(weight.content):
                     source = leaf.stored.name.removesuffix(".weight")
                     refused[source] = f"its weight is part of {own[0]}.{name}"
-    sources = {part.source for parts in experts.values() for part in parts}
+    sources = {part.source for each in experts.values() for parts in each for part in parts}
     return Places(
         linears=linears,
         latents=latents,
         norms=norms,
+        routers=routers,
         experts=experts,
         stacks={name: shape for name, shape in stacked.items() if name in sources},
         embedding=of_tokens,
@@ -201,27 +209,47 @@ def _steps(weight: Any) -> bool:
     return any(leaf.steps for leaf in leaves(weight.content))
 
 
-def _parts_of_experts(module: FusedExperts) -> tuple[Part, ...]:
-    """Find the parts of an expert: gate, up and down are each of one stack of transformers.
+def _is_router(module: nn.Module) -> bool:
+    """Tell whether a module chooses experts by the product of its only matrix."""
+    weight = module._parameters.get("weight")
+    return "Router" in type(module).__name__ and weight is not None and weight.ndim == 2
 
-    The first experts are those of the stack; ours may have more of them, from elsewhere.
+
+def _parts_of_experts(
+    module: FusedExperts, stacked: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[Part, ...], ...]:
+    """Find gate, up and down in the stacks of transformers, whose experts keep their order.
+
+    A stack has gate above up, or each of them has its own.
     """
-    found: list[Part] = []
+    found: list[tuple[Part, ...]] = []
     for weight, num_parts in ((module.gate_up_proj, 1 + module.has_gate), (module.down_proj, 1)):
         content = cast(Any, weight).content
-        like = torch.empty(content.shape, dtype=torch.float32, device="meta")
-        stored = slices(content, like)[0][0].stored
-        _, outputs, inputs = content.shape
-        for expert in (0, stored.shape[0] - 1):
-            [whole] = _parts(reshape(narrow(content, 0, expert, 1), (outputs, inputs)))
-            if expert == 0:
-                first = whole
-            elif not torch.equal(whole.rows, first.rows + expert * stored.shape[1]):
-                raise UnsupportedError(f"experts of {first.source} are not kept in their order")
-        for rows in first.rows.chunk(num_parts):
-            factors = torch.ones_like(rows, dtype=torch.float64)
-            found.append(replace(first, rows=rows, factors=factors))
+        stacks: list[list[Part]] = []
+        begin = 0
+        while begin < len(weight):
+            whole = _parts_of_expert(content, begin)
+            num_experts, outputs, _ = stacked[whole[0].source]
+            last = _parts_of_expert(content, begin + num_experts - 1)
+            for part, other in zip(whole, last, strict=True):
+                if not torch.equal(other.rows, part.rows + (num_experts - 1) * outputs):
+                    raise UnsupportedError(f"experts of {part.source} are not kept in their order")
+            cuts = [rows for part in whole for rows in part.rows.chunk(num_parts // len(whole))]
+            owners = whole * (num_parts // len(whole))
+            stacks.append(
+                [
+                    replace(part, rows=rows, factors=torch.ones_like(rows, dtype=torch.float64))
+                    for part, rows in zip(owners, cuts, strict=True)
+                ]
+            )
+            begin += num_experts
+        found += zip(*stacks, strict=True)
     return tuple(found)
+
+
+def _parts_of_expert(content: Content, expert: int) -> tuple[Part, ...]:
+    """Find the parts of one expert of a stack."""
+    return _parts(reshape(narrow(content, 0, expert, 1), (*content.shape[1:],)))
 
 
 def _parts(content: Content) -> tuple[Part, ...]:

@@ -20,6 +20,7 @@ from torch_hybrid.layers.adapter_sites import (
     Factors,
     KeysSite,
     NormSite,
+    RouterSite,
     ValuesSite,
 )
 from torch_hybrid.layers.integers import dtype_of
@@ -38,6 +39,7 @@ from torch_hybrid.models.read_adapter import (
 from torch_hybrid.ranks import SummedLinear, SumOverRanks
 
 Parts = tuple[Part, ...]
+Stacks = tuple[Parts, ...]  # of gate if there is one, of up and of down
 _PLACES: WeakKeyDictionary[HybridModel, Places] = WeakKeyDictionary()
 
 
@@ -49,6 +51,7 @@ def adapter_sites(model: HybridModel, kinds: AdapterKinds) -> list[AdapterSite]:
     """
     return [
         *(site for site, _ in _projections(model, kinds)),
+        *(site for site, _ in _routers(model, kinds)),
         *(site for site, _ in _experts(model, kinds)),
         *(site for site, _ in _norms(model, kinds)),
     ]
@@ -66,9 +69,11 @@ def read_for_sites(
     read = read_adapter(source, max_rank, places.stacks)
     where = f"a {type(source).__name__}" if isinstance(source, nn.Module) else source
     check_targets(read.factors, places, where)
-    if read.experts and not kinds.experts:
+    routers = {part.source for parts in places.routers.values() for part in parts}
+    of_experts = [*read.experts, *(name for name in read.factors if name in routers)]
+    if of_experts and not kinds.experts:
         raise UnsupportedError(
-            f"{where} adapts {next(iter(read.experts))}: the runner needs expert_adapters=True"
+            f"{where} adapts {of_experts[0]}: the runner needs expert_adapters=True"
         )
     norms = _norms(model, kinds)
     shapes: dict[str, tuple[int, ...]] = {
@@ -79,9 +84,9 @@ def read_for_sites(
         if site.is_replaceable:
             shapes[f"{parts[0].source}.weight"] = places.shapes[parts[0].source]
     check_saved(read, shapes, where)
-    found = [factors_of(read, parts) for _, parts in projections]
-    for _, parts in _experts(model, kinds):
-        found.append(factors_of_experts(read, parts, where, max_rank))
+    found = [factors_of(read, parts) for _, parts in (*projections, *_routers(model, kinds))]
+    for _, stacks in _experts(model, kinds):
+        found.append(factors_of_experts(read, stacks, places.stacks, where, max_rank))
     for _, names in norms:
         weights = [read.saved.get(name) for name in names]
         found.append([None if weight is None else (None, weight) for weight in weights])
@@ -146,11 +151,27 @@ def _projections(model: HybridModel, kinds: AdapterKinds) -> list[tuple[AdapterS
     return found
 
 
-def _experts(model: HybridModel, kinds: AdapterKinds) -> list[tuple[ExpertsSite, Parts]]:
+def _routers(model: HybridModel, kinds: AdapterKinds) -> list[tuple[RouterSite, Parts]]:
+    """List the routers whose logits adapters may change, and what their weights are made of."""
+    found: list[tuple[RouterSite, Parts]] = []
+    for paths, parts in _places(model).routers.items() if kinds.experts else ():
+        weight = model.get_submodule(paths[0]).get_parameter("weight")
+        site = RouterSite(
+            paths=paths,
+            inputs=weight.shape[1],
+            widths=(weight.shape[0],),
+            dtype=torch.promote_types(weight.dtype, torch.float32),
+        )
+        found.append((site, parts))
+    return found
+
+
+def _experts(model: HybridModel, kinds: AdapterKinds) -> list[tuple[ExpertsSite, Stacks]]:
     """List the mixtures whose experts adapters may change, and what an expert is made of."""
-    found: list[tuple[ExpertsSite, Parts]] = []
-    for paths, parts in _places(model).experts.items() if kinds.experts else ():
+    found: list[tuple[ExpertsSite, Stacks]] = []
+    for paths, stacks in _places(model).experts.items() if kinds.experts else ():
         experts: Any = model.get_submodule(paths[0])
+        parts = [of_stacks[0] for of_stacks in stacks]
         site = ExpertsSite(
             paths=paths,
             inputs=len(parts[0].columns),
@@ -158,7 +179,7 @@ def _experts(model: HybridModel, kinds: AdapterKinds) -> list[tuple[ExpertsSite,
             dtype=experts.dtype,
             num_experts=len(experts.down_proj),
         )
-        found.append((site, parts))
+        found.append((site, stacks))
     return found
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
@@ -35,6 +37,7 @@ _HARMLESS = frozenset(
 # Starts of training that leave the base as it is.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_([AB])|([AB])\.weight)")
+_OF_EXPERTS = re.compile(r"experts\.|\.(?:gate|router)\.lora_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +109,12 @@ def saves_modules(folder: Path) -> bool:
 
 
 def adapts_experts(folder: Path) -> bool:
-    """Tell from the names of an adapter's weights whether some are of experts.
+    """Tell from the names of an adapter's weights whether some are of experts or their routers.
 
     Raises:
         ValueError: there are no weights, or they are damaged.
     """
-    return any(".experts." in name for name in _read_tensors(folder))
+    return any(_OF_EXPERTS.search(name) for name in _read_tensors(folder))
 
 
 def _of_model(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -159,27 +162,47 @@ def factors_of(read: ReadWeights, parts: tuple[Part, ...]) -> list[Factors]:
 
 
 def factors_of_experts(
-    read: ReadWeights, parts: tuple[Part, ...], where: object, max_rank: int
+    read: ReadWeights,
+    parts: Sequence[tuple[Part, ...]],
+    stacks: Mapping[str, tuple[int, ...]],
+    where: object,
+    max_rank: int,
 ) -> list[Factors]:
     """Bring the factors of transformers' experts into rows and columns of parts of ours.
 
-    Ranks that are zero in all rows of a part are left out, where gate and up were stacked.
+    Args:
+        read: the adapter.
+        parts: gate if there is one, up, down; each of the stacks that its experts come from.
+        stacks: shapes of the stacks, by name.
+        where: the adapter is.
+        max_rank: largest rank of a factor.
 
     Raises:
         ValueError: a rank is larger than ``max_rank``.
     """
     found: list[Factors] = []
-    for part in parts:
-        own = read.experts.get(part.source)
-        if own is None:
-            found.append(None)
-            continue
-        b = own.b[:, part.rows]
-        is_used = b.count_nonzero(dim=(0, 1)) > 0
-        check_rank(part.source, int(is_used.sum()), where, max_rank)
-        factors = own.a[:, is_used][..., part.columns], b[..., is_used]
-        found.append(factors if bool(is_used.any()) else None)
+    for own in parts:
+        pairs = [_of_stack(read, part, stacks[part.source][0]) for part in own]
+        rank = max(a.shape[1] for a, _ in pairs)
+        check_rank(own[0].source, rank, where, max_rank)
+        a = torch.cat([F.pad(first, (0, 0, 0, rank - first.shape[1])) for first, _ in pairs])
+        b = torch.cat([F.pad(second, (0, rank - second.shape[2])) for _, second in pairs])
+        found.append((a, b) if rank else None)
     return found
+
+
+def _of_stack(read: ReadWeights, part: Part, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the factors of a part of the experts of a stack, of rank 0 if there are none.
+
+    Ranks that are zero in all rows are left out, where gate and up were stacked.
+    """
+    own = read.experts.get(part.source)
+    if own is None:
+        a = torch.zeros(num_experts, 0, len(part.columns), dtype=torch.float32, device="cpu")
+        return a, a.new_zeros(num_experts, part.width, 0)
+    b = own.b[:, part.rows]
+    is_used = b.count_nonzero(dim=(0, 1)) > 0
+    return own.a[:, is_used][..., part.columns], b[..., is_used]
 
 
 def check_saved(read: ReadWeights, shapes: Mapping[str, tuple[int, ...]], where: object) -> None:

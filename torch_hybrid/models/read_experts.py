@@ -95,7 +95,8 @@ def _stack_of(
 ) -> tuple[str, int, int] | None:
     """Find the stack, the part of it and the expert that are the linear layer of an expert."""
     found = _EXPERT.fullmatch(name)
-    own = [module for module in modules if found and module.startswith(found[1])]
+    stacked = (module for module in modules if module.endswith(".experts"))
+    own = [module for module in stacked if found and module.startswith(found[1])]
     if found is None or len(own) != 1 or found[3] not in _PARTS:
         return None
     expert, part = int(found[2]), _PARTS[found[3]]
