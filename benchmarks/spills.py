@@ -20,11 +20,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_hybrid.ops.native.build import HEADERS, build_for
+from torch_hybrid.ops.native.build import build_for
+from torch_hybrid.ops.native.wheel import sources
 
 MARCHES = ("x86-64-v3", "x86-64-v4", "sapphirerapids")
 MOST = 0.75  # vectors stored for a multiply-add
-FEWEST = 16  # multiply-adds of a loop that is looked at
+FEWEST = 12  # multiply-adds of a loop that is looked at: a tile of AVX2 has no more
 
 _FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
 _INSTRUCTION = re.compile(r"^ *([0-9a-f]+):\s+(\S+)\s*(.*)$")
@@ -68,11 +69,6 @@ def hot_loops(library: Path) -> list[Loop]:
     command = ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [loop for name, body in _functions(text) for loop in _loops(name, body)]
-
-
-def sources() -> list[Path]:
-    """The C++ files of all ops."""
-    return sorted(HEADERS.parent.rglob("_*.cpp"))
 
 
 def objdump_missing() -> bool:

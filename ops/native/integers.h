@@ -20,8 +20,8 @@
 // FP4 meets a few rows of x 128 elements at a time, eight in a lane, whose sum its scale then meets.
 //
 // x is not rounded: integers are widened to floats in registers. A number of 4 bits picks what it is
-// worth, scaled, from sixteen floats; the scale of a row of 8 bits meets its sum. Bytes of scales become
-// floats a row at a time.
+// worth, scaled, from sixteen floats; by AVX2 the scale of its group meets the group's sum, as the scale
+// of a row of 8 bits meets the row's. Bytes of scales become floats a row at a time.
 //
 // An element of y is a sum in the order of k, in sixteen lanes: it depends on its row of x and its row
 // of W, never on M, N or the form.
@@ -38,6 +38,10 @@
 
 namespace th {
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define TH_INT4_BY_WORDS  // INT4 meets few rows of x as pairs of words in a lane
+#endif
+
 constexpr int INTEGER_STEP = 2 * LANES;  // elements that are widened at a time
 constexpr int FP4_VECTORS = 8, FP4_STEP = FP4_VECTORS * LANES;  // that meet few rows at a time
 
@@ -47,14 +51,14 @@ struct Widened {
 
 struct Int8 {
   using Scale = float;  // as it is stored
-  static constexpr int STEP_BYTES = INTEGER_STEP;
+  static constexpr int STEP_BYTES = INTEGER_STEP, X_STEP = INTEGER_STEP;
   static constexpr int BLOCK_STEPS = 4;  // of a loop without tails
   static constexpr bool SCALES_SUMS = true;
 
   // In the order of memory: lanes of the first half, then of the second.
   template <typename T>
-  static TH_INLINE Widened order(const T* x) {
-    return {load(x), load(x + LANES)};
+  static TH_INLINE void order(const T* x, Widened* to) {
+    *to = {load(x), load(x + LANES)};
   }
   template <typename C>
   static TH_INLINE void store_in_order(C* to, const Widened& x) {
@@ -85,12 +89,55 @@ struct Int4 {
   static constexpr int STEP_BYTES = LANES;
   static constexpr bool SCALES_SUMS = false;
 
+#ifndef TH_INT4_BY_WORDS
+  static constexpr int X_STEP = INTEGER_STEP;
   // Lanes are bytes: even elements, then odd ones.
   template <typename T>
-  static TH_INLINE Widened order(const T* x) {
+  static TH_INLINE void order(const T* x, Widened* to) {
     const f32x16 a = load(x), b = load(x + LANES);
-    return {every_second<false>(a, b), every_second<true>(a, b)};
+    *to = {every_second<false>(a, b), every_second<true>(a, b)};
   }
+#else
+  // By two lookups of bytes, numbers become words, each the upper one of a float. A vector has the even
+  // words of eight lanes, then their odd ones.
+  static constexpr int X_STEP = 2 * INTEGER_STEP;
+  template <typename T>
+  static TH_INLINE void order(const T* x, Widened* to) {
+    float lanes[4][LANES];
+    for (int half = 0; half < 2; ++half) {
+      for (int i = 0; i < 4 * REGISTER_LANES; ++i)
+        lanes[i % 4][i / 4] = to_float(x[i / LANES * INTEGER_STEP + half * LANES + i % LANES]);
+      const auto from = [&](int i) TH_LAMBDA { return load_register(lanes[i]); };
+      to[half] = {{from(0), from(2)}, {from(1), from(3)}};
+    }
+  }
+  // Thirty-two numbers of the lowest four bits of bytes; eight less, unless a zero point is taken off.
+  template <bool HAS_ZEROS>
+  struct Words {
+    __m256i halves[2];
+    explicit TH_INLINE Words(__m256i bytes) {
+      static constexpr uint8_t LOWER[] = {0,    0xe0, 0xc0, 0xa0, 0x80, 0x40, 0,    0x80,
+                                          0,    0x80, 0,    0x40, 0x80, 0xa0, 0xc0, 0xe0,
+                                          0,    0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70};
+      static constexpr uint8_t UPPER[] = {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf,
+                                          0,    0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40,
+                                          0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41};
+      const __m256i numbers = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
+      const __m256i lower = find(LOWER, numbers), upper = find(UPPER, numbers);
+      halves[0] = _mm256_unpacklo_epi8(lower, upper);
+      halves[1] = _mm256_unpackhi_epi8(lower, upper);
+    }
+    TH_INLINE f32x16 floats(int half, Register zero) const {
+      const __m256i odd = _mm256_and_si256(halves[half], _mm256_set1_epi32(int(0xffff0000)));
+      const f32x16 numbers = {(Register)_mm256_slli_epi32(halves[half], 16), (Register)odd};
+      return HAS_ZEROS ? numbers - f32x16{zero, zero} : numbers;
+    }
+    static TH_INLINE __m256i find(const uint8_t* table, __m256i numbers) {
+      const auto* from = reinterpret_cast<const __m128i*>(table + (HAS_ZEROS ? 8 : 0));
+      return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(from)), numbers);
+    }
+  };
+#endif
   template <typename C>
   static TH_INLINE void store_in_order(C* to, const Widened& x) {
     store(to, in_turn<false>(x.first, x.second));
@@ -132,6 +179,7 @@ template <int GROUP>
 struct Fp4 : Int4 {
   using Scale = uint8_t;
   static constexpr int SCALES = INTEGER_STEP / GROUP;  // of a step
+  static constexpr int X_STEP = FP4_STEP;
   static constexpr bool HAS_FACTOR = GROUP == 16;
 
   static int64_t row_scales(int64_t K) { return K / GROUP + (HAS_FACTOR ? sizeof(float) : 0); }
@@ -330,10 +378,12 @@ namespace detail {
 
 #ifdef __AVX512F__
 constexpr int INTEGER_GROUP = 8;  // rows of x that meet what is widened at once
-constexpr int integer_streams(int rows, bool is_fp4) { return rows <= 4 ? 4 : is_fp4 ? 2 : 3; }
+template <typename Q>
+constexpr int integer_streams(int rows) { return rows <= 4 ? 4 : IS_FP4<Q> ? 2 : 3; }
 #else
 constexpr int INTEGER_GROUP = 2;
-constexpr int integer_streams(int, bool) { return 2; }
+template <typename Q>
+constexpr int integer_streams(int rows) { return IS_FP4<Q> ? 2 : rows == 1 ? 4 : Q::SCALES_SUMS ? 2 : 1; }
 #endif
 constexpr int64_t INTEGER_LEAD = 2048;  // bytes that are fetched ahead of each stream
 
@@ -347,7 +397,7 @@ TH_NOINLINE void multiply_integers(const Integers<Q>& W, int64_t n, int64_t stri
   const RowScales scales = RowScales::of(W, n, stride, R);
   const float* s = scales.first;
   const int64_t s_step = scales.step;
-  f32x16 acc[SUMS] = {};
+  f32x16 acc[R * G] = {};
   const Zeros zeros(W, s);
   int64_t group = 0;
   const auto scaled = [&](int r) TH_LAMBDA {
@@ -404,15 +454,76 @@ TH_NOINLINE void multiply_integers(const Integers<Q>& W, int64_t n, int64_t stri
         meet(typename Q::Scaled().widen(last), x, r);
       }
   float sums[SUMS];
-#pragma GCC unroll 2
-  for (int i = 0; i < SUMS; i += LANES)
-    store(sums + i, sum16(reinterpret_cast<f32x16(&)[LANES]>(acc[i])));
+  sum_each(acc, sums);
 #pragma GCC unroll 8
   for (int m = 0; m < G; ++m)
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
       y[m * ldy + r * stride] = sums[m * R + r] * (Q::SCALES_SUMS ? s[r * s_step] : 1.0f);
 }
+
+#ifdef TH_INT4_BY_WORDS
+// The same of INT4: numbers as they are, and a scale for the sum of a group. Of 32, two groups are met at
+// once.
+template <int STEPS, bool HAS_ZEROS, int R, int G>
+TH_NOINLINE void multiply_int4(const Integers<Int4>& W, int64_t n, int64_t stride, const Widened* x,
+                               float* y, int64_t ldy) {
+  constexpr int SUMS = (R * G + LANES - 1) / LANES * LANES, PARTS = std::max(STEPS, 2);
+  constexpr int BYTES = PARTS * Int4::STEP_BYTES, WIDTH = 1 + HAS_ZEROS;
+  using Words = Int4::Words<HAS_ZEROS>;
+  const int64_t w_step = stride * W.row_bytes(), s_step = stride * W.row_scales();
+  const uint8_t* w = W.row(n);
+  const float* s = W.scales_of(n);
+  f32x16 acc[R * G] = {};
+  const auto meet = [&](const uint8_t* p, Register scale, Register zero, int r) TH_LAMBDA {
+    f32x16 sums[G] = {};
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part += 2) {
+      const __m256i bytes = _mm256_loadu_si256((const __m256i*)(p + part * Int4::STEP_BYTES));
+      const Words low(bytes), high(_mm256_srli_epi32(bytes, 4));
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const f32x16 first = low.floats(half, zero), second = high.floats(half, zero);
+#pragma GCC unroll 8
+        for (int m = 0; m < G; ++m) {
+          const Widened& its = x[part * G + m * 2 + half];
+          const f32x16 sum = part + half ? fma(first, its.first, sums[m]) : first * its.first;
+          sums[m] = fma(second, its.second, sum);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < G; ++m) acc[m * R + r] = fma(sums[m], {scale, scale}, acc[m * R + r]);
+  };
+  const auto of = [&](float first, float second) TH_LAMBDA {
+    const auto both = [](float x) TH_LAMBDA { return _mm_set1_ps(x); };
+    return STEPS > 1 ? first - Register{} : (Register)_mm256_set_m128(both(second), both(first));
+  };
+  int64_t k = 0;
+  for (; k + PARTS * INTEGER_STEP <= W.K; k += PARTS * INTEGER_STEP) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const float *its = s + r * s_step, *next = STEPS > 1 ? its : its + WIDTH;
+      __builtin_prefetch(w + r * w_step + INTEGER_LEAD, 0, 2);
+      meet(w + r * w_step, of(*its, *next), of(its[HAS_ZEROS], next[HAS_ZEROS]), r);
+    }
+    w += BYTES, x += PARTS * G, s += PARTS / STEPS * WIDTH;
+  }
+  if (k < W.K)
+    for (int r = 0; r < R; ++r) {
+      uint8_t last[BYTES] = {};
+      std::memcpy(last, w + r * w_step, Int4::STEP_BYTES);
+      const float* its = s + r * s_step;
+      meet(last, of(*its, 0), of(its[HAS_ZEROS], 0), r);
+    }
+  float sums[SUMS];
+  sum_each(acc, sums);
+#pragma GCC unroll 8
+  for (int m = 0; m < G; ++m)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) y[m * ldy + r * stride] = sums[m * R + r];
+}
+#endif
 
 // The same of FP4, FP4_STEP elements at a time.
 template <typename Q, int R, int G>
@@ -422,7 +533,7 @@ TH_NOINLINE void multiply_fp4(const Integers<Q>& W, int64_t n, int64_t stride, c
   constexpr int SCALES = FP4_STEP / INTEGER_STEP * Q::SCALES;
   const int64_t w_step = stride * W.row_bytes(), s_step = stride * W.row_scales();
   const uint8_t *w = W.row(n), *s = W.scales_of(n);
-  f32x16 acc[SUMS] = {};
+  f32x16 acc[R * G] = {};
   const auto meet = [&](const uint8_t* p, const uint8_t* scales, int r) TH_LAMBDA {
     f32x16 read;
     std::memcpy(&read, p, sizeof(read));
@@ -457,9 +568,7 @@ TH_NOINLINE void multiply_fp4(const Integers<Q>& W, int64_t n, int64_t stride, c
       meet(last, its_scales, r);
     }
   float sums[SUMS];
-#pragma GCC unroll 2
-  for (int i = 0; i < SUMS; i += LANES)
-    store(sums + i, sum16(reinterpret_cast<f32x16(&)[LANES]>(acc[i])));
+  sum_each(acc, sums);
   for (int r = 0; r < R; ++r) {
     const float factor = Q::factor_of(W.scales_of(n + r * stride), W.K);
     for (int m = 0; m < G; ++m) y[m * ldy + r * stride] = sums[m * R + r] * factor;
@@ -472,6 +581,11 @@ void stream_integers(const Integers<Q>& W, int64_t first, int64_t N, const Widen
                      int64_t ldy) {
   const int64_t stream = N / R;
   const auto multiply = [&](auto rows, int64_t n, int64_t stride) {
+#ifdef TH_INT4_BY_WORDS
+    if constexpr (std::is_same_v<Q, Int4>)
+      return (W.has_zeros ? multiply_int4<STEPS, true, rows, G> : multiply_int4<STEPS, false, rows, G>)(
+          W, first + n, stride, x, y + n, ldy);
+#endif
     if constexpr (IS_FP4<Q>)
       multiply_fp4<Q, rows, G>(W, first + n, stride, x, y + n, ldy);
     else
@@ -496,11 +610,11 @@ class IntegerRows {
       Widened* to = data_ + first * steps_ + (i - first) * PARTS;
       const auto* x = row(i);
       int64_t k = 0;
-      for (; k + STEP <= K; k += STEP, to += rows * PARTS) order(x + k, to);
+      for (; k + STEP <= K; k += STEP, to += rows * PARTS) Q::order(x + k, to);
       if (k == K) continue;
       std::decay_t<decltype(*x)> last[STEP] = {};
       std::memcpy(last, x + k, sizeof(*x) * (K - k));
-      order(last, to);
+      Q::order(last, to);
     }
   }
 
@@ -513,16 +627,7 @@ class IntegerRows {
   }
 
  private:
-  static constexpr int STEP = IS_FP4<Q> ? FP4_STEP : INTEGER_STEP;
-  static constexpr int PARTS = STEP / INTEGER_STEP;
-
-  template <typename X>
-  static TH_INLINE void order(const X* x, Widened* to) {
-    if constexpr (IS_FP4<Q>)
-      Q::order(x, to);
-    else
-      *to = Q::order(x);
-  }
+  static constexpr int STEP = Q::X_STEP, PARTS = STEP / INTEGER_STEP;
 
   template <int STEPS>
   void run(const Integers<Q>& W, int64_t first, int64_t N, float* y, int64_t ldy) const {
@@ -536,7 +641,7 @@ class IntegerRows {
                    float* y, int64_t ldy) {
     if constexpr (G > 1)
       if (rows < G) return meet<STEPS, G - 1>(rows, W, first, N, x, y, ldy);
-    constexpr int STREAMS = detail::integer_streams(G, IS_FP4<Q>);
+    constexpr int STREAMS = detail::integer_streams<Q>(G);
     detail::stream_integers<Q, STEPS, STREAMS, G>(W, first, N, x, y, ldy);
   }
 

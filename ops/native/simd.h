@@ -143,14 +143,18 @@ TH_INLINE f32x16 sum16(f32x16 (&x)[LANES]) {
   return x[0];
 }
 
-// sums[i] = the sum of x[i], added in the order of sum16.
+// sums[i] = the sum of x[i], added in the order of sum16; sums has room for whole vectors.
 template <int N>
 TH_INLINE void sum_each(const f32x16 (&x)[N], float* sums) {
   if constexpr (SUMS >= 16) {
-    f32x16 all[LANES] = {};
+#pragma GCC unroll 2
+    for (int first = 0; first < N; first += LANES) {
+      f32x16 all[LANES] = {};
 #pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) all[i] = x[i];
-    store(sums, sum16(all));
+      for (int i = 0; i < LANES; ++i)
+        if (first + i < N) all[i] = x[first + i];
+      store(sums + first, sum16(all));
+    }
   } else {
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) sums[i] = sum(x[i]);

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.spills import MOST, hot_loops, objdump_missing, sources
+from benchmarks.spills import MOST, hot_loops, objdump_missing
 from torch_hybrid.ops.native.build import (
     HEADERS,
     MARCH,
@@ -22,6 +22,7 @@ from torch_hybrid.ops.native.build import (
     library_of,
     native_instructions,
 )
+from torch_hybrid.ops.native.wheel import sources
 
 AVX2 = "x86-64-v3"
 # What torch and its libraries take of the CPU, beside what the kernels are built for.
@@ -61,15 +62,16 @@ def built_for_avx2() -> None:
 def test_what_runs_there_is_right() -> None:
     """Headers and the peak are; ops and models keep the bits of a token alone. In one process:
     starting one takes longer than most of it."""
-    families = sorted({f"tests/ops/{x.relative_to(HEADERS.parent).parts[0]}" for x in sources()})
+    of_ops = (source for source in sources() if source.parent != HEADERS)
+    families = sorted({f"tests/ops/{x.relative_to(HEADERS.parent).parts[0]}" for x in of_ops})
     others = (
         "tests/ops/native/test_headers.py",
         "tests/benchmarks/test_ceilings.py",
         "tests/graphs/test_batch_invariant.py",
     )
     names = " or ".join(f"test_any_cut_in_any_company_has_the_same_bits[{m}-" for m in MODELS)
-    of_ops = f"cpp and not inductor and ({' or '.join(SAME_BITS)})"
-    selected = f"{of_ops} or test_headers or test_ceilings or float32 and ({names})"
+    of_all = f"cpp and not inductor and ({' or '.join(SAME_BITS)})"
+    selected = f"{of_all} or test_headers or test_ceilings or float32 and ({names})"
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *families, *others]
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     done = subprocess.run(
