@@ -10,13 +10,16 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
-from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
 
 from torch_hybrid.errors import PromptTooLongError, UnsupportedError
 from torch_hybrid.http.answer import Answer, Form, Json
@@ -62,7 +65,7 @@ def create_app(
     max_wait_s: float = 300.0,
     origins: Sequence[str] = (),
     log_requests: bool = False,
-) -> FastAPI:
+) -> Starlette:
     """Make an ASGI app that serves an engine by OpenAI's API.
 
     Args:
@@ -80,27 +83,27 @@ def create_app(
         The app; ``state.ended`` is a Future that has the error, if one ended the thread.
     """
     service = _Service(open_engine, model, max_wait_s, log_requests)
-    app = FastAPI(lifespan=service.lifespan, openapi_url=None)
-    app.state.stepper, app.state.ended = service.stepper, service.stepper.ended
-    app.add_middleware(Guard, api_key=api_key, max_body=max_body)
+    middleware = [Middleware(Guard, api_key=api_key, max_body=max_body)]
     if origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
-        )
-    for kind in (HTTPException, Exception):
-        app.add_exception_handler(kind, refuse)
-    for path, method, route in (
-        ("/", "GET", service.page),
-        ("/health", "GET", service.health),
-        ("/metrics", "GET", service.metrics),
-        ("/v1/models", "GET", service.models),
-        ("/v1/models/{name:path}", "GET", service.model),
-        ("/v1/completions", "POST", service.complete),
-        ("/v1/chat/completions", "POST", service.chat),
-        ("/tokenize", "POST", service.tokenize),
-        ("/detokenize", "POST", service.detokenize),
-    ):
-        app.add_api_route(path, route, methods=[method])
+        anyhow = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **anyhow))
+    app = Starlette(
+        routes=[
+            Route("/", service.page),
+            Route("/health", service.health),
+            Route("/metrics", service.metrics),
+            Route("/v1/models", service.models),
+            Route("/v1/models/{name:path}", service.model),
+            Route("/v1/completions", service.complete, methods=["POST"]),
+            Route("/v1/chat/completions", service.chat, methods=["POST"]),
+            Route("/tokenize", service.tokenize, methods=["POST"]),
+            Route("/detokenize", service.detokenize, methods=["POST"]),
+        ],
+        middleware=middleware,
+        exception_handlers={HTTPException: refuse, Exception: refuse},
+        lifespan=service.lifespan,
+    )
+    app.state.stepper, app.state.ended = service.stepper, service.stepper.ended
     return app
 
 
@@ -121,42 +124,43 @@ class _Service:
         self._encoder = ThreadPoolExecutor(1, "encoding")
 
     @asynccontextmanager
-    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Step while the server runs."""
         self.stepper.start()
         yield
         await self.stepper.close()
         self._encoder.shutdown(wait=False)
 
-    async def page(self) -> Response:
+    async def page(self, _: Request) -> Response:
         """Serve the page, which asks for the key itself."""
         return HTMLResponse((files("torch_hybrid.http") / "page.html").read_text("utf-8"))
 
-    async def health(self) -> Response:
+    async def health(self, _: Request) -> Response:
         """Tell whether requests can be served now, or what keeps the server from it."""
         illness = self.stepper.illness
         return JSONResponse({"status": illness or "ok"}, 503 if illness else 200)
 
-    async def metrics(self) -> Response:
+    async def metrics(self, _: Request) -> Response:
         """Write all metrics; the engine's counts may wait for a step to end."""
         text = await asyncio.to_thread(generate_latest, self.stepper.metrics.registry)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    async def models(self) -> Json:
+    async def models(self, _: Request) -> Response:
         """List the model and its adapters."""
-        return {"object": "list", "data": [self._model(name) for name in self._names]}
+        return JSONResponse({"object": "list", "data": [*map(self._model, self._names)]})
 
-    async def model(self, name: str) -> Json:
+    async def model(self, request: Request) -> Response:
         """Describe the model, or one of its adapters."""
+        name = request.path_params["name"]
         self._check_model(name)
-        return self._model(name)
+        return JSONResponse(self._model(name))
 
     async def complete(self, request: Request) -> Response:
         """Continue prompts."""
         body = await self._read(CompletionBody, request)
-        sampling = self._sampling(body, len(body.prompts), body.max_tokens, body.logprobs)
-        prompt_logprobs = body.logprobs if body.echo else None
-        sampling = replace(sampling, prompt_logprobs=prompt_logprobs, grammar=body.grammar())
+        told = body.logprobs if body.echo else None
+        options = {"logprobs": body.logprobs, "prompt_logprobs": told, "grammar": body.grammar()}
+        sampling = self._sampling(body, len(body.prompts), body.max_tokens, **options)
         prepare = self._prepare_by(body)
         firsts = await self._encode(lambda: [prepare(each, sampling) for each in body.prompts])
         is_empty = body.max_tokens == 0
@@ -170,13 +174,13 @@ class _Service:
         check_images(body.messages, has_tools=bool(body.usable))
         most = body.max_completion_tokens or body.max_tokens
         num_top = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = self._sampling(body, 1, most, num_top)
+        sampling = self._sampling(body, 1, most, logprobs=num_top)
         first, make_splitter = await self._encode(lambda: self._prepare_chat(body, sampling))
         call = Call(request.state.request_id, [first], self._max_wait_s)
         form = ChatForm(call, body.model or self._name, self._tokenizer, make_splitter)
         return self._answer(body, form)
 
-    async def tokenize(self, request: Request) -> Json:
+    async def tokenize(self, request: Request) -> Response:
         """Encode a text, or a conversation by its template."""
         body = await self._read(TokenizeBody, request)
         prompt: Prompt | None = body.prompt if body.messages is None else body.messages
@@ -184,20 +188,18 @@ class _Service:
             raise HttpError(400, "you must provide prompt or messages", param="prompt")
         prepare = self.stepper.engine.prepare
         tokens = (await self._encode(lambda: prepare(prompt, ONE_TOKEN))).prompt
-        return {
-            "count": len(tokens),
-            "max_model_len": self.stepper.engine.runner.max_seq_len,
-            "tokens": tokens,
-        }
+        room = self.stepper.engine.runner.max_seq_len
+        return JSONResponse({"count": len(tokens), "max_model_len": room, "tokens": tokens})
 
-    async def detokenize(self, request: Request) -> Json:
+    async def detokenize(self, request: Request) -> Response:
         """Decode tokens, special ones included."""
         tokens = (await self._read(DetokenizeBody, request)).tokens
         last = self.stepper.engine.runner.vocab_size - 1
         if wrong := [token for token in tokens if not 0 <= token <= last]:
             expected = f"token ids must be within 0 and {last}, got {wrong[0]}"
             raise HttpError(400, expected, param="tokens")
-        return {"prompt": self._tokenizer.decode(tokens, skip_special_tokens=False)}
+        prompt = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": prompt})
 
     def _open(self) -> Engine:
         """Make the engine, in its thread."""
@@ -212,14 +214,14 @@ class _Service:
         return body
 
     def _sampling(
-        self, body: Generation, num_prompts: int, most: int | None, num_top: int | None
+        self, body: Generation, num_prompts: int, most: int | None, **options: Any
     ) -> Sampling:
         engine = self.stepper.engine
         limit, count = engine.max_waiting, num_prompts * body.n
         if limit is not None and count > limit:
             raise HttpError(400, f"a call may ask for {limit} outputs, got {count}", param="n")
         room = engine.runner.max_seq_len
-        return body.sampling(self.stepper.defaults, room, most=most, num_top=num_top)
+        return body.sampling(self.stepper.defaults, room, most=most, **options)
 
     def _prepare_by(self, body: Generation) -> Callable[[Prompt, Sampling], Pending]:
         """Make the function that encodes a prompt of a body."""

@@ -182,7 +182,7 @@ class Generation(Body):
         return None if given is None else given.grammar()
 
     def sampling(
-        self, defaults: Sampling, room: int, *, most: int | None, num_top: int | None
+        self, defaults: Sampling, room: int, *, most: int | None, **options: Any
     ) -> Sampling:
         """Convert the options, with the checkpoint's own where none is given.
 
@@ -190,7 +190,7 @@ class Generation(Body):
             defaults: the checkpoint's sampling.
             room: tokens that a sequence can hold; outputs end there.
             most: most tokens of an output; None is all that there is room for.
-            num_top: likeliest tokens to report; None reports no log-probabilities.
+            options: further fields of the sampling.
 
         Raises:
             HttpError: a value is out of its range.
@@ -206,7 +206,7 @@ class Generation(Body):
                 min_new_tokens=least,
                 max_length=room + 1,  # the last token is never held
                 stop=tuple(dict.fromkeys([*defaults.stop, *stop])),
-                logprobs=num_top,
+                **options,
             )
         except ValueError as error:
             raise of_value(error) from error
