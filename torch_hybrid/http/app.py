@@ -241,7 +241,8 @@ class _Service:
         thinking = thinking_of(template, prompt_end, form)
         if grammar is not None:  # without open thoughts it begins at once
             thinking = "open" if thinking == "open" else "none"
-            grammar = replace(grammar, after=THOUGHTS[1] if thinking == "open" else None)
+            end = (THOUGHTS if form is None else form.thoughts)[1]
+            grammar = replace(grammar, after=end if thinking == "open" else None)
             first = prepare(prompt, replace(sampling, grammar=grammar))
         for sample in first.samples if message_end is not None else ():
             sample.message_end = message_end

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from torch_hybrid.http.errors import HttpError
-from torch_hybrid.http.tools import FORCED, Format, Schemas, calls_grammar, find_format
+from torch_hybrid.http.tools import Format, Schemas, calls_grammar, find_format, forced
 from torch_hybrid.sampling import Grammar, Sampling
 
 # Options that change no text: accounting, caching and tracing at OpenAI.
@@ -291,7 +291,7 @@ class ChatBody(Generation):
         form = find_format(template)
         if not self.usable:
             return form if form is not None and form.is_always else None
-        form = form if self.tool_choice == "auto" else FORCED
+        form = form if self.tool_choice == "auto" else forced(form)
         if form is None or "tools" not in template:
             told = "the chat template writes no tools, or calls in a format that is not known"
             raise HttpError(400, told, param="tools")
