@@ -183,6 +183,34 @@ def test_a_grammar_begins_after_open_thoughts(server, closes):
     assert (message["content"], end) == ("yes", "stop")
 
 
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_grammar_begins_after_a_border_of_several_tokens(monkeypatch, forced):
+    """Kimi-K3 closes its thoughts and opens its response, each by three tokens."""
+    server = start("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+    server.engine.tokenizer.chat_template += "<|open|>think<|sep|>"
+    begins = server.engine.tokenizer.encode("hm<|close|>think<|sep|><|open|>response<|sep|>")
+    prepare = server.engine.prepare
+
+    def saying(prompt, sampling, **options):
+        first = prepare(prompt, sampling, **options)
+
+        def say(tokens, logits):
+            said = len(tokens) - len(first.prompt)
+            logits[begins[said : said + 1]] = 99.0
+            return logits
+
+        return prepare(prompt, replace(sampling, logits_processor=say), **options)
+
+    monkeypatch.setattr(server.engine, "prepare", saying)
+    tools = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
+    choice = {"extra_body": {"structured_outputs": {"choice": ["yes"]}}}
+    message, calls, end = chat(server, **(tools if forced else choice))
+    assert message["reasoning_content"] == "hm"
+    assert (message["content"], end) == ((None, "tool_calls") if forced else ("yes", "stop"))
+    assert [call["name"] for call in calls] == ["find"] * forced
+    server.close()
+
+
 def test_calls_of_the_models_own_format(server, monkeypatch):
     called = '{"name": "find", "arguments": {"word": "größer"}}'
     block = f"<tool_call>{called}</tool_call>"
