@@ -18,7 +18,8 @@ TEMPLATE = (
     "{% for call in m.tool_calls %}<tool_call>{{ call.function.arguments.word }}{% endfor %}<end>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>"
     "{% if messages[0].content == 'think' %}<think>{% endif %}"
-    "{% if messages[0].content == 'no' %}<think></think>{% endif %}{% endif %}"
+    "{% if messages[0].content == 'no' or enable_thinking is false %}<think></think>{% endif %}"
+    "{% endif %}"
 )
 PARAMETERS = {
     "type": "object",
@@ -138,6 +139,12 @@ def test_any_object(server):
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "must be"),
         ({"tools": [{"type": "web"}]}, "tools.0.type", "'function'"),
         (
+            {"chat_template_kwargs": {"tokenize": 1}},
+            None,
+            "of the template, got tokenize",
+        ),
+        ({"chat_template_kwargs": {"effort": 1}}, None, "of the template, got effort"),
+        (
             {"tools": TOOLS, "response_format": {"type": "json_object"}},
             "tool_choice",
             "a grammar beside tools needs tool_choice: 'none'",
@@ -167,11 +174,14 @@ def test_forced_calls_have_valid_arguments(server, named, opens):
 END_THINK = byte_level().vocab_size + 1
 
 
-@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("closes", ["", "no", "variable"])
 def test_a_grammar_begins_after_open_thoughts(server, closes):
-    messages = [{"role": "user", "content": "no" if closes else "think"}]
+    messages = [{"role": "user", "content": "no" if closes == "no" else "think"}]
     options = {"extra_body": {"structured_outputs": {"choice": ["yes"]}}}
     if closes:
+        if closes == "variable":
+            messages = ASKED
+            options["extra_body"]["chat_template_kwargs"] = {"enable_thinking": False}
         message, _, end = chat(server, messages=messages, **options)
         assert message.get("reasoning_content") is None
         assert (message["content"], end) == ("yes", "stop")

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from torch_hybrid.errors import PromptTooLongError, UnsupportedError
 from torch_hybrid.http.answer import Answer, Form, Json
 from torch_hybrid.http.call import Call
-from torch_hybrid.http.chat import ChatForm, check_images, read_calls, with_tools
+from torch_hybrid.http.chat import ChatForm, check_images, read_calls, with_variables
 from torch_hybrid.http.completions import CompletionForm
 from torch_hybrid.http.errors import HttpError, refuse
 from torch_hybrid.http.guard import Guard
@@ -171,7 +171,7 @@ class _Service:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         body = await self._read(ChatBody, request)
-        check_images(body.messages, has_tools=bool(body.usable))
+        check_images(body.messages, has_variables=bool(body.variables))
         most = body.max_completion_tokens or body.max_tokens
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         sampling = self._sampling(body, 1, most, logprobs=num_top)
@@ -252,15 +252,14 @@ class _Service:
         return first, partial(Splitter, thinking, form, body.schemas, most)
 
     def _written(self, body: ChatBody) -> tuple[Prompt, int | None]:
-        """Write a conversation with tools as tokens, of which a number may be the next turn's too.
+        """Write a conversation with variables as tokens; a number may be the next turn's too.
 
-        A conversation without tools is left to the engine.
+        A conversation without variables is left to the engine.
         """
         messages = read_calls(body.messages)
-        if not body.usable:
+        if not body.variables:
             return messages, None
-        tools = [tool.model_dump(exclude_none=True) for tool in body.usable]
-        tokenizer = with_tools(self._tokenizer, tools)
+        tokenizer = with_variables(self._tokenizer, body.variables)
         tokens = prompt_tokens(messages, tokenizer)
         return tokens, message_tokens(messages, tokens, tokenizer)
 
