@@ -83,10 +83,11 @@ def create_app(
         The app; ``state.ended`` is a Future that has the error, if one ended the thread.
     """
     service = _Service(open_engine, model, max_wait_s, log_requests)
-    middleware = [Middleware(Guard, api_key=api_key, max_body=max_body)]
-    if origins:
-        anyhow = {"allow_methods": ["*"], "allow_headers": ["*"]}
-        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **anyhow))
+    guard = Middleware(Guard, api_key=api_key, max_body=max_body)
+    every = ["*"]
+    cors = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every
+    )
     app = Starlette(
         routes=[
             Route("/", service.page),
@@ -99,7 +100,7 @@ def create_app(
             Route("/tokenize", service.tokenize, methods=["POST"]),
             Route("/detokenize", service.detokenize, methods=["POST"]),
         ],
-        middleware=middleware,
+        middleware=[cors, guard] if origins else [guard],
         exception_handlers={HTTPException: refuse, Exception: refuse},
         lifespan=service.lifespan,
     )

@@ -119,7 +119,7 @@ class Stepper:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Deliver what was heard; rest then, the longer the more it cost."""
+        """Hand out what was heard; rest then, the longer the more it cost."""
         begun, events, self._heard = time.thread_time(), self._heard, []
         self._rests = bool(events)
         if events:
