@@ -11,7 +11,8 @@ warms up; a server that takes longer than ``--patience`` is not asked again, and
 stands.
 
 ``llama-server`` is built from the source of llama-cpp-python (``vendor/llama.cpp``), for this
-machine: ``cmake -B build && cmake --build build --target llama-server``; ``pip install gguf``.
+machine: ``cmake -B build && cmake --build build --target llama-server``; ``pip install gguf``. On
+a slow machine ``--rounds 1 --new 32`` asks for little, and each time is printed as it is taken.
 """
 
 from __future__ import annotations
@@ -164,6 +165,7 @@ def measure(servers: list[Server], options: Any, turn: int) -> None:
                     continue
                 *_, seconds = [server.ask(prompts, options.new) for prompts in turns]
                 known.append(seconds)
+                print(f"{name}, {server.name}: {seconds:.2f} s", file=sys.stderr, flush=True)
 
 
 def main() -> None:

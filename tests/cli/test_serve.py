@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
 
 

@@ -12,7 +12,7 @@ import torch_hybrid as th
 import torch_hybrid.demo
 
 openai = pytest.importorskip("openai")
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 tokenizers = pytest.importorskip("tokenizers")

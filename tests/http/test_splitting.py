@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("pydantic")
 
 from torch_hybrid.http.splitting import Said, Splitter, thinking_of
-from torch_hybrid.http.tools import FORCED, find_format
+from torch_hybrid.http.tools import find_format, forced
 
 SCHEMAS = {"find": {"properties": {"word": {"type": "string"}, "count": {"type": "integer"}}}}
 CALLS = [("find", {"word": "größer </b> 7", "count": 3}), ("find", {"word": "12"})]
@@ -186,8 +186,9 @@ def channel(name, text, **attributes):
 @pytest.mark.parametrize("calls", [CALLS, []])
 def test_channels_of_kimi_3(thinks, calls):
     """Thoughts, response and calls have tags, with and without calls."""
+    types = {str: "string", int: "number"}
     blocks = [
-        "".join(channel("argument", text, key=key, type="string") for key, text in given.items())
+        "".join(channel("argument", x, key=key, type=types[type(x)]) for key, x in given.items())
         for _, given in calls
     ]
     told = [channel("call", each, tool="find", index=1) for each in blocks]
@@ -200,6 +201,26 @@ def test_channels_of_kimi_3(thinks, calls):
     begin = f"<|open|>{'think' if thinks else 'response'}<|sep|>"
     thinking = thinking_of("<|end_of_msg|>", begin, form)
     assert split_anywhere(text, form=form, thinking=thinking) == Said("hm" * thinks, "So:", calls)
+    text = text.partition("<|close|>response")[0]
+    text = text.replace("So:", f"[{JSON_CALLS[1]}]")  # a grammar's, where calls must come
+    said = split_anywhere(text, form=forced(form), thinking=thinking)
+    assert said == Said("hm" * thinks, "", CALLS[1:])
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        (channel("argument", "12", key="a &amp; &quot;b&quot;", type="string"), {'a & "b"': "12"}),
+        (channel("argument", "12", key="a", type="number"), {"a": 12}),
+        (channel("argument", '{"b": null}', key="a", type="object"), {"a": {"b": None}}),
+        ("", {}),
+        (channel("json", '{"a": [1]}', type="object"), {"a": [1]}),
+    ],
+)
+def test_arguments_of_kimi_3_have_types(body, arguments):
+    call = channel("call", body, tool="f", index=1)
+    text = f"<|close|>response<|sep|>{channel('tools', call)}<|close|>message<|sep|>"
+    assert split_anywhere(text, template="<|end_of_msg|>").calls == [("f", arguments)]
 
 
 @pytest.mark.parametrize(
@@ -249,9 +270,9 @@ def test_thoughts(thinking, text, expected):
 
 def test_forced_calls_are_the_whole_output():
     text = f"[{', '.join(JSON_CALLS)}]"
-    assert split_anywhere(text, form=FORCED) == Said("", "", CALLS)
-    assert split_anywhere(text[:40], form=FORCED) == Said("", text[:40], [])
-    said = split_anywhere(f"x</think>{text}", form=FORCED, thinking="open")
+    assert split_anywhere(text, form=forced(None)) == Said("", "", CALLS)
+    assert split_anywhere(text[:40], form=forced(None)) == Said("", text[:40], [])
+    said = split_anywhere(f"x</think>{text}", form=forced(None), thinking="open")
     assert said == Said("x", "", CALLS)
 
 

@@ -11,7 +11,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 
 import torch_hybrid as th
 from tests.http.conftest import (

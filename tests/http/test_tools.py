@@ -18,7 +18,8 @@ TEMPLATE = (
     "{% for call in m.tool_calls %}<tool_call>{{ call.function.arguments.word }}{% endfor %}<end>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>"
     "{% if messages[0].content == 'think' %}<think>{% endif %}"
-    "{% if messages[0].content == 'no' %}<think></think>{% endif %}{% endif %}"
+    "{% if messages[0].content == 'no' or enable_thinking is false %}<think></think>{% endif %}"
+    "{% endif %}"
 )
 PARAMETERS = {
     "type": "object",
@@ -138,6 +139,12 @@ def test_any_object(server):
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "must be"),
         ({"tools": [{"type": "web"}]}, "tools.0.type", "'function'"),
         (
+            {"chat_template_kwargs": {"tokenize": 1}},
+            None,
+            "of the template, got tokenize",
+        ),
+        ({"chat_template_kwargs": {"effort": 1}}, None, "of the template, got effort"),
+        (
             {"tools": TOOLS, "response_format": {"type": "json_object"}},
             "tool_choice",
             "a grammar beside tools needs tool_choice: 'none'",
@@ -167,11 +174,14 @@ def test_forced_calls_have_valid_arguments(server, named, opens):
 END_THINK = byte_level().vocab_size + 1
 
 
-@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("closes", ["", "no", "variable"])
 def test_a_grammar_begins_after_open_thoughts(server, closes):
-    messages = [{"role": "user", "content": "no" if closes else "think"}]
+    messages = [{"role": "user", "content": "no" if closes == "no" else "think"}]
     options = {"extra_body": {"structured_outputs": {"choice": ["yes"]}}}
     if closes:
+        if closes == "variable":
+            messages = ASKED
+            options["extra_body"]["chat_template_kwargs"] = {"enable_thinking": False}
         message, _, end = chat(server, messages=messages, **options)
         assert message.get("reasoning_content") is None
         assert (message["content"], end) == ("yes", "stop")
@@ -181,6 +191,34 @@ def test_a_grammar_begins_after_open_thoughts(server, closes):
     assert message["content"] is None
     message, _, end = chat(server, messages=messages, logit_bias={END_THINK: 99}, **options)
     assert (message["content"], end) == ("yes", "stop")
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_grammar_begins_after_a_border_of_several_tokens(monkeypatch, forced):
+    """Kimi-K3 closes its thoughts and opens its response, each by three tokens."""
+    server = start("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+    server.engine.tokenizer.chat_template += "<|open|>think<|sep|>"
+    begins = server.engine.tokenizer.encode("hm<|close|>think<|sep|><|open|>response<|sep|>")
+    prepare = server.engine.prepare
+
+    def saying(prompt, sampling, **options):
+        first = prepare(prompt, sampling, **options)
+
+        def say(tokens, logits):
+            said = len(tokens) - len(first.prompt)
+            logits[begins[said : said + 1]] = 99.0
+            return logits
+
+        return prepare(prompt, replace(sampling, logits_processor=say), **options)
+
+    monkeypatch.setattr(server.engine, "prepare", saying)
+    tools = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
+    choice = {"extra_body": {"structured_outputs": {"choice": ["yes"]}}}
+    message, calls, end = chat(server, **(tools if forced else choice))
+    assert message["reasoning_content"] == "hm"
+    assert (message["content"], end) == ((None, "tool_calls") if forced else ("yes", "stop"))
+    assert [call["name"] for call in calls] == ["find"] * forced
+    server.close()
 
 
 def test_calls_of_the_models_own_format(server, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
 from time import time
 from typing import Any, ClassVar
 
@@ -119,31 +118,25 @@ class Answer(Response):
         await whole(scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
-        is_open = False
-        async for body in self._events():
-            if not is_open:
-                is_open = True
-                await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        """Make events; an error after the first one is the last."""
-        form, is_open = self._form, False
+        """Send events; an error after the first one is the last."""
+        form, is_open, last = self._form, False, b"data: [DONE]\n\n"
         try:
             async for pieces in self._call.pieces():
                 choices = [] if is_open else form.opening()
                 choices += map(form.choice, pieces)
-                is_open = True
-                yield b"".join([_event(form.chunk(choice)) for choice in choices])
+                body = b"".join([_event(form.chunk(choice)) for choice in choices])
+                if not is_open:
+                    is_open = True
+                    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         except HttpError as error:
             if not is_open:
                 raise
-            yield _event(error.content)
-            return
-        if self._shows_usage:
-            yield _event(form.chunk() | {"usage": self._call.usage})
-        yield b"data: [DONE]\n\n"
+            last = _event(error.content)
+        else:
+            if self._shows_usage:
+                last = _event(form.chunk() | {"usage": self._call.usage}) + last
+        await send({"type": "http.response.body", "body": last})
 
 
 def _event(content: object) -> bytes:

@@ -10,18 +10,21 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
-from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
 
 from torch_hybrid.errors import PromptTooLongError, UnsupportedError
 from torch_hybrid.http.answer import Answer, Form, Json
 from torch_hybrid.http.call import Call
-from torch_hybrid.http.chat import ChatForm, check_images, read_calls, with_tools
+from torch_hybrid.http.chat import ChatForm, check_images, read_calls, with_variables
 from torch_hybrid.http.completions import CompletionForm
 from torch_hybrid.http.errors import HttpError, refuse
 from torch_hybrid.http.guard import Guard
@@ -62,7 +65,7 @@ def create_app(
     max_wait_s: float = 300.0,
     origins: Sequence[str] = (),
     log_requests: bool = False,
-) -> FastAPI:
+) -> Starlette:
     """Make an ASGI app that serves an engine by OpenAI's API.
 
     Args:
@@ -80,27 +83,28 @@ def create_app(
         The app; ``state.ended`` is a Future that has the error, if one ended the thread.
     """
     service = _Service(open_engine, model, max_wait_s, log_requests)
-    app = FastAPI(lifespan=service.lifespan, openapi_url=None)
+    guard = Middleware(Guard, api_key=api_key, max_body=max_body)
+    every = ["*"]
+    cors = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every
+    )
+    app = Starlette(
+        routes=[
+            Route("/", service.page),
+            Route("/health", service.health),
+            Route("/metrics", service.metrics),
+            Route("/v1/models", service.models),
+            Route("/v1/models/{name:path}", service.model),
+            Route("/v1/completions", service.complete, methods=["POST"]),
+            Route("/v1/chat/completions", service.chat, methods=["POST"]),
+            Route("/tokenize", service.tokenize, methods=["POST"]),
+            Route("/detokenize", service.detokenize, methods=["POST"]),
+        ],
+        middleware=[cors, guard] if origins else [guard],
+        exception_handlers={HTTPException: refuse, Exception: refuse},
+        lifespan=service.lifespan,
+    )
     app.state.stepper, app.state.ended = service.stepper, service.stepper.ended
-    app.add_middleware(Guard, api_key=api_key, max_body=max_body)
-    if origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
-        )
-    for kind in (HTTPException, Exception):
-        app.add_exception_handler(kind, refuse)
-    for path, method, route in (
-        ("/", "GET", service.page),
-        ("/health", "GET", service.health),
-        ("/metrics", "GET", service.metrics),
-        ("/v1/models", "GET", service.models),
-        ("/v1/models/{name:path}", "GET", service.model),
-        ("/v1/completions", "POST", service.complete),
-        ("/v1/chat/completions", "POST", service.chat),
-        ("/tokenize", "POST", service.tokenize),
-        ("/detokenize", "POST", service.detokenize),
-    ):
-        app.add_api_route(path, route, methods=[method])
     return app
 
 
@@ -121,42 +125,43 @@ class _Service:
         self._encoder = ThreadPoolExecutor(1, "encoding")
 
     @asynccontextmanager
-    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Step while the server runs."""
         self.stepper.start()
         yield
         await self.stepper.close()
         self._encoder.shutdown(wait=False)
 
-    async def page(self) -> Response:
+    async def page(self, _: Request) -> Response:
         """Serve the page, which asks for the key itself."""
         return HTMLResponse((files("torch_hybrid.http") / "page.html").read_text("utf-8"))
 
-    async def health(self) -> Response:
+    async def health(self, _: Request) -> Response:
         """Tell whether requests can be served now, or what keeps the server from it."""
         illness = self.stepper.illness
         return JSONResponse({"status": illness or "ok"}, 503 if illness else 200)
 
-    async def metrics(self) -> Response:
+    async def metrics(self, _: Request) -> Response:
         """Write all metrics; the engine's counts may wait for a step to end."""
         text = await asyncio.to_thread(generate_latest, self.stepper.metrics.registry)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    async def models(self) -> Json:
+    async def models(self, _: Request) -> Response:
         """List the model and its adapters."""
-        return {"object": "list", "data": [self._model(name) for name in self._names]}
+        return JSONResponse({"object": "list", "data": [*map(self._model, self._names)]})
 
-    async def model(self, name: str) -> Json:
+    async def model(self, request: Request) -> Response:
         """Describe the model, or one of its adapters."""
+        name = request.path_params["name"]
         self._check_model(name)
-        return self._model(name)
+        return JSONResponse(self._model(name))
 
     async def complete(self, request: Request) -> Response:
         """Continue prompts."""
         body = await self._read(CompletionBody, request)
-        sampling = self._sampling(body, len(body.prompts), body.max_tokens, body.logprobs)
-        prompt_logprobs = body.logprobs if body.echo else None
-        sampling = replace(sampling, prompt_logprobs=prompt_logprobs, grammar=body.grammar())
+        told = body.logprobs if body.echo else None
+        options = {"logprobs": body.logprobs, "prompt_logprobs": told, "grammar": body.grammar()}
+        sampling = self._sampling(body, len(body.prompts), body.max_tokens, **options)
         prepare = self._prepare_by(body)
         firsts = await self._encode(lambda: [prepare(each, sampling) for each in body.prompts])
         is_empty = body.max_tokens == 0
@@ -167,16 +172,16 @@ class _Service:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         body = await self._read(ChatBody, request)
-        check_images(body.messages, has_tools=bool(body.usable))
+        check_images(body.messages, has_variables=bool(body.variables))
         most = body.max_completion_tokens or body.max_tokens
         num_top = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = self._sampling(body, 1, most, num_top)
+        sampling = self._sampling(body, 1, most, logprobs=num_top)
         first, make_splitter = await self._encode(lambda: self._prepare_chat(body, sampling))
         call = Call(request.state.request_id, [first], self._max_wait_s)
         form = ChatForm(call, body.model or self._name, self._tokenizer, make_splitter)
         return self._answer(body, form)
 
-    async def tokenize(self, request: Request) -> Json:
+    async def tokenize(self, request: Request) -> Response:
         """Encode a text, or a conversation by its template."""
         body = await self._read(TokenizeBody, request)
         prompt: Prompt | None = body.prompt if body.messages is None else body.messages
@@ -184,20 +189,18 @@ class _Service:
             raise HttpError(400, "you must provide prompt or messages", param="prompt")
         prepare = self.stepper.engine.prepare
         tokens = (await self._encode(lambda: prepare(prompt, ONE_TOKEN))).prompt
-        return {
-            "count": len(tokens),
-            "max_model_len": self.stepper.engine.runner.max_seq_len,
-            "tokens": tokens,
-        }
+        room = self.stepper.engine.runner.max_seq_len
+        return JSONResponse({"count": len(tokens), "max_model_len": room, "tokens": tokens})
 
-    async def detokenize(self, request: Request) -> Json:
+    async def detokenize(self, request: Request) -> Response:
         """Decode tokens, special ones included."""
         tokens = (await self._read(DetokenizeBody, request)).tokens
         last = self.stepper.engine.runner.vocab_size - 1
         if wrong := [token for token in tokens if not 0 <= token <= last]:
             expected = f"token ids must be within 0 and {last}, got {wrong[0]}"
             raise HttpError(400, expected, param="tokens")
-        return {"prompt": self._tokenizer.decode(tokens, skip_special_tokens=False)}
+        prompt = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": prompt})
 
     def _open(self) -> Engine:
         """Make the engine, in its thread."""
@@ -212,14 +215,14 @@ class _Service:
         return body
 
     def _sampling(
-        self, body: Generation, num_prompts: int, most: int | None, num_top: int | None
+        self, body: Generation, num_prompts: int, most: int | None, **options: Any
     ) -> Sampling:
         engine = self.stepper.engine
         limit, count = engine.max_waiting, num_prompts * body.n
         if limit is not None and count > limit:
             raise HttpError(400, f"a call may ask for {limit} outputs, got {count}", param="n")
         room = engine.runner.max_seq_len
-        return body.sampling(self.stepper.defaults, room, most=most, num_top=num_top)
+        return body.sampling(self.stepper.defaults, room, most=most, **options)
 
     def _prepare_by(self, body: Generation) -> Callable[[Prompt, Sampling], Pending]:
         """Make the function that encodes a prompt of a body."""
@@ -239,7 +242,8 @@ class _Service:
         thinking = thinking_of(template, prompt_end, form)
         if grammar is not None:  # without open thoughts it begins at once
             thinking = "open" if thinking == "open" else "none"
-            grammar = replace(grammar, after=THOUGHTS[1] if thinking == "open" else None)
+            end = (THOUGHTS if form is None else form.thoughts)[1]
+            grammar = replace(grammar, after=end if thinking == "open" else None)
             first = prepare(prompt, replace(sampling, grammar=grammar))
         for sample in first.samples if message_end is not None else ():
             sample.message_end = message_end
@@ -249,15 +253,14 @@ class _Service:
         return first, partial(Splitter, thinking, form, body.schemas, most)
 
     def _written(self, body: ChatBody) -> tuple[Prompt, int | None]:
-        """Write a conversation with tools as tokens, of which a number may be the next turn's too.
+        """Write a conversation with variables as tokens; a number may be the next turn's too.
 
-        A conversation without tools is left to the engine.
+        A conversation without variables is left to the engine.
         """
         messages = read_calls(body.messages)
-        if not body.usable:
+        if not body.variables:
             return messages, None
-        tools = [tool.model_dump(exclude_none=True) for tool in body.usable]
-        tokenizer = with_tools(self._tokenizer, tools)
+        tokenizer = with_variables(self._tokenizer, body.variables)
         tokens = prompt_tokens(messages, tokenizer)
         return tokens, message_tokens(messages, tokens, tokenizer)
 

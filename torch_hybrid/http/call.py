@@ -41,7 +41,7 @@ class Call:
     begun: float = field(default_factory=time.monotonic)
     last_token: dict[Request, float] = field(default_factory=dict)  # when it came
     first_token: float | None = None  # when it came
-    _events: list[TokenEvent] = field(default_factory=list)
+    _events: dict[Request, list[TokenEvent]] = field(default_factory=dict)
     _error: HttpError | None = None
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -67,9 +67,9 @@ class Call:
             "completion_tokens_details": {"accepted_prediction_tokens": num_accepted},
         }
 
-    def put(self, event: TokenEvent) -> None:
-        """Take an event; called in the event loop."""
-        self._events.append(event)
+    def put(self, request: Request, events: Sequence[TokenEvent]) -> None:
+        """Take events of one request; called in the event loop."""
+        self._events.setdefault(request, []).extend(events)
         self._arrived.set()
 
     def fail(self, error: HttpError) -> None:
@@ -83,19 +83,17 @@ class Call:
         Raises:
             HttpError: the call fails; no request of it runs for ``max_wait_s`` seconds.
         """
-        left = set(self.requests)
+        left = len(self.requests)
         await self._begin()
         while left:
             await self._arrived.wait()
             self._arrived.clear()
             if self._error is not None:
                 raise self._error
-            grouped: dict[Request, list[TokenEvent]] = {}
-            for event in self._events:
-                grouped.setdefault(event.request, []).append(event)
-            self._events.clear()
-            left -= {request for request, own in grouped.items() if own[-1].output is not None}
-            yield [self._piece(n, grouped[r]) for n, r in enumerate(self.requests) if r in grouped]
+            events, self._events = self._events, {}
+            pieces = [self._piece(n, events[r]) for n, r in enumerate(self.requests) if r in events]
+            left -= sum(piece.end is not None for piece in pieces)
+            yield pieces
 
     def whole(self) -> Iterator[Piece]:
         """Yield one piece for each request, when all have ended."""

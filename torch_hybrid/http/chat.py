@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
+from inspect import signature
 from typing import Any
 from uuid import uuid4
 
@@ -84,28 +85,32 @@ def _choice(n: int, said: Json, logprobs: Json | None, end: str | None) -> Json:
     return {"index": n, "delta": said, "logprobs": logprobs, "finish_reason": end}
 
 
-def with_tools(tokenizer: Tokenizer, tools: list[Json]) -> ChatTokenizer:
-    """Make a tokenizer whose chat template is told of tools.
+def with_variables(tokenizer: Tokenizer, variables: Json) -> ChatTokenizer:
+    """Make a tokenizer whose chat template is told of tools and other variables.
 
     Raises:
-        ValueError: there is no chat template.
+        ValueError: there is no chat template, or it has no such variable.
     """
     if not isinstance(tokenizer, ChatTokenizer):
-        raise ValueError("tools need a tokenizer with a chat template")
+        raise ValueError("tools and variables need a tokenizer with a chat template")
     told, write = copy(tokenizer), tokenizer.apply_chat_template
-    told.apply_chat_template = partial(write, tools=tools)  # type: ignore[method-assign]
+    reserved = signature(write).parameters.keys() - {"tools"}
+    for name in variables:
+        if name in reserved or name not in str(tokenizer.chat_template):
+            raise ValueError(f"chat_template_kwargs must be variables of the template, got {name}")
+    told.apply_chat_template = partial(write, **variables)  # type: ignore[method-assign]
     return told
 
 
-def check_images(messages: Sequence[Mapping[str, Any]], *, has_tools: bool) -> None:
+def check_images(messages: Sequence[Mapping[str, Any]], *, has_variables: bool) -> None:
     """Refuse images that the server itself would have to read from a path or an address.
 
     Raises:
-        HttpError: a part of a message names one, or is an image beside tools.
+        HttpError: a part of a message names one, or is an image beside tools or variables.
     """
     contents = [message.get("content") for message in messages]
     told = (
-        "an image must be a part {'type': 'image_url', 'image_url': {'url': "
+        "a part must be a text or an image {'type': 'image_url', 'image_url': {'url': "
         "'data:image/...;base64,...'}}: the server reads no files or addresses"
     )
     for part in [part for parts in contents if isinstance(parts, list) for part in parts]:
@@ -113,8 +118,9 @@ def check_images(messages: Sequence[Mapping[str, Any]], *, has_tools: bool) -> N
             case {"text": str()}:
                 pass  # the engine refuses what else is beside a text
             case {"image_url": str(url) | {"url": str(url)}} if url.startswith("data:image/"):
-                if has_tools:
-                    raise HttpError(400, "images beside tools are not served", param="messages")
+                if has_variables:
+                    both = "images beside tools or chat_template_kwargs are not served"
+                    raise HttpError(400, both, param="messages")
             case {}:
                 raise HttpError(400, told, param="messages")
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -136,8 +135,8 @@ def _sampling(request: Mapping[str, Any], engine: Engine, defaults: Sampling) ->
     body = Generation.model_validate(given)
     num_top = (request.get("output_options") or {}).get("logprobs")
     room = engine.runner.max_seq_len
-    sampling = body.sampling(defaults, room, most=body.max_tokens, num_top=num_top)
-    return replace(sampling, grammar=body.grammar())
+    options = {"logprobs": num_top, "grammar": body.grammar()}
+    return body.sampling(defaults, room, most=body.max_tokens, **options)
 
 
 def _chunk(call: Call, piece: Piece, start: int) -> GenerateChunk:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from torch_hybrid.http.call import Call
-from torch_hybrid.serving.request import TokenEvent
+from torch_hybrid.serving.request import Request, TokenEvent
 from torch_hybrid.serving.stats import EngineStats
 
 LOG = logging.getLogger("torch_hybrid.http.requests")
@@ -41,16 +41,17 @@ class Metrics(Collector):
         self._between = self._seconds("inter_token_latency_seconds")
         self._whole = self._seconds("e2e_request_latency_seconds")
 
-    def saw(self, call: Call, event: TokenEvent) -> None:
-        """Count a token."""
-        if event.token is None:
+    def saw(self, call: Call, request: Request, events: Sequence[TokenEvent]) -> None:
+        """Count the tokens that a request got in one delivery, and take their mean time."""
+        num_tokens = sum(event.token is not None for event in events)
+        if not num_tokens:
             return
-        now, request = time.monotonic(), event.request
+        now = time.monotonic()
         before = call.last_token.get(request)
         call.last_token[request] = now
-        self._tokens.inc()
+        self._tokens.inc(num_tokens)
         if before is not None:
-            self._between.observe(now - before)
+            self._between.observe((now - before) / num_tokens)
             return
         call.first_token = call.first_token or now
         self._first.observe(now - call.begun)

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from torch_hybrid.http.errors import HttpError
-from torch_hybrid.http.tools import FORCED, Format, Schemas, calls_grammar, find_format
+from torch_hybrid.http.tools import Format, Schemas, calls_grammar, find_format, forced
 from torch_hybrid.sampling import Grammar, Sampling
 
 # Options that change no text: accounting, caching and tracing at OpenAI.
@@ -32,6 +32,10 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
 _SAMPLED = {  # fields of ``Sampling`` under their own names
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "seed", "n", "ignore_eos", "stop_token_ids"),
+}
+_UNIONS = {
+    "prompt": "must be a text or token ids, or a list of either",
+    "stop": "must be a text of 1 to 256 characters, or a list of at most 8",
 }
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
@@ -158,6 +162,12 @@ class Generation(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise HttpError(400, "stream_options needs stream: true", param="stream_options")
+        return self
+
     @field_validator("top_k")
     @classmethod
     def _all_of_them(cls, given: int) -> int:
@@ -182,7 +192,7 @@ class Generation(Body):
         return None if given is None else given.grammar()
 
     def sampling(
-        self, defaults: Sampling, room: int, *, most: int | None, num_top: int | None
+        self, defaults: Sampling, room: int, *, most: int | None, **options: Any
     ) -> Sampling:
         """Convert the options, with the checkpoint's own where none is given.
 
@@ -190,7 +200,7 @@ class Generation(Body):
             defaults: the checkpoint's sampling.
             room: tokens that a sequence can hold; outputs end there.
             most: most tokens of an output; None is all that there is room for.
-            num_top: likeliest tokens to report; None reports no log-probabilities.
+            options: further fields of the sampling.
 
         Raises:
             HttpError: a value is out of its range.
@@ -206,7 +216,7 @@ class Generation(Body):
                 min_new_tokens=least,
                 max_length=room + 1,  # the last token is never held
                 stop=tuple(dict.fromkeys([*defaults.stop, *stop])),
-                logprobs=num_top,
+                **options,
             )
         except ValueError as error:
             raise of_value(error) from error
@@ -246,6 +256,7 @@ class ChatBody(Generation):
     tools: list[Tool] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -265,6 +276,12 @@ class ChatBody(Generation):
     def usable(self) -> list[Tool]:
         """Tools of which the model is told."""
         return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables that the chat template is told: tools, and what the client adds."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.usable]
+        return self.chat_template_kwargs | ({"tools": tools} if tools else {})
 
     @property
     def schemas(self) -> Schemas:
@@ -291,7 +308,7 @@ class ChatBody(Generation):
         form = find_format(template)
         if not self.usable:
             return form if form is not None and form.is_always else None
-        form = form if self.tool_choice == "auto" else FORCED
+        form = form if self.tool_choice == "auto" else forced(form)
         if form is None or "tools" not in template:
             told = "the chat template writes no tools, or calls in a format that is not known"
             raise HttpError(400, told, param="tools")
@@ -341,8 +358,9 @@ def read(kind: type[BodyT], body: bytes, content_type: str) -> BodyT:
         return kind.model_validate_json(body)
     except ValidationError as invalid:
         first = invalid.errors(include_url=False, include_context=False)[0]
-    if first["loc"][:1] == ("prompt",):  # else one of four alternatives would be named
-        first["loc"], first["msg"] = ("prompt",), "must be a text or token ids, or a list of either"
+    field = first["loc"][0] if first["loc"] else None
+    if field in _UNIONS:  # else one of the alternatives would be named
+        first["loc"], first["msg"] = (field,), _UNIONS[field]
     name = ".".join(map(str, first["loc"])) or None
     got = "" if name is None else f", got {reprlib.repr(first['input'])}"
     messages = {

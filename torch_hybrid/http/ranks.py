@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_hybrid.http.splitting import SpecialTokenizer, show_special
+from torch_hybrid.http.splitting import show_special
 from torch_hybrid.sampling import RandomNumbers, Sampling
 from torch_hybrid.sampling.grammar.trial import TRIAL
 from torch_hybrid.serving.engine import Engine
@@ -160,7 +160,7 @@ def _queued(first: Request, number: int) -> Queued:
         sampling=first.sampling,
         seeds=[None if each.numbers is None else each.numbers.seed for each in first.samples],
         has_text=text is not None,
-        has_special=text is not None and isinstance(text.tokenizer, SpecialTokenizer),
+        has_special=text is not None and not text.hides_special,
         message_end=first.message_end,
         adapter=first.adapter_name,
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from torch_hybrid.http.ranks import follow
 from torch_hybrid.serving.engine import Engine
@@ -17,7 +17,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(
-    app: FastAPI, *, host: str, port: int, drain_s: int, listens: Callable[[str], object]
+    app: Starlette, *, host: str, port: int, drain_s: int, listens: Callable[[str], object]
 ) -> None:
     """Serve until SIGTERM or Ctrl-C.
 

@@ -158,26 +158,12 @@ def _certain(text: str, border: str) -> str:
     return text[: len(text) - num_begun].rstrip()
 
 
-@dataclass(frozen=True, slots=True)
-class SpecialTokenizer:
-    """Tokenizer whose special tokens have texts: some are borders."""
-
-    tokenizer: Tokenizer
-
-    def encode(self, text: str) -> list[int]:
-        """Encode a text."""
-        return list(self.tokenizer.encode(text))
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Decode tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
-
-
 def show_special(first: Request) -> None:
-    """Let the texts of a request and its samples have special tokens."""
+    """Let the texts of a request and its samples have special tokens: some are borders."""
     for sample in first.samples:
         assert sample.tokenizer is not None
-        sample.detokenizer = Detokenizer(SpecialTokenizer(sample.tokenizer), sample.sampling.stop)
+        stop = sample.sampling.stop
+        sample.detokenizer = Detokenizer(sample.tokenizer, stop, hides_special=False)
 
 
 def hides_borders(tokenizer: Tokenizer, form: Format | None) -> bool:

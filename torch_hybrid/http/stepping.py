@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -25,7 +26,8 @@ from torch_hybrid.serving.engine import Engine
 from torch_hybrid.serving.request import Request, TokenEvent
 from torch_hybrid.serving.stats import EngineStats
 
-FLUSH_S = 0.01  # shortest time between two deliveries: tokens of faster steps come together
+SHARE = 0.05  # most of the loop's time that deliveries take: tokens of faster steps come together
+REST_S = 0.03  # longest time between two deliveries
 MOST_FAULTS = 3  # steps that raise one after the other until the server counts as ill
 LOG = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class Stepper:
         self._open_engine = open_engine
         self._calls: dict[Request, Call] = {}  # the loop's: calls that are open
         self._heard: list[TokenEvent] = []  # the loop's: to be delivered
-        self._delivered = 0.0  # when events were delivered last, by the loop's time
+        self._rests = False  # the loop's: after a delivery
         # The thread's: the engine, on all ranks that share it, and the requests that it holds.
         self._engine: Engine | None = None
         self._steps: Engine | Leader
@@ -112,18 +114,27 @@ class Stepper:
 
     def _hear(self, events: list[TokenEvent]) -> None:
         """Pass events on at once or, soon after others, with those that come meanwhile."""
-        if not self._heard:
-            self._loop.call_at(self._delivered + FLUSH_S, self._deliver)
         self._heard += events
+        if not self._rests:
+            self._deliver()
 
     def _deliver(self) -> None:
-        events, self._heard = self._heard, []
-        self._delivered = self._loop.time()
-        for event in events:
-            call = self._calls.get(event.request)
-            if call is not None:
-                self.metrics.saw(call, event)
-                call.put(event)
+        """Hand out what was heard; rest then, the longer the more it cost."""
+        begun, events, self._heard = time.thread_time(), self._heard, []
+        self._rests = bool(events)
+        if events:
+            grouped: dict[Request, list[TokenEvent]] = {}
+            for event in events:
+                grouped.setdefault(event.request, []).append(event)
+            for request, own in grouped.items():
+                if (call := self._calls.get(request)) is not None:
+                    self.metrics.saw(call, request, own)
+                    call.put(request, own)
+            self._loop.call_soon(self._rest, begun)  # when the calls that woke have sent
+
+    def _rest(self, begun: float) -> None:
+        cost = time.thread_time() - begun
+        self._loop.call_later(min(cost / SHARE, REST_S), self._deliver)
 
     def _fail(self, requests: Iterable[Request], error: HttpError) -> None:
         for call in {self._calls[request] for request in requests if request in self._calls}:

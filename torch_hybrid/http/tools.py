@@ -6,8 +6,9 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from html import unescape
 from keyword import kwlist
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ def find_format(template: str) -> Format | None:
 
 
 def calls_grammar(schemas: Schemas, *, most: int | None) -> Grammar:
-    """Make the grammar of ``FORCED``: a JSON list of at least one call, with valid arguments."""
+    """Make the grammar of ``forced``: a JSON list of at least one call, with valid arguments."""
     calls = []
     for name, schema in schemas.items():
         arguments = {"$id": f"tool:{name}", **schema}  # where its references begin
@@ -71,6 +72,11 @@ def calls_grammar(schemas: Schemas, *, most: int | None) -> Grammar:
         calls.append({**call, "additionalProperties": False})
     limits = {"minItems": 1} | ({} if most is None else {"maxItems": most})
     return Grammar.json_schema({"type": "array", "items": {"anyOf": calls}, **limits})
+
+
+def forced(form: Format | None) -> Format:
+    """Make the format of calls by a grammar: the whole output, after the model's own thoughts."""
+    return replace(form or _HERMES, begin="", end="", read=_read_json)
 
 
 def _read_json(block: str, _: Schemas) -> list[Called]:
@@ -127,6 +133,18 @@ def _read_tags(
             raise ValueError(f"a call must have parameters in tags, got {body!r}")
         known = known if isinstance(known, dict) else {}
         calls.append(Called(name, {key: _value(text, known.get(key)) for key, text in found}))
+    return calls
+
+
+def _read_channels(block: str, _: Schemas) -> list[Called]:
+    """Read Kimi-K3's calls: typed arguments whose keys are escaped, or all as JSON in one tag."""
+    calls = []
+    for name, body in _CALL.findall(block):
+        found = _ARGUMENT.findall(body)
+        given: Any = {unescape(key): _value(text, {"type": kind}) for key, kind, text in found}
+        if body and not found:
+            given = body.partition("<|sep|>")[2].removesuffix("<|close|>json<|sep|>")
+        calls.append(_called({"name": unescape(name), "arguments": given}))
     return calls
 
 
@@ -209,7 +227,6 @@ _KIMI = re.compile(
     r"<\|tool_call_begin\|>\s*([^<\s]+)\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
     re.DOTALL,
 )
-FORCED = Format("", "", _read_json)  # by a grammar, whatever the model's own format
 _PYTHON = Format("<|tool_call_start|>", "<|tool_call_end|>", _read_python)
 _KEYS = _tags(
     r"^\s*([\w.-]+)(?:\\n)?\s*(<.*|)$", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
@@ -217,14 +234,15 @@ _KEYS = _tags(
 _XML = _tags(
     r"<function=([^>\s]+)>(.*?)</function>", r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>"
 )
-_CHANNELS = _tags(
-    r'<\|open\|>call tool="([^"]+)".*?<\|sep\|>(.*?)<\|close\|>call<\|sep\|>',
-    r'<\|open\|>argument key="([^"]+)".*?<\|sep\|>(.*?)<\|close\|>argument<\|sep\|>',
+_CALL, _ARGUMENT = (
+    re.compile(rf"<\|open\|>{name} {given}<\|sep\|>(.*?)<\|close\|>{name}<\|sep\|>", re.DOTALL)
+    for name, given in (("call", r'tool="([^"]+)"[^<]*'), ("argument", r'key="(.*?)" type="(.*?)"'))
 )
 _RESPONSE = "<|open|>think<|sep|>", "<|close|>think<|sep|><|open|>response<|sep|>"
-_KIMI_3 = Format("<|close|>response<|sep|>", "", _CHANNELS, thoughts=_RESPONSE, is_always=True)
+_KIMI_3 = Format("<|close|>response<|sep|>", "", _read_channels, thoughts=_RESPONSE, is_always=True)
 _SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _TOOL_CALL = "<tool_call>", "</tool_call>"
+_HERMES = Format(*_TOOL_CALL, _read_json)
 _FORMATS = (  # by a text in the template, the rarest first
     ("<|end_of_msg|>", _KIMI_3),
     ("<|tool_calls_section_begin|>", Format(*_SECTION, _read_kimi)),
@@ -236,5 +254,5 @@ _FORMATS = (  # by a text in the template, the rarest first
     ("<function=", Format(*_TOOL_CALL, _XML)),  # Qwen3.5, Qwen3-Coder, Nemotron 3, Granite 4.2
     ("<|tool_call|>", Format("<|tool_call|>", "", _read_json)),  # Granite 3
     ("<tool_calls>", Format("<tool_calls>", "</tool_calls>", _read_lines)),  # MiniMax
-    ("<tool_call>", Format(*_TOOL_CALL, _read_json)),  # Hermes: Qwen3-Next, Granite 4, Ling 2
+    ("<tool_call>", _HERMES),  #: Qwen3-Next, Granite 4, Ling 2
 )

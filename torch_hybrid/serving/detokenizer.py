@@ -44,9 +44,10 @@ class Detokenizer:
     """
 
     tokenizer: Tokenizer  # decodes
-    # texts that end the request; ``text`` then ends before the first of them. Special tokens do not
-    # appear in ``text``, but a special token that is a stop text ends the request
+    # texts that end the request; ``text`` then ends before the first of them. A special token that
+    # is a stop text ends the request too
     stop: Sequence[str] = ()
+    hides_special: bool = True  # special tokens do not appear in ``text``
 
     def __post_init__(self) -> None:
         self.text = ""
@@ -154,7 +155,7 @@ class Detokenizer:
         return piece
 
     def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return self.tokenizer.decode(tokens, skip_special_tokens=self.hides_special)
 
 
 def num_alike(one: Sequence[object], other: Sequence[object]) -> int:

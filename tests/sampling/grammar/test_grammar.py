@@ -30,7 +30,7 @@ def _nested() -> list:
         (lambda: th.Grammar.json_schema({"const": _nested()}), ValueError, "nested less"),
         (lambda: th.Grammar.json_object(whitespace=1), TypeError, "whitespace must be True or"),
         (lambda: th.Grammar.regex(None), TypeError, "a grammar must be a text, got None"),
-        (lambda: th.Grammar.regex("a", after=7), TypeError, "after must be the text of a token"),
+        (lambda: th.Grammar.regex("a", after=7), TypeError, "after must be a text or None"),
         (lambda: th.Grammar.regex("a", after=""), ValueError, "or None, got ''"),
         (lambda: th.Grammar.ebnf("é" * (MAX_BYTES // 2 + 1)), ValueError, "may have 262144 bytes"),
         (lambda: th.Grammar.choice("yes"), TypeError, "choice must be a list of texts"),

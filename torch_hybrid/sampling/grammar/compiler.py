@@ -79,7 +79,9 @@ class Compiler:
             self._vocabulary,
             num_prompt=num_prompt,
             end_token_ids=end_token_ids,
-            after=self._border(grammar.after),
+            after=tuple(
+                self._vocabulary.tokenizer.tokenize_str(grammar.after or "", parse_special=True)
+            ),
         )
 
     def _compiled_or_refused(self, grammar: Grammar) -> LLMatcher | str:
@@ -119,15 +121,6 @@ class Compiler:
         if compiled.is_error():
             raise _refusal(grammar, compiled.get_error())
         return compiled
-
-    def _border(self, after: str | None) -> int | None:
-        """Find the token that a grammar begins after."""
-        if after is None:
-            return None
-        tokens = self._vocabulary.tokenizer.tokenize_str(after, parse_special=True)
-        if len(tokens) != 1:
-            raise ValueError(f"after must be the text of one token, got {after!r} of {tokens}")
-        return tokens[0]
 
 
 def _refusal(grammar: Grammar, why: str) -> ValueError:

@@ -22,8 +22,8 @@ class Grammar:
         kind: form of the text.
         text: grammar in that form; JSON for a schema and for choices.
         whitespace: JSON may have whitespace between its parts.
-        after: text of a single token, such as "</think>". The grammar begins after its first
-            occurrence in the output. Tokens before it are free, but none may end the request.
+        after: text, such as "</think>". The grammar begins where its tokens first stand in the
+            output. Tokens before it are free, but none may end the request.
 
     Raises:
         TypeError: a value of a wrong type.
@@ -41,9 +41,9 @@ class Grammar:
         if not isinstance(self.whitespace, bool):
             raise TypeError(f"whitespace must be True or False, got {self.whitespace!r}")
         if self.after is not None and not isinstance(self.after, str):
-            raise TypeError(f"after must be the text of a token or None, got {self.after!r}")
+            raise TypeError(f"after must be a text or None, got {self.after!r}")
         if self.after == "":
-            raise ValueError("after must be the text of a token or None, got ''")
+            raise ValueError("after must be a text or None, got ''")
         size = len(self.text.encode("utf-8", "surrogatepass"))
         if size > MAX_BYTES:
             raise ValueError(f"a grammar may have {MAX_BYTES} bytes, got {size}")

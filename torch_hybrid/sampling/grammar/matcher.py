@@ -41,11 +41,12 @@ class Matcher:
     vocabulary: Vocabulary  # tokens of the engine
     num_prompt: int  # tokens of the prompt, which the grammar does not cover
     end_token_ids: frozenset[int]  # tokens that end the request where the grammar is complete
-    after: int | None  # token that the grammar begins after; None: it begins with the output
+    after: tuple[int, ...]  # tokens that the grammar begins after; none: it begins with the output
 
     def __post_init__(self) -> None:
         self._num_seen = self.num_prompt
-        self._has_begun = self.after is None
+        self._recent: tuple[int, ...] = ()  # tokens, as many as may be the border
+        self._has_begun = not self.after
         self._failed: str | None = None
         self._ends = _bits(self.end_token_ids, self.vocabulary.num_words)
         self._not_complete = ~_bits([self.vocabulary.complete], self.vocabulary.num_words)
@@ -57,7 +58,8 @@ class Matcher:
             if self._has_begun:
                 self.state.consume_token(token)
             else:
-                self._has_begun = token == self.after
+                self._recent = (*self._recent, token)[-len(self.after) :]
+                self._has_begun = self._recent == self.after
         self._num_seen = len(history)
 
     @property
@@ -80,7 +82,12 @@ class Matcher:
         """Count the next tokens that come before the grammar; more than the drafts if all do."""
         if self._has_begun:
             return 0
-        return drafts.index(self.after) + 1 if self.after in drafts else len(drafts) + 1
+        recent = self._recent
+        for n, draft in enumerate(drafts, 1):
+            recent = (*recent, draft)[-len(self.after) :]
+            if recent == self.after:
+                return n
+        return len(drafts) + 1
 
     def finish_rows(self, rows: Tensor, num_free: int) -> None:
         """Let the request end where its grammar is complete, and only there.
