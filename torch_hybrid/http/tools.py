@@ -254,5 +254,5 @@ _FORMATS = (  # by a text in the template, the rarest first
     ("<function=", Format(*_TOOL_CALL, _XML)),  # Qwen3.5, Qwen3-Coder, Nemotron 3, Granite 4.2
     ("<|tool_call|>", Format("<|tool_call|>", "", _read_json)),  # Granite 3
     ("<tool_calls>", Format("<tool_calls>", "</tool_calls>", _read_lines)),  # MiniMax
-    ("<tool_call>", _HERMES),  #: Qwen3-Next, Granite 4, Ling 2
+    ("<tool_call>", _HERMES),  # Qwen3-Next, Granite 4, Ling 2
 )
