@@ -96,7 +96,7 @@ def _attend(
     v, slot_mapping = (None, None) if k is None else (x.v, x.slot_mapping)
     _, _, page_size, num_kv_heads, _ = kv.shape
     group, top_k = num_q_heads // num_kv_heads, x.blocks.shape[1]
-    row_tiles, early = triton.cdiv(group, tiles.block_m), launches_early(q.device)
+    row_tiles = triton.cdiv(group, tiles.block_m)
     bind(_attend_kernel, x, tiles)[(num_tokens, num_kv_heads * row_tiles, tiles.num_splits)](
         kv=kv,
         k=k,
@@ -113,11 +113,9 @@ def _attend(
         BLOCK_K=triton.next_power_of_2(top_k),
         FLOAT32_PRODUCTS=multiplies_float32(q),
         HAS_VALUES=x.v is not None,
-        EARLY=early,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,
-        launch_pdl=early,
     )
 
 

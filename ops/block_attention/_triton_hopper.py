@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from torch_hybrid.ops.block_attention.op import BlockAttention
-from torch_hybrid.ops.triton.devices import launches_early, rows_are_aligned, runs_gluon
+from torch_hybrid.ops.triton.devices import rows_are_aligned, runs_gluon
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.padding import set_padding
 from torch_hybrid.ops.triton.softmax import log2_scale
@@ -43,7 +43,7 @@ def attend_on_hopper(
 
     q = x.q
     num_tokens, num_heads, _ = q.shape
-    top_k, early = x.blocks.shape[1], launches_early(q.device)
+    top_k = x.blocks.shape[1]
     if num_splits == 1:
         set_padding(out, lse[0], x.cu_seqlens)
     bind(hopper_gather_kernel, x)[(num_tokens, triton.cdiv(num_heads, BLOCK_M), num_splits)](
@@ -64,7 +64,5 @@ def attend_on_hopper(
         NUM_SPLITS=num_splits,
         REGISTERS=_REGISTERS,
         COPY_REGISTERS=_COPY_REGISTERS,
-        EARLY=early,
         num_warps=4,
-        launch_pdl=early,
     )

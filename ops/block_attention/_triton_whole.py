@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.block_attention.op import BlockAttention
 from torch_hybrid.ops.triton.attention import attend_to_keys
-from torch_hybrid.ops.triton.devices import launches_early, multiplies_float32
+from torch_hybrid.ops.triton.devices import multiplies_float32
 from torch_hybrid.ops.triton.hopper_attention import HopperTiles, attend_rows
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import num_blocks, tokens_of_block
@@ -51,7 +51,7 @@ def attend_whole(
     planes, _, page_size, num_kv_heads, _ = kv.shape
     num_seqs = page_table.shape[0]
     group = num_q_heads // num_kv_heads
-    tensor_cores, early = q.itemsize == 2, launches_early(q.device)
+    tensor_cores = q.itemsize == 2
     block_q = block_m // group
     bind(_whole_kernel, x)[(num_blocks(num_tokens, num_seqs, block_q), num_kv_heads)](
         kv=kv,
@@ -67,11 +67,9 @@ def attend_whole(
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_KV=64 if tensor_cores else 16,
         FLOAT32_PRODUCTS=multiplies_float32(q),
-        EARLY=early,
         num_warps=8 if tensor_cores else 4,
         num_stages=2,
         enable_fp_fusion=True,
-        launch_pdl=early,
     )
 
 
