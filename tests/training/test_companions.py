@@ -103,21 +103,18 @@ def test_unknown_names_are_reported_beside_those_of_files():
         twin.load_state_dict(state)
 
 
+def arguments(folder: Path, **options: Any) -> tf.TrainingArguments:
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
+    return tf.TrainingArguments(
+        str(folder), learning_rate=1e-2, logging_steps=1, **quiet, **options
+    )
+
+
 def test_trainer_resumes_experts(tmp_path: Path):
     rows = [{"input_ids": list(range(8, 17 + 5 * n))} for n in range(8)]
     losses = []
     for start in (None, str(tmp_path / "checkpoint-2")):
-        args = tf.TrainingArguments(
-            str(tmp_path),
-            max_steps=4,
-            per_device_train_batch_size=2,
-            learning_rate=1e-2,
-            report_to=[],
-            logging_steps=1,
-            save_steps=2,
-            disable_tqdm=True,
-            use_cpu=True,
-        )
+        args = arguments(tmp_path, max_steps=4, per_device_train_batch_size=2, save_steps=2)
         trainer = tf.Trainer(make_twin("qwen3_next"), args, tf.DataCollatorWithFlattening(), rows)
         trainer.remove_callback(tf.trainer_callback.PrinterCallback)
         trainer.train(resume_from_checkpoint=start)
@@ -128,16 +125,11 @@ def test_trainer_resumes_experts(tmp_path: Path):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_trainer_takes_flattened_batches(tmp_path: Path, compiled: bool):
     twin = make_twin()
-    args = tf.TrainingArguments(
-        str(tmp_path),
+    args = arguments(
+        tmp_path,
         max_steps=12,
         per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        report_to=[],
-        logging_steps=1,
         save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
         eval_strategy="steps",
         eval_steps=12,
         torch_compile=compiled,
@@ -247,10 +239,8 @@ def test_adapters_of_all_projections_train_as_those_of_transformers(family: str)
 
 
 ONCE = [(family, False) for family in OURS]
-REENTRANT = [
-    ("qwen3_next_dense", True),
-    ("kimi_k3", True),
-]  # whose layers hand on more than one sum
+# Layers of Kimi-K3 hand on more than one sum.
+REENTRANT = [("qwen3_next_dense", True), ("kimi_k3", True)]
 
 
 @pytest.mark.parametrize(("family", "use_reentrant"), [*ONCE, *REENTRANT])
