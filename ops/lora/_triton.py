@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.lora.op import Lora
+from torch_hybrid.ops.triton.early import follow
+from torch_hybrid.ops.triton.launch import bind
 
-# Rows of a tile, its columns at most, warps.
+# Rows of a tile, its columns at most, warps. With more than _FEW_TOKENS there are programs enough:
+# loads ahead then cost more than they save. A column is summed in the order of ranks either way.
 _INNER = 4, 2048, 4
-_OUTER = 16, 256, 4
-# With more tokens there are programs enough: loads ahead then cost more than they save. A column is
-# summed in the order of ranks either way.
+_OUTER, _OUTER_OF_MANY = (16, 256, 4), (1, 256, 1)
 _FEW_TOKENS = 128
 
 
@@ -26,34 +27,16 @@ def lora(x: Lora) -> Tensor:
     num_tokens, width = x.base.shape
     inner = x.base.new_empty(num_tokens, num_parts, most, dtype=torch.float32)
     block_r, block_i, num_warps = _INNER
-    _lora_inner_kernel[(num_tokens, num_parts, triton.cdiv(most, block_r))](
-        x.x,
-        x.a,
-        x.ranks,
-        x.slots,
-        inner,
-        x.x.stride(0),
-        K=depth,
-        P=num_parts,
-        R=most,
+    bind(_lora_inner_kernel, x)[num_tokens, num_parts, triton.cdiv(most, block_r)](
+        inner=inner,
         BLOCK_R=block_r,
         BLOCK_I=min(triton.next_power_of_2(depth), block_i),
         num_warps=num_warps,
     )
-    block_r, block_o, num_warps = _OUTER
-    block_r = block_r if num_tokens <= _FEW_TOKENS else 1
-    _lora_outer_kernel[(num_tokens, triton.cdiv(width, block_o))](
-        x.base,
-        inner,
-        x.b,
-        x.ranks,
-        x.starts,
-        x.slots,
-        out,
-        x.base.stride(0),
-        N=width,
-        P=num_parts,
-        R=most,
+    block_r, block_o, num_warps = _OUTER if num_tokens <= _FEW_TOKENS else _OUTER_OF_MANY
+    bind(_lora_outer_kernel, x)[num_tokens, triton.cdiv(width, block_o)](
+        inner=inner,
+        out=out,
         BLOCK_R=min(most, block_r),
         BLOCK_O=block_o,
         num_warps=num_warps,
@@ -74,8 +57,10 @@ def _lora_inner_kernel(
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Multiply a row by BLOCK_R rows of its adapter's first factor in a program."""
+    follow(EARLY)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token)
     if slot > 0:
@@ -111,9 +96,12 @@ def _lora_outer_kernel(
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_O: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Add multiples of the rows of a second factor to BLOCK_O columns of a row in a program, one
-    after the other; BLOCK_R of them are loaded at once."""
+    after the other; BLOCK_R of them are loaded at once, columns of other parts too, so that a
+    thread loads several together."""
+    follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * BLOCK_O
     column = begin + tl.arange(0, BLOCK_O)
@@ -132,8 +120,8 @@ def _lora_outer_kernel(
                 for lowest in range(0, rank, BLOCK_R):
                     for offset in tl.static_range(BLOCK_R):
                         r = lowest + offset
-                        mask_b = own & (r < rank)
+                        mask_b = mask & (r < rank)
                         row = tl.load(b + (adapter * R + r) * N + column, mask=mask_b, other=0.0)
                         added = tl.load(p_inner + r, mask=r < rank, other=0.0) * row.to(tl.float32)
-                        acc = tl.where(mask_b, acc + added, acc)
+                        acc = tl.where(own & (r < rank), acc + added, acc)
     tl.store(out + token * N + column, acc.to(out.dtype.element_ty), mask=mask)
