@@ -134,8 +134,6 @@ def _saved(
     numbers: Mapping[int, int],
 ) -> _SavedGraph:
     arguments = graph.arguments
-    if arguments.unknown:
-        raise UnsupportedError(arguments.unknown)
     given: list[str | _Named] = []
     for argument in arguments.given:
         if isinstance(argument, Tensor):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
+from torch.utils import _pytree as pytree
 
 from torch_hybrid.graphs.compiling.clone_check import PoolClone, find_pool_clones
 from torch_hybrid.graphs.compiling.compile_region import compile_region
@@ -241,12 +242,17 @@ class _Tracer:
         )
 
     def __call__(self, inputs: Any, caches: Any) -> Tensor:
-        # Floats of the model (an eps) are constants: as an input, each would be a tensor made at
-        # every step, which no op accepts. Sizes are symbolic from the first trace on, whatever
-        # sizes the process has seen before; equal ones (of the halves) share a symbol. These
-        # settings are those of the whole process.
+        # Of others, torch 2.11 passes the sizes too.
+        pytree.tree_map_only_(Tensor, torch._dynamo.mark_static, caches)
+        # Numbers of the model are constants. As inputs, a float (an eps) would be a tensor made at
+        # every step, which no op accepts, and an integer (of adapted layers) what Dynamo alone
+        # finds. Sizes are symbolic from the first trace on, whatever sizes the process has seen
+        # before; equal ones (of the halves) share a symbol. These settings are those of the whole
+        # process.
         with (
-            torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False),
+            torch._dynamo.config.patch(
+                specialize_float=True, specialize_int=True, automatic_dynamic_shapes=False
+            ),
             torch._inductor.config.patch(_FOR_OTHERS),
         ):
             result: Tensor = self._traced(inputs, caches)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.compiling.compile_region import CompiledRegion
 from torch_hybrid.graphs.passes.values import value_of
 
@@ -38,19 +39,15 @@ class Arguments:
             None for a size that follows from others.
         sizes: paths of the sizes in ``holds``.
         holds: guard expression over ``sizes``; empty if the graph serves all sizes.
-        unknown: why an argument has no path; only Dynamo can call such a graph.
     """
 
     given: tuple[Tensor | str, ...]
     sizes: tuple[str, ...] = ()
     shapes: Mapping[str, tuple[int | str | None, ...]] = field(default_factory=dict)
     holds: str = ""
-    unknown: str = ""
 
     def fit(self, inputs: Any) -> bool:
         """Tell whether the graph may be called on ``inputs``."""
-        if self.unknown:
-            return False
         sizes = {place: _at(place, inputs) for place in self.sizes}
         for place, shape in self.shapes.items():
             for size, wanted in zip(_at(place, inputs).shape, shape, strict=True):
@@ -77,11 +74,13 @@ def arguments_of(graph: Graph, added: Sequence[Tensor]) -> Arguments:
     Args:
         graph: the graph; its last placeholders stand for the tensors ``added``.
         added: tensors of copied layers, which Dynamo does not know.
+
+    Raises:
+        UnsupportedError: an argument is neither a tensor nor part of the step's inputs.
     """
     placeholders = graph.find_nodes(op="placeholder")
     traced = placeholders[: len(placeholders) - len(added)]
     given: list[Tensor | str] = []
-    unknown = ""
     sizes: dict[str, torch.SymInt] = {}
     for node in traced:
         place: str = node.meta["grapharg"].source.name
@@ -93,8 +92,7 @@ def arguments_of(graph: Graph, added: Sequence[Tensor]) -> Arguments:
         elif isinstance(example, Tensor):
             given.append(example)
         else:
-            given.append(place)
-            unknown = f"{place} is no tensor, and no part of the step's inputs"
+            raise UnsupportedError(f"{place} is no tensor, and no part of the step's inputs")
     places = {str(size): place for place, size in sizes.items()}
     shapes = {
         place: tuple(_size(n, places) for n in value_of(node).shape)
@@ -106,7 +104,6 @@ def arguments_of(graph: Graph, added: Sequence[Tensor]) -> Arguments:
         sizes=tuple(sizes),
         shapes=shapes,
         holds=_guards(sizes.values()),
-        unknown=unknown,
     )
 
 
@@ -173,15 +170,20 @@ class CompiledStep:
 
     def __call__(self, inputs: Any, caches: Any) -> Tensor:
         """Run one step; ``inputs`` stay at fixed addresses, and ``caches`` are always the same."""
-        bound = self._bound.get(id(inputs))
-        if bound is None:
-            graph = next((graph for graph in self.graphs if graph.fits(inputs)), None)
-            if graph is None:
-                return self.trace(inputs, caches)
-            bound = self._bound[id(inputs)] = inputs, graph.call, graph.arguments.of(inputs)
-        _, call, arguments = bound
+        if not self.fits(inputs):
+            return self.trace(inputs, caches)
+        _, call, arguments = self._bound[id(inputs)]
         result: Tensor = call(*arguments)[0]
         return result
+
+    def fits(self, inputs: Any) -> bool:
+        """Tell whether one of the graphs may be called; else Dynamo may run the model's code."""
+        if id(inputs) not in self._bound:
+            graph = next((graph for graph in self.graphs if graph.fits(inputs)), None)
+            if graph is None:
+                return False
+            self._bound[id(inputs)] = inputs, graph.call, graph.arguments.of(inputs)
+        return True
 
     def trace(self, inputs: Any, caches: Any) -> Tensor:
         """Run one step through Dynamo, which traces it unless a graph of such inputs exists."""

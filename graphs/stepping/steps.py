@@ -10,7 +10,6 @@ from threading import RLock
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Choice, impls_of
@@ -128,8 +127,6 @@ class Steps:
                     variant: with_own_linears(step, impl) for variant, step in self.of.items()
                 }
             return
-        for tensor in pytree.tree_leaves(self._caches):
-            torch._dynamo.mark_static(tensor)
         small = {id(scales) for scales in cache.scales.values()}
         pool_sizes = {pool.numel() for pool in pools if id(pool) not in small}
         backends = {
@@ -162,13 +159,13 @@ class Steps:
         return _count_graph_breaks() - self._breaks_before
 
     @contextmanager
-    def running(self, variant: Variant) -> Iterator[Callable[[Inputs], Tensor]]:
-        """Hold the model for a variant's step, which is ready, and yield the function that runs it.
+    def running(self, variant: Variant, inputs: Inputs) -> Iterator[Callable[[Inputs], Tensor]]:
+        """Hold the model for a variant's step on ``inputs``, and yield the function that runs it.
 
-        No other thread traces the model meanwhile.
+        The step is ready. No other thread traces the model meanwhile, in the way of ``prepare``.
         """
         step = self.of[variant]
-        runs_model = not isinstance(step, CompiledStep)
+        runs_model = not (isinstance(step, CompiledStep) and step.fits(inputs))
         choices = self._module_choices if runs_model else ()
         adapted = self._adapted if variant.has_adapters else None
         running = self._use.running(self._model, choices, adapted, runs_model=runs_model)

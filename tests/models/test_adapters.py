@@ -16,6 +16,7 @@ from tests.models import fp8_checkpoint
 from tests.models.checkpoint.test_block_fp8 import OPTIONS as FP8_OPTIONS
 from tests.models.oracle import ask, make_texts
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_model
+from torch_hybrid.graphs.compiling.compiled_step import CompiledGraph
 from torch_hybrid.graphs.stepping.adapters import adapter_bytes
 from torch_hybrid.layers.adapter_sites import AdapterKinds
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
@@ -288,14 +289,34 @@ def test_places_are_the_same_in_the_body_of_an_op(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["zamba", "deepseek_v3", "qwen3_next", "inkling"])
 def test_compiled_steps_of_shared_layers_latents_and_experts(family: str, tmp_path: Path) -> None:
+    """Together, and each alone by the same graphs."""
     save_adapter(tmp_path, family, seed=1)
     model = th.adapt(make_tiny(family))
     folders = {"a": tmp_path}
     expected = mixed(make_runner(folders, model), ["a", None])
     with run_as_traced():
         runner = make_runner(folders, model, compile=True)
-        for logits, wanted in zip(mixed(runner, ["a", None]), expected, strict=True):
+        for alone in (False, True):
+            for logits, wanted in zip(
+                mixed(runner, ["a", None], alone=alone), expected, strict=True
+            ):
+                torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    assert runner.report().recompiles == 0
+
+
+def test_a_step_that_is_traced_again_has_its_adapters(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for sizes that no graph fits: Dynamo's own guards refuse a single row."""
+    expected = mixed(make_runner(folders), ["a", "b"], by_token=True)
+    with run_as_traced():
+        runner = make_runner(folders, compile=True)
+        mixed(runner, ["a", "b"], by_token=True)
+        monkeypatch.setattr(CompiledGraph, "fits", lambda self, inputs: False)
+        again = mixed(runner, ["a", "b"], by_token=True, alone=True)
+        for logits, wanted in zip(again, expected, strict=True):
             torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    assert runner.report().recompiles == 1
 
 
 @pytest.mark.parametrize(
