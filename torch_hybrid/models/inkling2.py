@@ -238,7 +238,7 @@ class DecoderLayer(nn.Module):
     ) -> Streams:
         """Run the branches: attention on mixes of the streams, the MLP on one with a message."""
         dtype = present.dtype
-        inputs *= len(self.input_norms) // len(inputs)
+        inputs = inputs * (len(self.input_norms) // len(inputs))
         normed = [norm(x).to(dtype) for norm, x in zip(self.input_norms, inputs, strict=True)]
         attended = self.self_attn(*normed, step=step)
         total = self.post_attention_convolution(attended, step=step).float()

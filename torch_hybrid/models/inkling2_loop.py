@@ -93,7 +93,7 @@ class _LaterPass(DecoderLayer):
         *of_inputs, of_mlp = self.messages(made_before, made_before[..., -1, :])
         *gates, mlp_gate = self.message_gates
         inputs = self.attention_input(known, present)
-        inputs *= len(gates) // len(inputs)
+        inputs = inputs * (len(gates) // len(inputs))
         dtype = present.dtype
         told = tuple(
             gate(x, message, dtype)
