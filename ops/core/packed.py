@@ -30,6 +30,14 @@ class PackedOp(Op):
         initial_state: Tensor | None
         output_final_state: bool  # of a forward alone
 
+        def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> Op:
+            """Give a forward's arguments of the op with a pool.
+
+            Args:
+                pool: to read and write.
+                initial, final: slots that each sequence starts from and leaves its state in.
+            """
+
     @property
     def num_seqs(self) -> int:
         """Number of sequences, empty ones included."""
@@ -75,17 +83,14 @@ class PackedRecurrence(PackedOp):
 
 
 def by_pool(
-    implementations: Mapping[str, Implementation],
-    launcher: str,
-    *,
-    torch_serves: Capability | None = None,
+    implementations: Mapping[str, Implementation], *, torch_serves: Capability | None = None
 ) -> dict[str, Implementation]:
-    """Make implementations of a forward of those of an op with a pool, its launcher's ``by``.
+    """Make implementations of a forward of those of an op with a pool.
 
     ``torch_serves`` is what "torch" can do here, where the op with a pool claims less.
     """
     made = {
-        name: Implementation(capability=each.capability, launcher=launcher, options={"by": each})
+        name: Implementation(capability=each.capability, launcher=run_on_pool, options={"by": each})
         for name, each in implementations.items()
     }
     if torch_serves is not None:
@@ -99,15 +104,10 @@ def empty_results(x: PackedOp) -> tuple[Tensor, Tensor]:
 
 
 @without_autocast
-def run_on_pool(
-    x: PackedOp, run: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Put sequence n into slot n + 1; a state that nobody asks for has no slot.
+def run_on_pool(x: PackedOp, *, by: Implementation) -> tuple[Tensor, Tensor]:
+    """Launch a forward by an implementation of its op with a pool, on a pool of its own.
 
-    Args:
-        x: arguments of the forward.
-        run: takes a pool and, of each sequence, the slots that it starts from and leaves its state
-            in; returns the outputs.
+    Sequence n has slot n + 1; a state that nobody asks for has no slot.
     """
     slots = torch.arange(1, x.num_seqs + 1, dtype=torch.int32, device=x.cu_seqlens.device)
     is_kept = x.output_final_state or x.initial_state is not None
@@ -117,7 +117,8 @@ def run_on_pool(
     else:
         pool[0].zero_()
         pool[1:].copy_(x.initial_state)
-    out = run(pool, null if x.initial_state is None else slots, slots if is_kept else null)
+    initial, final = null if x.initial_state is None else slots, slots if is_kept else null
+    out: Tensor = by.load()(x.on_pool(pool, initial, final))
     return out, pool[1:].clone() if x.output_final_state else x.states(0)
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS, MAX_WIDTH, MIN_WIDTH
+from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS, MAX_WIDTH, MIN_WIDTH, CausalConv1d
 from torch_hybrid.ops.conv_step import check_activation
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import (
@@ -29,7 +29,7 @@ from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradi
 from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton
 
 _FOLDER = "torch_hybrid.ops.causal_conv1d.training"
-FORWARD = by_pool(IMPLEMENTATIONS, f"{_FOLDER}._pool:causal_conv1d_forward")
+FORWARD = by_pool(IMPLEMENTATIONS)
 BACKWARD: dict[str, Implementation] = {
     "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:causal_conv1d_backward", checks_indices=False),
     "triton": in_triton(f"{_FOLDER}._triton:causal_conv1d_backward"),
@@ -88,6 +88,11 @@ class CausalConv1dForward(TrainedConv1d):
     """
 
     output_final_state: bool = field(kw_only=True)
+
+    def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> CausalConv1d:
+        """Give the arguments of the op with a pool."""
+        given = (self.x, self.weight, self.bias, pool, self.cu_seqlens, initial, final)
+        return CausalConv1d(*given, activation=self.activation, impl=self.impl)
 
 
 @dataclass(slots=True, repr=False, eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from torch_hybrid.ops.core.registration import check_groups, check_shapes
 from torch_hybrid.ops.delta_rule.op import (
     GATED_IMPLEMENTATIONS,
     KIMI_IMPLEMENTATIONS,
+    DeltaRule,
+    GatedDeltaRule,
+    KimiDeltaAttention,
 )
 from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
 from torch_hybrid.ops.triton.devices import triton_missing
@@ -39,18 +42,18 @@ _FOLDER = "torch_hybrid.ops.delta_rule.training"
 _TORCH = in_torch(f"{_FOLDER}._torch:delta_rule_backward", dtypes=FLOATS_AND_FLOAT64)
 
 
-def _by_chunks(known: Mapping[str, Implementation], launcher: str) -> dict[str, Implementation]:
+def _by_chunks(known: Mapping[str, Implementation]) -> dict[str, Implementation]:
     """Make the forward's implementations of those of the chunk form.
 
     Beside bfloat16, states rounded to float16 add nothing to the error of gradients.
     """
     names = ("cpp", "triton_rounded", "triton", "torch")
     chunk_forms = {name: known[f"{CHUNK}_{name}"] for name in names}
-    return by_pool(chunk_forms, f"{_FOLDER}._pool:{launcher}", torch_serves=_TORCH.capability)
+    return by_pool(chunk_forms, torch_serves=_TORCH.capability)
 
 
-GATED_FORWARD = _by_chunks(GATED_IMPLEMENTATIONS, "gated_delta_rule_forward")
-KIMI_FORWARD = _by_chunks(KIMI_IMPLEMENTATIONS, "kimi_delta_attention_forward")
+GATED_FORWARD = _by_chunks(GATED_IMPLEMENTATIONS)
+KIMI_FORWARD = _by_chunks(KIMI_IMPLEMENTATIONS)
 
 
 def _gated_backward_missing() -> str | None:
@@ -95,7 +98,26 @@ class TrainedDeltaRule(PackedRecurrence):
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class GatedDeltaRuleForward(TrainedDeltaRule):
+class DeltaRuleForward(TrainedDeltaRule):
+    """Arguments that the forwards of both rules have.
+
+    Attributes:
+        pooled: arguments of the rule's op with a pool.
+    """
+
+    pooled: ClassVar[type[DeltaRule]]
+
+    output_final_state: bool = field(kw_only=True)
+
+    def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> DeltaRule:
+        """Give the arguments of the op with a pool."""
+        given = (self.q, self.k, self.v, self.g, self.beta, pool, self.cu_seqlens, initial, final)
+        options = {"scale": self.scale, "qk_l2norm": self.qk_l2norm}
+        return self.pooled(*given, **options, impl=f"{CHUNK}_{self.impl}")
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class GatedDeltaRuleForward(DeltaRuleForward):
     """Gated delta rule by chunks, without pools; ``torch_hybrid.functional`` states it.
 
     Args:
@@ -112,20 +134,22 @@ class GatedDeltaRuleForward(TrainedDeltaRule):
         [T, HV, V] outputs in v's dtype, and final states like initial ones, or [0, HV, V, K].
     """
 
+    pooled: ClassVar[type[DeltaRule]] = GatedDeltaRule
+
     g: Annotated[Tensor, Rows("HV", dtype="work")]
-    output_final_state: bool = field(kw_only=True)
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class KimiDeltaAttentionForward(TrainedDeltaRule):
+class KimiDeltaAttentionForward(DeltaRuleForward):
     """Kimi delta attention by chunks, without pools; ``torch_hybrid.functional`` states it.
 
     Arguments and results are those of :func:`gated_delta_rule_forward`, but for g [T, H, K] and
     as many heads of values as of keys; ``impl`` is a name in KIMI_FORWARD.
     """
 
+    pooled: ClassVar[type[DeltaRule]] = KimiDeltaAttention
+
     g: Annotated[Tensor, Rows("HV", "K", dtype="work")]
-    output_final_state: bool = field(kw_only=True)
 
     def check(self) -> None:
         """Raise ValueError unless there are as many heads of values as of keys."""

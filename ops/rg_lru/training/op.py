@@ -17,7 +17,7 @@ from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
 from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
 from torch_hybrid.ops.implementations import cut, in_cpp, in_torch, in_triton
-from torch_hybrid.ops.rg_lru.op import IMPLEMENTATIONS, check_gates
+from torch_hybrid.ops.rg_lru.op import IMPLEMENTATIONS, RgLru, check_gates
 
 # Largest derivative of a square root that the published models train with.
 MAX_SQRT_GRADIENT = 1000.0
@@ -28,8 +28,7 @@ FORWARD = by_pool(
         "cpp": IMPLEMENTATIONS["cpp"],
         "triton": cut(IMPLEMENTATIONS["triton"]),
         "torch": IMPLEMENTATIONS["torch"],
-    },
-    f"{_FOLDER}._pool:rg_lru_forward",
+    }
 )
 BACKWARD: dict[str, Implementation] = {
     "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:rg_lru_backward"),
@@ -80,6 +79,11 @@ class RgLruForward(TrainedRgLru):
     """
 
     output_final_state: bool = field(kw_only=True)
+
+    def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> RgLru:
+        """Give the arguments of the op with a pool."""
+        given = (self.x, self.gates, self.log_a, pool, self.cu_seqlens, initial, final)
+        return RgLru(*given, impl=self.impl)
 
 
 @dataclass(slots=True, repr=False, eq=False)

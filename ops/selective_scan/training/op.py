@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
@@ -18,7 +19,7 @@ from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradi
 from torch_hybrid.ops.core.recurrence import CHUNK
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
-from torch_hybrid.ops.selective_scan.op import IMPLEMENTATIONS
+from torch_hybrid.ops.selective_scan.op import IMPLEMENTATIONS, SelectiveScan
 
 _FOLDER = "torch_hybrid.ops.selective_scan.training"
 BACKWARD: dict[str, Implementation] = {
@@ -38,7 +39,6 @@ FORWARD = by_pool(
         "triton": replace(_TRITON, options={**_TRITON.options, "fewest_segments": 1}),
         "torch": IMPLEMENTATIONS[f"{CHUNK}_torch"],
     },
-    f"{_FOLDER}._pool:selective_scan_forward",
     torch_serves=BACKWARD["torch"].capability,
 )
 
@@ -93,6 +93,14 @@ class SelectiveScanForward(TrainedScan):
     """
 
     output_final_state: bool = field(kw_only=True)
+
+    def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> SelectiveScan:
+        """Give the arguments of the op with a pool."""
+        D = torch.zeros_like(self.A[:, 0]) if self.D is None else self.D
+        rows = (self.x, self.dt, self.B, self.C, self.z)
+        slots = (self.cu_seqlens, initial, final)
+        options = {"dt_bias": self.dt_bias, "impl": f"{CHUNK}_{self.impl}"}
+        return SelectiveScan(*rows, (-self.A).log(), D, pool, *slots, **options)
 
 
 @dataclass(slots=True, repr=False, eq=False)

@@ -20,7 +20,7 @@ from torch_hybrid.ops.core.packed import PackedRecurrence, by_pool, empty_result
 from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
-from torch_hybrid.ops.ssd.op import IMPLEMENTATIONS
+from torch_hybrid.ops.ssd.op import IMPLEMENTATIONS, Ssd
 
 _FOLDER = "torch_hybrid.ops.ssd.training"
 BACKWARD: dict[str, Implementation] = {
@@ -36,7 +36,6 @@ FORWARD = by_pool(
         "triton": IMPLEMENTATIONS[f"{CHUNK}_triton"],
         "torch": IMPLEMENTATIONS[f"{CHUNK}_torch"],
     },
-    f"{_FOLDER}._pool:ssd_forward",
     torch_serves=BACKWARD["torch"].capability,
 )
 
@@ -80,6 +79,11 @@ class SsdForward(TrainedSsd):
     """
 
     output_final_state: bool = field(kw_only=True)
+
+    def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> Ssd:
+        """Give the arguments of the op with a pool."""
+        given = (self.q, self.k, self.v, self.g, self.dt, self.D, pool, self.cu_seqlens)
+        return Ssd(*given, initial, final, scale=self.scale, impl=f"{CHUNK}_{self.impl}")
 
 
 @dataclass(slots=True, repr=False, eq=False)

@@ -17,7 +17,7 @@ from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
 from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
 from torch_hybrid.ops.implementations import cut, in_cpp, in_torch, in_triton
-from torch_hybrid.ops.wkv.op import IMPLEMENTATIONS
+from torch_hybrid.ops.wkv.op import IMPLEMENTATIONS, NOTHING, Wkv
 
 _FOLDER = "torch_hybrid.ops.wkv.training"
 FORWARD = by_pool(
@@ -25,8 +25,7 @@ FORWARD = by_pool(
         "cpp": IMPLEMENTATIONS["cpp"],
         "triton": cut(IMPLEMENTATIONS["triton"]),
         "torch": IMPLEMENTATIONS["torch"],
-    },
-    f"{_FOLDER}._pool:wkv_forward",
+    }
 )
 BACKWARD: dict[str, Implementation] = {
     "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:wkv_backward"),
@@ -74,6 +73,13 @@ class WkvForward(TrainedWkv):
     """
 
     output_final_state: bool = field(kw_only=True)
+
+    def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> Wkv:
+        """Give the arguments of the op with a pool."""
+        if self.initial_state is None:  # empty sequences leave nothing
+            pool[:, 2] = NOTHING
+        given = (self.k, self.v, self.log_decay, self.bonus, pool)
+        return Wkv(*given, self.cu_seqlens, initial, final, impl=self.impl)
 
 
 @dataclass(slots=True, repr=False, eq=False)
