@@ -124,7 +124,7 @@ class Drafts(Inputs):
             width = width or 2 * drawn.state.shape[1] * drawn.state.shape[2]
             records = torch.randn(len(drawn.state), MOST_DRAFTS, width).to(dtype)
             accepted = torch.full((num_seqs,), num_accepted, dtype=torch.int32)
-        pools = {name: pool.nan_to_num() for name, pool in drawn.pools().items()}
+        pools = {name: pool.nan_to_num() for name, pool in drawn.held().items()}
         tensors = {name: x for name, x in (rows | pools).items() if x is not None}
         moved = {name: x.to(device) for name, x in tensors.items()}
         moved["initial_indices"] = moved["state_indices"]

@@ -95,7 +95,7 @@ class VerifyContract:
         given = history.given(ROUNDS[1][0])
         calls = {}
         for kind in ("actual", "own", "exact"):
-            own = replace(given, **{n: pool.clone() for n, pool in inputs.pools().items()})
+            own = replace(given, **{n: pool.clone() for n, pool in inputs.held().items()})
             kept = records.clone()
             run: Callable[..., Tensor] = self.by_reference_of
             if kind == "exact":
@@ -115,7 +115,7 @@ class VerifyContract:
             is_record = ~kept_own.isnan()
             assert torch.equal(~kept.isnan(), is_record)
             assert_within_budget(kept[is_record], kept_exact[is_record], kept_own[is_record])
-        if "conv_state" in left.pools():
+        if "conv_state" in left.held():
             assert torch.equal(left.conv_state[slots], left_own.conv_state[slots])
 
     @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ class VerifyContract:
             self.run_of(host_impl)(
                 given, history.records, torch.tensor(accepted, dtype=torch.int32)
             )
-        for name, pool in given.pools().items():
-            torch.testing.assert_close(pool, before.pools()[name], equal_nan=True)
+        for name, pool in given.held().items():
+            torch.testing.assert_close(pool, before.held()[name], equal_nan=True)
 
     def test_records_go_with_counts(self):
         history = History(self, self.family.cases["mixed"], torch.float32, "torch")
@@ -192,7 +192,7 @@ class History:
         family = contract.family
         supply = replace(case, lengths=(1,) * 64, num_padding_tokens=0)
         self.supply = on_device(family.make_inputs(supply, dtype), device)
-        pools = {n: pool[:6].nan_to_num() for n, pool in self.supply.pools().items()}
+        pools = {n: pool[:6].nan_to_num() for n, pool in self.supply.held().items()}
         self.inputs = self.supply.changed(**pools).copy()
         self.plain = self.inputs.copy()
         self.records = contract.empty_records(self.inputs)
@@ -221,8 +221,8 @@ class History:
             self.advance(lengths, right)
         self.flush()
         assert self.outputs_differ_by == 0
-        for name, pool in self.inputs.pools().items():
-            assert torch.equal(pool, self.plain.pools()[name]), name
+        for name, pool in self.inputs.held().items():
+            assert torch.equal(pool, self.plain.held()[name]), name
 
     def advance(self, lengths: Sequence[int], right: Sequence[int]) -> None:
         """One step, and by plain decoding the tokens of it that turn out right."""

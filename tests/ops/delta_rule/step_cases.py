@@ -6,14 +6,15 @@ heads, K and V head dims, S slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from tests.ops import step_family
 from tests.ops.pages import in_slots
+from torch_hybrid.ops.delta_rule.op_step_gated import GatedDeltaStep
+from torch_hybrid.ops.delta_rule.op_step_kimi import KimiDeltaStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,35 +34,23 @@ class Case:
     options: tuple[tuple[str, float | None], ...] = ()  # those of one rule alone
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs(step_family.Inputs):
-    """The tensors of a call, in the op's order, and its options."""
+@dataclass(slots=True, kw_only=True)
+class GatedInputs(step_family.Inputs, GatedDeltaStep):
+    """Arguments of a call of the gated delta rule's step."""
 
-    OPTIONS = ("activation", "scale", "norm_eps", "rule")
-    PER_TOKEN = ("qkv", "z", "b", "a")
-
-    qkv: Tensor  # [T, C]
-    z: Tensor  # [T, HV V]
-    b: Tensor  # [T, HV]
-    a: Tensor  # [T, HV], or [T, HV K] where channels decay on their own
-    conv_weight: Tensor  # [C, W]
-    conv_bias: Tensor | None  # [C]
-    A_log: Tensor  # [HV]
-    dt_bias: Tensor  # [HV], or [HV, K] where channels decay on their own
-    norm_weight: Tensor  # [V]
-    conv_state: Tensor  # [S, W - 1, C]
-    state: Tensor  # [S, HV, V, K]
-    cu_seqlens: Tensor  # [N + 1]
-    initial_indices: Tensor  # [N]
-    state_indices: Tensor  # [N]
-    activation: str = "silu"
-    scale: float = 1.0
     norm_eps: float = 1e-6
-    rule: dict[str, float | None] = field(default_factory=dict)
+    impl: str = ""
 
-    def options(self) -> dict[str, object]:
-        shared = {name: getattr(self, name) for name in ("activation", "scale", "norm_eps")}
-        return {**shared, **self.rule}
+
+@dataclass(slots=True, kw_only=True)
+class KimiInputs(step_family.Inputs, KimiDeltaStep):
+    """Arguments of a call of Kimi delta attention's step."""
+
+    norm_eps: float = 1e-6
+    impl: str = ""
+
+
+Inputs = GatedInputs | KimiInputs
 
 
 def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, by_channel: bool) -> Inputs:
@@ -82,7 +71,7 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, by_channel: bool
     conv_state = randn(num_slots, case.width - 1, channels).to(dtype)
     slots = in_slots(case.lengths, rng, state, conv_state)
     of_gates = torch.float32 if case.wide else dtype
-    return Inputs(
+    return (KimiInputs if by_channel else GatedInputs)(
         qkv=qkv,
         z=z,
         b=b,
@@ -97,5 +86,5 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, by_channel: bool
         **slots,
         activation=case.activation,
         scale=case.k_dim**-0.5,
-        rule=dict(case.options),
+        **dict(case.options),
     )

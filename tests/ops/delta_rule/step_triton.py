@@ -44,7 +44,7 @@ def record_launches(
     with launches_on(target) as launches:
         family.implementations[impl].load()(given)
         if opens:
-            nothing = {name: getattr(given, name)[:0] for name in inputs.PER_TOKEN}
+            nothing = {name: getattr(given, name)[:0] for name in inputs.per_token}
             family.implementations[impl].load()(replace(given, **nothing))
     return launches
 

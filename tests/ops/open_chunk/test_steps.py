@@ -45,7 +45,7 @@ def steps(family: Family, case: Any, dtype: torch.dtype) -> Iterator[dict[str, A
         inputs = family.make_inputs(replace(case, lengths=lengths), dtype, seed=step)
         initial = [start if count else 0 for start, count in zip(starts, seen, strict=True)]
         yield {
-            **{name: getattr(inputs, name) for name in (*inputs.PER_TOKEN, "cu_seqlens")},
+            **{name: getattr(inputs, name) for name in (*inputs.per_token, "cu_seqlens")},
             "initial_indices": torch.tensor(initial, dtype=torch.int32),
             "state_indices": torch.tensor(slots, dtype=torch.int32),
         }
@@ -55,7 +55,7 @@ def with_slots(inputs: Inputs) -> Any:
     """The inputs with pools of NaN: nobody has a state."""
     pools = {
         name: pool.new_full((SLOTS, *pool.shape[1:]), torch.nan)
-        for name, pool in inputs.pools().items()
+        for name, pool in inputs.held().items()
     }
     return inputs.changed(**pools)
 
@@ -92,10 +92,10 @@ def play(family: Family, case: Any, dtype: torch.dtype, device: str = "cpu") -> 
         assert mine <= 2 * max(others) + torch.finfo(dtype).eps
     if family in STATELESS:
         assert torch.equal(own.state[live], storing.state[live])
-    for name in own.pools().keys() - {"state"}:
+    for name in own.held().keys() - {"state"}:
         assert torch.equal(getattr(own, name)[live], getattr(rounded, name)[live])
     nobodys = [0, 4, 6, 7]
-    for pool in (chunk.cpu(), *own.pools().values()):
+    for pool in (chunk.cpu(), *own.held().values()):
         assert pool[nobodys].isnan().all()
 
 
@@ -135,7 +135,7 @@ def test_plays(family: Family, name: str):
 def test_opcheck(family: Family):
     """The schema names all that a step changes, and the fake is as its results."""
     inputs = family.mixed()
-    given = inputs.changed(**{name: pool.nan_to_num() for name, pool in inputs.pools().items()})
+    given = inputs.changed(**{name: pool.nan_to_num() for name, pool in inputs.held().items()})
     options = given.options() | {"chunk": family.chunk_of(given, fill=0.0), "impl": "triton"}
     op = getattr(torch.ops.torch_hybrid, family.op.__name__).default
     torch.library.opcheck(op, given.args(), options)

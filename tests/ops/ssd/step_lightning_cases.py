@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from tests.ops import step_family
 from tests.ops.pages import in_slots
 from torch_hybrid.layers.lightning_attention import alibi_slopes
+from torch_hybrid.ops.ssd.op_step_lightning import LightningStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,29 +32,12 @@ class Case:
     wide: bool = False  # weights of norms in float32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs(step_family.Inputs):
-    """The tensors of a call, in the op's order, and its options."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(step_family.Inputs, LightningStep):
+    """Arguments of a call."""
 
-    OPTIONS = ("activation", "scale", "norm_groups", "norm_eps")
-    PER_TOKEN = ("qkv", "gate", "cos", "sin")
-
-    qkv: Tensor  # [T, 3 H D]
-    gate: Tensor | None  # [T, H D]
-    q_norm_weight: Tensor | None  # [D]
-    k_norm_weight: Tensor | None  # [D]
-    cos: Tensor | None  # [T, R / 2]
-    sin: Tensor | None  # [T, R / 2]
-    slopes: Tensor  # [H]
-    norm_weight: Tensor | None  # [H D]
-    state: Tensor  # [S, H, D, D]
-    cu_seqlens: Tensor  # [N + 1]
-    initial_indices: Tensor  # [N]
-    state_indices: Tensor  # [N]
-    activation: str
-    scale: float
-    norm_groups: int
     norm_eps: float = 1e-5
+    impl: str = ""
 
     @property
     def out_dtype(self) -> torch.dtype:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from tests.ops import step_family
 from tests.ops.pages import in_slots
+from torch_hybrid.ops.ssd.op_step_mamba2 import SsdStep
 
 GATES = ("before_norm", "after_norm", "no_norm", "none")
 
@@ -38,33 +38,12 @@ class Case:
     wide: bool = False  # parameters of the heads and of the norm in float32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs(step_family.Inputs):
-    """The tensors of a call, in the op's order, and its options."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(step_family.Inputs, SsdStep):
+    """Arguments of a call."""
 
-    OPTIONS = ("activation", "dt_min", "dt_max", "norm_before_gate", "norm_groups", "norm_eps")
-    PER_TOKEN = ("xBC", "z", "dt")
-
-    xBC: Tensor  # [T, C]
-    z: Tensor | None  # [T, H V]
-    dt: Tensor  # [T, H]
-    conv_weight: Tensor  # [C, W]
-    conv_bias: Tensor | None  # [C]
-    A_log: Tensor  # [H]
-    dt_bias: Tensor  # [H]
-    D: Tensor  # [H]
-    norm_weight: Tensor | None  # [H V]
-    conv_state: Tensor  # [S, W - 1, C]
-    state: Tensor  # [S, H, V, K]
-    cu_seqlens: Tensor  # [N + 1]
-    initial_indices: Tensor  # [N]
-    state_indices: Tensor  # [N]
-    activation: str
-    dt_min: float
-    dt_max: float
-    norm_before_gate: bool
-    norm_groups: int
     norm_eps: float = 1e-5
+    impl: str = ""
 
 
 CASES = {
