@@ -7,7 +7,7 @@ are larger than all other tensors of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, ClassVar
@@ -16,16 +16,8 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import (
-    Cpp,
-    Dense,
-    Index,
-    Rows,
-    define,
-    pair_made,
-    several_made,
-)
-from torch_hybrid.ops.core.packed import PackedRecurrence, by_pool, empty_results, gradients
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows
+from torch_hybrid.ops.core.packed import PackedRecurrence, by_pool, define_pair
 from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.core.registration import check_groups, check_shapes
 from torch_hybrid.ops.delta_rule.op import (
@@ -112,8 +104,8 @@ class DeltaRuleForward(TrainedDeltaRule):
     def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> DeltaRule:
         """Give the arguments of the op with a pool."""
         given = (self.q, self.k, self.v, self.g, self.beta, pool, self.cu_seqlens, initial, final)
-        options = {"scale": self.scale, "qk_l2norm": self.qk_l2norm}
-        return self.pooled(*given, **options, impl=f"{CHUNK}_{self.impl}")
+        impl = f"{CHUNK}_{self.impl}"
+        return self.pooled(*given, scale=self.scale, qk_l2norm=self.qk_l2norm, impl=impl)
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -188,16 +180,6 @@ class KimiDeltaAttentionBackward(TrainedDeltaRule):
     dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "HV", "V", "K", dtype="work")]
 
 
-def empty_gradients(x: TrainedDeltaRule) -> tuple[Tensor, ...]:
-    """Make the tensors that a backward returns."""
-    states = x.states(0) if x.initial_state is None else x.initial_state
-    return tuple(each.new_empty(each.shape) for each in (x.q, x.k, x.v, x.g, x.beta, states))
-
-
-def _head_dims(saved: Sequence[Tensor]) -> dict[str, int]:
-    return {"head_k_dim": saved[1].shape[2], "head_v_dim": saved[2].shape[2]}
-
-
 _CPP = Cpp(
     "num_offsets-1=num_seqs H=num_k_heads HV=num_v_heads K=k_dim V=v_dim",
     {
@@ -206,35 +188,21 @@ _CPP = Cpp(
     },
 )
 _LIMITED = {"head_k_dim": "K", "head_v_dim": "V"}
-gated_delta_rule_backward = define(
-    GatedDeltaRuleBackward,
-    GATED_BACKWARD,
-    returns=several_made(6, empty_gradients),
-    cpp=_CPP,
-    limited=_LIMITED,
-    flops="16 * T * HV * V * K",
-)
-gated_delta_rule_forward = define(
+gated_delta_rule_forward, gated_delta_rule_backward = define_pair(
     GatedDeltaRuleForward,
     GATED_FORWARD,
-    returns=pair_made(empty_results),
-    limited=_LIMITED,
-    backward=partial(gradients, gated_delta_rule_backward, 2, _head_dims),
-    flops="6 * T * HV * V * K",
-)
-kimi_delta_attention_backward = define(
-    KimiDeltaAttentionBackward,
-    KIMI_BACKWARD,
-    returns=several_made(6, empty_gradients),
+    GatedDeltaRuleBackward,
+    GATED_BACKWARD,
     cpp=_CPP,
     limited=_LIMITED,
-    flops="16 * T * HV * V * K",
+    flops=("6 * T * HV * V * K", "16 * T * HV * V * K"),
 )
-kimi_delta_attention_forward = define(
+kimi_delta_attention_forward, kimi_delta_attention_backward = define_pair(
     KimiDeltaAttentionForward,
     KIMI_FORWARD,
-    returns=pair_made(empty_results),
+    KimiDeltaAttentionBackward,
+    KIMI_BACKWARD,
+    cpp=_CPP,
     limited=_LIMITED,
-    backward=partial(gradients, kimi_delta_attention_backward, 2, _head_dims),
-    flops="6 * T * HV * V * K",
+    flops=("6 * T * HV * V * K", "16 * T * HV * V * K"),
 )

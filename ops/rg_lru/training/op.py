@@ -7,15 +7,14 @@ which is given what the forward was given, and recomputes the states.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
-from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows
+from torch_hybrid.ops.core.packed import PackedOp, by_pool, define_pair
 from torch_hybrid.ops.implementations import cut, in_cpp, in_torch, in_triton
 from torch_hybrid.ops.rg_lru.op import IMPLEMENTATIONS, RgLru, check_gates
 
@@ -46,11 +45,6 @@ class TrainedRgLru(PackedOp):
     log_a: Annotated[Tensor, Dense("C", dtype="work")]
     cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
     initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "C", dtype="work")]
-
-    @property
-    def rows(self) -> Tensor:
-        """Tensor that the outputs have shape and dtype of."""
-        return self.x
 
     def states(self, num_states: int) -> Tensor:
         """Allocate so many states [C]."""
@@ -105,24 +99,13 @@ class RgLruBackward(TrainedRgLru):
     dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "C", dtype="work")]
 
 
-def empty_gradients(x: TrainedRgLru) -> tuple[Tensor, ...]:
-    """Make the tensors that the backward returns."""
-    rows = (each.new_empty(each.shape) for each in (x.x, x.gates, x.log_a))
-    return *rows, x.states(0 if x.initial_state is None else x.num_seqs)
-
-
-rg_lru_backward = define(
+rg_lru_forward, rg_lru_backward = define_pair(
+    RgLruForward,
+    FORWARD,
     RgLruBackward,
     BACKWARD,
-    returns=several_made(4, empty_gradients),
     cpp=Cpp(
         "num_offsets-1=num_seqs H=num_heads G//2=head_dim",
         {"max_sqrt_gradient": str(MAX_SQRT_GRADIENT)},
     ),
-)
-rg_lru_forward = define(
-    RgLruForward,
-    FORWARD,
-    returns=pair_made(empty_results),
-    backward=partial(gradients, rg_lru_backward, 0, lambda saved: {}),
 )

@@ -7,15 +7,14 @@ backward is an op of its own, which is given what the forward was given: states 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
-from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows
+from torch_hybrid.ops.core.packed import PackedOp, by_pool, define_pair
 from torch_hybrid.ops.core.recurrence import CHUNK
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
@@ -58,11 +57,6 @@ class TrainedScan(PackedOp):
     cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
     initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "E", "M", dtype="work")]
 
-    @property
-    def rows(self) -> Tensor:
-        """Tensor that the outputs have shape and dtype of."""
-        return self.x
-
     def states(self, num_states: int) -> Tensor:
         """Allocate so many states [E, M]."""
         return self.A.new_empty(num_states, *self.A.shape)
@@ -98,9 +92,9 @@ class SelectiveScanForward(TrainedScan):
         """Give the arguments of the op with a pool."""
         D = torch.zeros_like(self.A[:, 0]) if self.D is None else self.D
         rows = (self.x, self.dt, self.B, self.C, self.z)
-        slots = (self.cu_seqlens, initial, final)
-        options = {"dt_bias": self.dt_bias, "impl": f"{CHUNK}_{self.impl}"}
-        return SelectiveScan(*rows, (-self.A).log(), D, pool, *slots, **options)
+        slots, impl = (self.cu_seqlens, initial, final), f"{CHUNK}_{self.impl}"
+        weights = ((-self.A).log(), D)
+        return SelectiveScan(*rows, *weights, pool, *slots, dt_bias=self.dt_bias, impl=impl)
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -122,31 +116,12 @@ class SelectiveScanBackward(TrainedScan):
     dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "E", "M", dtype="work")]
 
 
-def empty_gradients(x: TrainedScan) -> tuple[Tensor, ...]:
-    """Make the tensors that the backward returns."""
-    num_tokens, channels = x.x.shape
-    D, bias = (x.A.new_empty(0 if each is None else channels) for each in (x.D, x.dt_bias))
-    z = x.x.new_empty(0 if x.z is None else num_tokens, channels)
-    states = x.states(0 if x.initial_state is None else x.num_seqs)
-    dx, ddt, dA, dB, dC = (each.new_empty(each.shape) for each in (x.x, x.dt, x.A, x.B, x.C))
-    return dx, ddt, dA, dB, dC, D, z, bias, states
-
-
-selective_scan_backward = define(
-    SelectiveScanBackward,
-    BACKWARD,
-    returns=several_made(9, empty_gradients),
-    limited={"state_dim": "M"},
-    flops="12 * T * E * M",
-    cpp=Cpp("num_offsets-1=num_seqs E=channels G=num_groups M=state_dim"),
-)
-selective_scan_forward = define(
+selective_scan_forward, selective_scan_backward = define_pair(
     SelectiveScanForward,
     FORWARD,
-    returns=pair_made(empty_results),
+    SelectiveScanBackward,
+    BACKWARD,
+    cpp=Cpp("num_offsets-1=num_seqs E=channels G=num_groups M=state_dim"),
     limited={"state_dim": "M"},
-    backward=partial(
-        gradients, selective_scan_backward, 0, lambda saved: {"state_dim": saved[2].shape[1]}
-    ),
-    flops="4 * T * E * M",
+    flops=("4 * T * E * M", "12 * T * E * M"),
 )

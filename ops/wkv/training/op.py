@@ -7,15 +7,14 @@ which is given what the forward was given, and recomputes the states.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
-from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows
+from torch_hybrid.ops.core.packed import PackedOp, by_pool, define_pair
 from torch_hybrid.ops.implementations import cut, in_cpp, in_torch, in_triton
 from torch_hybrid.ops.wkv.op import IMPLEMENTATIONS, NOTHING, Wkv
 
@@ -44,11 +43,6 @@ class TrainedWkv(PackedOp):
     bonus: Annotated[Tensor, Dense("C", dtype="work")]
     cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
     initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "3", "C", dtype="work")]
-
-    @property
-    def rows(self) -> Tensor:
-        """Tensor that the outputs have shape and dtype of."""
-        return self.k
 
     def states(self, num_states: int) -> Tensor:
         """Allocate so many states [3, C]."""
@@ -101,22 +95,10 @@ class WkvBackward(TrainedWkv):
     dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "3", "C", dtype="work")]
 
 
-def empty_gradients(x: TrainedWkv) -> tuple[Tensor, ...]:
-    """Make the tensors that the backward returns."""
-    given = (x.k, x.v, x.log_decay, x.bonus)
-    states = x.states(0 if x.initial_state is None else x.num_seqs)
-    return *(each.new_empty(each.shape) for each in given), states
-
-
-wkv_backward = define(
-    WkvBackward,
-    BACKWARD,
-    returns=several_made(5, empty_gradients),
-    cpp=Cpp("num_offsets-1=num_seqs C=num_channels"),
-)
-wkv_forward = define(
+wkv_forward, wkv_backward = define_pair(
     WkvForward,
     FORWARD,
-    returns=pair_made(empty_results),
-    backward=partial(gradients, wkv_backward, 0, lambda saved: {}),
+    WkvBackward,
+    BACKWARD,
+    cpp=Cpp("num_offsets-1=num_seqs C=num_channels"),
 )
