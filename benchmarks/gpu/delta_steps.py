@@ -15,8 +15,8 @@ from benchmarks.gpu.delta_rules import KIMI_LINEAR, QWEN3_NEXT
 from benchmarks.gpu.open_chunks import open_chunks
 from tests.ops.delta_rule.step_cases import GatedInputs, KimiInputs
 from tests.ops.delta_rule.step_family import Family
-from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
-from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
+from tests.ops.delta_rule.step_gated_cases import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_cases import FAMILY as KIMI
 from torch_hybrid.ops.open_chunk import OpenStep
 
 WIDTH = 4  # of the convolution

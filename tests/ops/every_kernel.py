@@ -36,8 +36,8 @@ from tests.ops.delta_rule import step_gated_cases as gdn_step
 from tests.ops.delta_rule import step_kimi_cases as kda_step
 from tests.ops.delta_rule.backward import make_backward
 from tests.ops.delta_rule.cases import Case as DeltaCase
-from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
-from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
+from tests.ops.delta_rule.step_gated_cases import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_cases import FAMILY as KIMI
 from tests.ops.fused_experts import cases as experts
 from tests.ops.fused_experts import training as experts_training
 from tests.ops.gated_pooling import cases as pooling
@@ -59,8 +59,8 @@ from tests.ops.ssd import backward as ssd_backward
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd import step_lightning_cases as lightning_step_cases
 from tests.ops.ssd import step_mamba2_cases as ssd_step_cases
-from tests.ops.ssd.step_lightning_family import FAMILY as LIGHTNING
-from tests.ops.ssd.step_mamba2_family import FAMILY as MAMBA2
+from tests.ops.ssd.step_lightning_cases import FAMILY as LIGHTNING
+from tests.ops.ssd.step_mamba2_cases import FAMILY as MAMBA2
 from tests.ops.step_family import Family
 from torch_hybrid.ops import (
     block_attention,

@@ -10,9 +10,9 @@ import torch
 
 from tests.ops.delta_rule.step_contract import DeltaStepContract
 from tests.ops.delta_rule.step_family import Family
-from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
+from tests.ops.delta_rule.step_gated_cases import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_cases import FAMILY as KIMI
 from tests.ops.delta_rule.step_kimi_cases import case
-from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
 
 # Changes of a call, and what they raise.
 GATED_ERRORS = [

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
-from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
+from tests.ops.delta_rule.step_gated_cases import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_cases import FAMILY as KIMI
 from tests.ops.recurrent_triton import on_device
-from tests.ops.ssd.step_lightning_family import FAMILY as LIGHTNING
-from tests.ops.ssd.step_mamba2_family import FAMILY as MAMBA2
+from tests.ops.ssd.step_lightning_cases import FAMILY as LIGHTNING
+from tests.ops.ssd.step_mamba2_cases import FAMILY as MAMBA2
 from tests.ops.step_family import Family, Inputs
 from tests.ops.triton_interpreter import interprets
 from torch_hybrid.ops.open_chunk import OPEN_TOKENS

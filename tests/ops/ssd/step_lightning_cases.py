@@ -12,8 +12,11 @@ import torch
 
 from tests.ops import step_family
 from tests.ops.pages import in_slots
+from tests.ops.step_family import Family
 from torch_hybrid.layers.lightning_attention import alibi_slopes
-from torch_hybrid.ops.ssd.op_step_lightning import LightningStep
+from torch_hybrid.ops.ssd import lightning_step
+from torch_hybrid.ops.ssd.op_step_lightning import IMPLEMENTATIONS, LightningStep
+from torch_hybrid.ops.ssd.reference_step_lightning import lightning_step_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,3 +105,13 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
         scale=case.dim**-0.5,
         norm_groups=case.norm_groups,
     )
+
+
+FAMILY = Family(
+    op=lightning_step,
+    value=LightningStep,
+    implementations=IMPLEMENTATIONS,
+    reference=lightning_step_reference,
+    cases=CASES,
+    make_inputs=make_inputs,
+)

@@ -13,7 +13,10 @@ import torch
 
 from tests.ops import step_family
 from tests.ops.pages import in_slots
-from torch_hybrid.ops.ssd.op_step_mamba2 import SsdStep
+from tests.ops.step_family import Family
+from torch_hybrid.ops.ssd import ssd_step
+from torch_hybrid.ops.ssd.op_step_mamba2 import IMPLEMENTATIONS, SsdStep
+from torch_hybrid.ops.ssd.reference_step_mamba2 import ssd_step_reference
 
 GATES = ("before_norm", "after_norm", "no_norm", "none")
 
@@ -111,3 +114,13 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
         norm_before_gate=case.gate == "after_norm",
         norm_groups=case.norm_groups,
     )
+
+
+FAMILY = Family(
+    op=ssd_step,
+    value=SsdStep,
+    implementations=IMPLEMENTATIONS,
+    reference=ssd_step_reference,
+    cases=CASES,
+    make_inputs=make_inputs,
+)

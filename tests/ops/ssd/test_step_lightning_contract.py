@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ops.contract import written_slots
-from tests.ops.ssd.step_lightning_cases import CASES, Case, make_inputs
-from tests.ops.ssd.step_lightning_family import FAMILY
+from tests.ops.ssd.step_lightning_cases import CASES, FAMILY, Case, make_inputs
 from tests.ops.step_contract import StepContract
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
 from torch_hybrid.ops.ssd import ssd

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ops.contract import written_slots
-from tests.ops.ssd.step_mamba2_cases import CASES, GATES, Case, make_inputs
-from tests.ops.ssd.step_mamba2_family import FAMILY
+from tests.ops.ssd.step_mamba2_cases import CASES, FAMILY, GATES, Case, make_inputs
 from tests.ops.step_contract import StepContract
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 from torch_hybrid.ops.ssd import ssd

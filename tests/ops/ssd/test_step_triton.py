@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.devices import needs_cuda
-from tests.ops.ssd.step_lightning_family import FAMILY as LIGHTNING
-from tests.ops.ssd.step_mamba2_family import FAMILY as MAMBA2
+from tests.ops.ssd.step_lightning_cases import FAMILY as LIGHTNING
+from tests.ops.ssd.step_mamba2_cases import FAMILY as MAMBA2
 from tests.ops.step_family import Family
 from tests.ops.step_triton import check, check_captured
 from tests.ops.triton_compile import (

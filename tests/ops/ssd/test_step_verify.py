@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.ops.ssd.step_lightning_family import FAMILY as LIGHTNING
-from tests.ops.ssd.step_mamba2_family import FAMILY as MAMBA2
+from tests.ops.ssd.step_lightning_cases import FAMILY as LIGHTNING
+from tests.ops.ssd.step_mamba2_cases import FAMILY as MAMBA2
 from tests.ops.verify_contract import MOST_DRAFTS, VerifyContract
 from torch_hybrid.ops.ssd._torch_step_mamba2 import verify_by_ssd_steps
 
