@@ -25,7 +25,12 @@ Q = ParamSpec("Q")
 
 
 class PackedOp(Op):
-    """Arguments that a forward and its backward have."""
+    """Arguments that a forward and its backward have.
+
+    Args:
+        cu_seqlens: [N + 1] int32, from 0 to at most T.
+        output_final_state: whether a forward makes final states.
+    """
 
     __slots__ = ()
 

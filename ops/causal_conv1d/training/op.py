@@ -62,11 +62,8 @@ class CausalConv1dForward(TrainedConv1d):
 
     Args:
         x: [T, C], float dtype; weight [C, W] and bias [C] or None in that dtype.
-        cu_seqlens: [N + 1] int32, from 0 to at most T.
         initial_state: [N, W - 1, C] in x's dtype, or None for zeros.
         activation: "none" or "silu".
-        output_final_state: whether final states are made.
-        impl: a name in FORWARD.
 
     Returns:
         [T, C] outputs, and final states like initial ones, or [0, W - 1, C].
@@ -88,7 +85,6 @@ class CausalConv1dBackward(TrainedConv1d):
         x, weight, bias, cu_seqlens, initial_state, activation: those of the forward.
         dout: [T, C] gradient of the outputs, in x's dtype.
         dfinal_state: [N, W - 1, C] gradient of the final states, or None for zeros.
-        impl: a name in BACKWARD.
 
     Returns:
         Gradients of x, weight, bias and the initial state; empty where these are None.

@@ -115,12 +115,9 @@ class GatedDeltaRuleForward(DeltaRuleForward):
     Args:
         q, k: [T, H, K], float dtype. v: [T, HV, V] in that dtype.
         g, beta: [T, HV] float32, or float64 beside float64.
-        cu_seqlens: [N + 1] int32, from 0 to at most T.
         initial_state: [N, HV, V, K] like g, or None for zeros.
         scale: factor on q.
         qk_l2norm: scale each q and k to unit length first.
-        output_final_state: whether final states are made.
-        impl: a name in GATED_FORWARD.
 
     Returns:
         [T, HV, V] outputs in v's dtype, and final states like initial ones, or [0, HV, V, K].
@@ -136,7 +133,7 @@ class KimiDeltaAttentionForward(DeltaRuleForward):
     """Kimi delta attention by chunks, without pools; ``torch_hybrid.functional`` states it.
 
     Arguments and results are those of :func:`gated_delta_rule_forward`, but for g [T, H, K] and
-    as many heads of values as of keys; ``impl`` is a name in KIMI_FORWARD.
+    as many heads of values as of keys.
     """
 
     pooled: ClassVar[type[DeltaRule]] = KimiDeltaAttention
@@ -156,7 +153,6 @@ class GatedDeltaRuleBackward(TrainedDeltaRule):
         q, k, v, g, beta, cu_seqlens, initial_state, scale, qk_l2norm: those of the forward.
         dout: [T, HV, V] gradient of the outputs, in v's dtype.
         dfinal_state: [N, HV, V, K] gradient of the final states, or None for zeros.
-        impl: a name in GATED_BACKWARD.
 
     Returns:
         Gradients of q, k, v, g, beta and the initial state, [0, HV, V, K] where that is None.
@@ -171,8 +167,7 @@ class GatedDeltaRuleBackward(TrainedDeltaRule):
 class KimiDeltaAttentionBackward(TrainedDeltaRule):
     """Gradients of :func:`kimi_delta_attention_forward`, in fixed orders of sums.
 
-    Arguments and results are those of :func:`gated_delta_rule_backward`, but for g [T, H, K];
-    ``impl`` is a name in KIMI_BACKWARD.
+    Arguments and results are those of :func:`gated_delta_rule_backward`, but for g [T, H, K].
     """
 
     g: Annotated[Tensor, Rows("HV", "K", dtype="work")]

@@ -63,10 +63,7 @@ class RgLruForward(TrainedRgLru):
     Args:
         x: [T, C], float dtype. gates [T, H, 2 C / H] in that dtype.
         log_a: [C] float32, or float64 beside float64.
-        cu_seqlens: [N + 1] int32, from 0 to at most T.
         initial_state: [N, C] like log_a, or None: all sequences start from nothing.
-        output_final_state: whether final states are made.
-        impl: a name in FORWARD.
 
     Returns:
         [T, C] outputs in x's dtype, and final states like initial ones, or [0, C].
@@ -88,7 +85,6 @@ class RgLruBackward(TrainedRgLru):
         x, gates, log_a, cu_seqlens, initial_state: those of the forward.
         dout: [T, C] gradient of the outputs, in x's dtype.
         dfinal_state: [N, C] gradient of the final states, or None for zeros.
-        impl: a name in BACKWARD.
 
     Returns:
         Gradients of x, the gates, log_a and the initial state; the last is empty where that is

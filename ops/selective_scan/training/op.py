@@ -77,10 +77,7 @@ class SelectiveScanForward(TrainedScan):
         D: [E] weight of each input in its own output, like A, or None for 0.
         z: [T, E] gate of the outputs in x's dtype; None: they are not gated.
         dt_bias: [E] bias of the step sizes, like A, or None for 0.
-        cu_seqlens: [N + 1] int32, from 0 to at most T.
         initial_state: [N, E, M] like A, or None for zeros.
-        output_final_state: whether final states are made.
-        impl: a name in FORWARD.
 
     Returns:
         [T, E] outputs in x's dtype, and final states like initial ones, or [0, E, M].
@@ -105,7 +102,6 @@ class SelectiveScanBackward(TrainedScan):
         x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_state: those of the forward.
         dout: [T, E] gradient of the outputs, in x's dtype.
         dfinal_state: [N, E, M] gradient of the final states, or None for zeros.
-        impl: a name in BACKWARD.
 
     Returns:
         Gradients of x, dt, A, B, C, D, z, dt_bias and the initial state; empty where these are

@@ -66,11 +66,8 @@ class SsdForward(TrainedSsd):
         g: [T, H] natural-log decay, float32, or float64 beside float64.
         dt: [T, H] weight of each token in the state, like g, or None for 1.
         D: [H] weight of each token in its own output, like g, or None for 0.
-        cu_seqlens: [N + 1] int32, from 0 to at most T.
         initial_state: [N, H, V, K] like g, or None for zeros.
         scale: factor on q.
-        output_final_state: whether final states are made.
-        impl: a name in FORWARD.
 
     Returns:
         [T, H, V] outputs in v's dtype, and final states like initial ones, or [0, H, V, K].
@@ -92,7 +89,6 @@ class SsdBackward(TrainedSsd):
         q, k, v, g, dt, D, cu_seqlens, initial_state, scale: those of the forward.
         dout: [T, H, V] gradient of the outputs, in v's dtype.
         dfinal_state: [N, H, V, K] gradient of the final states, or None for zeros.
-        impl: a name in BACKWARD.
 
     Returns:
         Gradients of q, k, v, g, dt, D and the initial state; empty where these are None.

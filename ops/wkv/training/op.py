@@ -57,10 +57,7 @@ class WkvForward(TrainedWkv):
     Args:
         k: [T, C], float dtype. v [T, C] in that dtype.
         log_decay: [C] float32, or float64 beside float64. bonus [C] like it.
-        cu_seqlens: [N + 1] int32, from 0 to at most T.
         initial_state: [N, 3, C] like log_decay, or None: all sequences start from nothing.
-        output_final_state: whether final states are made.
-        impl: a name in FORWARD.
 
     Returns:
         [T, C] outputs in k's dtype, and final states like initial ones, or [0, 3, C].
@@ -84,7 +81,6 @@ class WkvBackward(TrainedWkv):
         k, v, log_decay, bonus, cu_seqlens, initial_state: those of the forward.
         dout: [T, C] gradient of the outputs, in k's dtype.
         dfinal_state: [N, 3, C] gradient of the final states, or None for zeros.
-        impl: a name in BACKWARD.
 
     Returns:
         Gradients of k, v, log_decay, bonus and the initial state; the last is empty where that is
