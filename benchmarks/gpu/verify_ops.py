@@ -39,7 +39,6 @@ class Mixer:
 
     Attributes:
         case: for lengths of sequences, what ``make_inputs`` takes.
-        recorded: the per-token tensors that a record is made of; none: k and v in float32.
     """
 
     op: str
@@ -49,7 +48,6 @@ class Mixer:
     step: Callable[..., Tensor]
     verify: Callable[..., Tensor]
     implementations: Mapping[str, Implementation]
-    recorded: tuple[str, ...] = ()
 
 
 def _heads(sizes: tuple[int, int, int, int]) -> dict[str, int]:
@@ -65,7 +63,6 @@ MIXERS = (
         step=gated_delta_step,
         verify=gated_delta_step,
         implementations=GATED,
-        recorded=("qkv", "b", "a"),
     ),
     Mixer(
         op="KDA",
@@ -75,7 +72,6 @@ MIXERS = (
         step=kimi_delta_step,
         verify=kimi_delta_step,
         implementations=KIMI,
-        recorded=("qkv", "b", "a"),
     ),
     Mixer(
         op="Mamba2",
@@ -85,7 +81,6 @@ MIXERS = (
         step=ssd_step,
         verify=ssd_step,
         implementations=SSD,
-        recorded=("xBC", "dt"),
     ),
     Mixer(
         op="lightning",
@@ -118,11 +113,7 @@ class Drafts(Inputs):
         device = torch.get_default_device()
         with torch.device("cpu"):
             drawn = mixer.make_inputs(mixer.case(lengths=(num_new,) * num_seqs), BF16)
-            rows = drawn.tensors()
-            width = sum(rows[name].shape[1] for name in mixer.recorded)
-            dtype = BF16 if width else torch.float32
-            width = width or 2 * drawn.state.shape[1] * drawn.state.shape[2]
-            records = torch.randn(len(drawn.state), MOST_DRAFTS, width).to(dtype)
+            rows, records = drawn.tensors(), torch.randn_like(drawn.empty_records(MOST_DRAFTS))
             accepted = torch.full((num_seqs,), num_accepted, dtype=torch.int32)
         pools = {name: pool.nan_to_num() for name, pool in drawn.held().items()}
         tensors = {name: x for name, x in (rows | pools).items() if x is not None}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.ops.declared import RecurrentInputs
 from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.declare import Declaration
 from torch_hybrid.ops.verify import StepOp
 
 
@@ -37,6 +38,14 @@ class Inputs(RecurrentInputs):
         """The per-token tensors at ``index``, by name."""
         rows = ((name, getattr(self, name)) for name in self.per_token)
         return {name: x[index] for name, x in rows if x is not None}
+
+    def empty_records(self, num_drafts: int, fill: float = torch.nan) -> Tensor:
+        """Room for the inputs of drafts of each slot, as the op declares them."""
+        declaration = Declaration(type(self))
+        kind = declaration.kinds["records"]
+        like = getattr(self, declaration.first) if kind.dtype is None else self.state
+        width = declaration.evaluate(kind.dims[-1], self)
+        return like.new_full((len(self.state), num_drafts, width), fill)
 
     def changed(self, **changes: Any) -> Self:
         """The same but for some fields."""

@@ -36,13 +36,12 @@ class VerifyContract:
 
     Attributes:
         family: the decode step.
-        recorded: the per-token tensors that a record is made of, in its order.
-        records_are_inputs: and nothing else, so that each implementation leaves the same.
+        records_are_inputs: whether records are of inputs alone, so that each implementation leaves
+            the same.
         by_reference: the definition, of the step's value with records.
     """
 
     family: ClassVar[Family]
-    recorded: ClassVar[tuple[str, ...]]
     records_are_inputs: ClassVar[bool] = True
     by_reference: ClassVar[Callable[..., Tensor]]
 
@@ -151,12 +150,6 @@ class VerifyContract:
         with pytest.raises(ValueError, match="together, got accepted alone"):
             verify(*given.args(), **options, accepted=history.accepted)
 
-    def empty_records(self, inputs: Any) -> Tensor:
-        """Of as many slots as there are states; NaN."""
-        width = sum(getattr(inputs, name).shape[1] for name in self.recorded)
-        first = getattr(inputs, self.recorded[0])
-        return first.new_full((len(inputs.state), MOST_DRAFTS, width), torch.nan)
-
     def run_of(self, impl: str) -> Callable[[Any, Tensor, Tensor], Tensor]:
         """The op, of a call's inputs, records and counts."""
         verify = self.family.op
@@ -195,7 +188,7 @@ class History:
         pools = {n: pool[:6].nan_to_num() for n, pool in self.supply.held().items()}
         self.inputs = self.supply.changed(**pools).copy()
         self.plain = self.inputs.copy()
-        self.records = contract.empty_records(self.inputs)
+        self.records = self.inputs.empty_records(MOST_DRAFTS)
         self.slots = self.int32([2, 4, 1, 3])
         self.is_new = [False, False, True, True]
         self.accepted = self.int32([0] * 4)

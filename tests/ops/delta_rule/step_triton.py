@@ -34,13 +34,11 @@ def record_launches(
         for each, x in inputs.tensors().items()
         if x is not None
     }
-    args = replace(inputs, **laid_out_alike).args()
-    drafts = {"chunk": family.chunk_of(replace(inputs, **laid_out_alike))} if opens else {}
+    inputs = replace(inputs, **laid_out_alike)
+    drafts = {"chunk": family.chunk_of(inputs)} if opens else {}
     if verify:
-        width = sum(laid_out_alike[each].shape[1] for each in ("qkv", "b", "a"))
-        records = laid_out_alike["qkv"].new_empty(len(inputs.state), 3, width)
-        drafts = {"records": records, "accepted": laid_out_alike["state_indices"]}
-    given = family.value(*args, **drafts, **inputs.options(), impl=impl)
+        drafts = {"records": inputs.empty_records(3), "accepted": inputs.state_indices}
+    given = family.value(*inputs.args(), **drafts, **inputs.options(), impl=impl)
     with launches_on(target) as launches:
         family.implementations[impl].load()(given)
         if opens:

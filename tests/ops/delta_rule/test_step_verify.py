@@ -23,11 +23,9 @@ def verify_by_delta_steps(step: Callable[[Any], Tensor], x: DeltaStep) -> Tensor
 
 class TestGated(VerifyContract):
     family = GATED
-    recorded = ("qkv", "b", "a")
     by_reference = partial(verify_by_delta_steps, GATED.reference)
 
 
 class TestKimi(VerifyContract):
     family = KIMI
-    recorded = ("qkv", "b", "a")
     by_reference = partial(verify_by_delta_steps, KIMI.reference)

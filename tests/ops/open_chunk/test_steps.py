@@ -170,19 +170,12 @@ def test_errors(family: Family, changes: dict[str, Any], message: str):
     chunk = family.chunk_of(inputs)[:, : changes.get("width")]
     given: dict[str, Any] = {"chunk": chunk.contiguous(), "impl": changes.get("impl", "triton")}
     if "records" in changes:
-        records = records_of(family, inputs)
-        given |= {"records": records, "accepted": torch.zeros_like(inputs.state_indices)}
+        given |= {
+            "records": inputs.empty_records(2, fill=0.0),
+            "accepted": torch.zeros_like(inputs.state_indices),
+        }
     with pytest.raises(ValueError, match=message):
         family.op(*inputs.args(), **inputs.options(), **given)
-
-
-def records_of(family: Family, inputs: Any) -> Tensor:
-    """Room for the inputs of two drafts of each slot."""
-    shape = len(inputs.state), 2
-    if family is LIGHTNING:
-        return inputs.state.new_zeros(*shape, 2 * inputs.state[0, :, 0].numel())
-    recorded = [getattr(inputs, name) for name in family.value.recorded]
-    return recorded[0].new_zeros(*shape, sum(x.shape[1] for x in recorded))
 
 
 def test_room_for_records():
