@@ -12,16 +12,15 @@ from functools import partial
 import torch
 
 from tests.ops import step_family
-from tests.ops.pages import in_slots
+from tests.ops.pages import Lengths, in_slots
 from torch_hybrid.ops.delta_rule.op_step_gated import GatedDeltaStep
 from torch_hybrid.ops.delta_rule.op_step_kimi import KimiDeltaStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Lengths):
     """Lengths of the sequences, 0 or 1 each, and the facts of one layer."""
 
-    lengths: tuple[int, ...]
     num_k_heads: int = 2
     num_v_heads: int = 4
     k_dim: int = 16
@@ -29,7 +28,6 @@ class Case:
     width: int = 4
     has_bias: bool = False
     activation: str = "silu"
-    num_padding_tokens: int = 0
     wide: bool = False  # parameters of the gates and of the norm in float32
     options: tuple[tuple[str, float | None], ...] = ()  # those of one rule alone
 
@@ -60,15 +58,13 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, by_channel: bool
     """
     rng = torch.Generator().manual_seed(seed)
     randn = partial(torch.randn, generator=rng)
-    num_slots = len(case.lengths) + 3
-    num_tokens = sum(case.lengths) + case.num_padding_tokens
     v_size = case.num_v_heads * case.v_dim
     channels = 2 * case.num_k_heads * case.k_dim + v_size
     decays = (case.num_v_heads, case.k_dim) if by_channel else (case.num_v_heads,)
     widths = [channels, v_size, case.num_v_heads, torch.Size(decays).numel()]
-    qkv, z, b, a = randn(num_tokens, sum(widths)).to(dtype).split(widths, 1)
-    state = randn(num_slots, case.num_v_heads, case.v_dim, case.k_dim)
-    conv_state = randn(num_slots, case.width - 1, channels).to(dtype)
+    qkv, z, b, a = randn(case.num_tokens, sum(widths)).to(dtype).split(widths, 1)
+    state = randn(case.num_slots, case.num_v_heads, case.v_dim, case.k_dim)
+    conv_state = randn(case.num_slots, case.width - 1, channels).to(dtype)
     slots = in_slots(case.lengths, rng, state, conv_state)
     of_gates = torch.float32 if case.wide else dtype
     return (KimiInputs if by_channel else GatedInputs)(

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from tests.ops import step_family
-from tests.ops.pages import in_slots
+from tests.ops.pages import Lengths, in_slots
 from tests.ops.step_family import Family
 from torch_hybrid.ops.ssd import ssd_step
 from torch_hybrid.ops.ssd.op_step_mamba2 import IMPLEMENTATIONS, SsdStep
@@ -22,10 +22,9 @@ GATES = ("before_norm", "after_norm", "no_norm", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Lengths):
     """Lengths of the sequences, 0 or 1 each, and the facts of one layer."""
 
-    lengths: tuple[int, ...]
     num_groups: int = 2
     num_heads: int = 4
     k_dim: int = 16
@@ -37,7 +36,6 @@ class Case:
     norm_groups: int = 2
     dt_min: float = 0.0
     dt_max: float = float("inf")
-    num_padding_tokens: int = 0
     wide: bool = False  # parameters of the heads and of the norm in float32
 
 
@@ -81,17 +79,15 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     """
     rng = torch.Generator().manual_seed(seed)
     randn = partial(torch.randn, generator=rng)
-    num_slots = len(case.lengths) + 3
-    num_tokens = sum(case.lengths) + case.num_padding_tokens
     inner = case.num_heads * case.v_dim
     channels = inner + 2 * case.num_groups * case.k_dim
     z, xBC, dt = (
-        randn(num_tokens, inner + channels + case.num_heads)
+        randn(case.num_tokens, inner + channels + case.num_heads)
         .to(dtype)
         .split([inner, channels, case.num_heads], 1)
     )
-    state = randn(num_slots, case.num_heads, case.v_dim, case.k_dim)
-    conv_state = randn(num_slots, case.width - 1, channels).to(dtype)
+    state = randn(case.num_slots, case.num_heads, case.v_dim, case.k_dim)
+    conv_state = randn(case.num_slots, case.width - 1, channels).to(dtype)
     slots = in_slots(case.lengths, rng, state, conv_state)
     of_heads = torch.float32 if case.wide else dtype
     has_norm = case.gate in ("before_norm", "after_norm")
