@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -104,8 +104,7 @@ def _case(family: Family, model: str, heads: tuple[int, int, int, int], num_seqs
         return family.run(inputs.of_op, impl)
 
     def value(inputs: DeltaStep, impl: str) -> OpenStep:
-        given = inputs.of_op
-        return family.value(*given.args(), **given.options(), impl=impl)
+        return replace(inputs.of_op, impl=impl)
 
     return Case(
         op=f"{'KDA' if family is KIMI else 'GDN'} step",

@@ -124,7 +124,7 @@ def with_records(inputs: Any) -> tuple[Any, dict[str, Any]]:
 
 def by_open_chunks(family: Family, inputs: Any) -> Iterator[tuple[str, Call]]:
     """A decode step by open chunks, and their closing."""
-    options = {**inputs.options(), "chunk": family.chunk_of(inputs, fill=0.0)}
+    options = {**inputs.options(), "chunk": inputs.empty_chunk(fill=0.0)}
     no_tokens = {"cu_seqlens": torch.zeros_like(inputs.cu_seqlens)}
     none = inputs.changed(**inputs.tokens(slice(0)), **no_tokens)
     for what, given in (("open chunks", inputs), ("closing", none)):

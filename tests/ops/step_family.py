@@ -12,7 +12,6 @@ from torch import Tensor
 from tests.ops.declared import RecurrentInputs
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Declaration
-from torch_hybrid.ops.verify import StepOp
 
 
 class Inputs(RecurrentInputs):
@@ -47,6 +46,10 @@ class Inputs(RecurrentInputs):
         width = declaration.evaluate(kind.dims[-1], self)
         return like.new_full((len(self.state), num_drafts, width), fill)
 
+    def empty_chunk(self, fill: float = torch.nan) -> Tensor:
+        """Records of open chunks of all slots, of which nobody has any."""
+        return self.state.new_full((len(self.state), self.chunk_width), fill)
+
     def changed(self, **changes: Any) -> Self:
         """The same but for some fields."""
         return replace(self, **changes)
@@ -61,13 +64,9 @@ _APART = {"impl", "records", "accepted", "parts", "chunk"}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """A step: its op, its oracle and its inputs. ``cases`` has one named "mixed".
-
-    ``value`` is the class of its arguments, which the oracle takes.
-    """
+    """A step: its op, its oracle and its inputs. ``cases`` has one named "mixed"."""
 
     op: Callable[..., Tensor]
-    value: type[StepOp]
     implementations: Mapping[str, Implementation]
     reference: Callable[[Any], Tensor]
     cases: Mapping[str, Any]
@@ -77,12 +76,7 @@ class Family:
         return self.op(*inputs.args(), **inputs.options(), impl=impl)
 
     def by_reference(self, inputs: Inputs) -> Tensor:
-        return self.reference(self.value(*inputs.args(), **inputs.options(), impl="reference"))
-
-    def chunk_of(self, inputs: Inputs, fill: float = torch.nan) -> Tensor:
-        """Records of all slots, of which nobody has any."""
-        step: Any = self.value(*inputs.args(), **inputs.options(), impl="triton")
-        return step.state.new_full((len(step.state), step.chunk_width), fill)
+        return self.reference(inputs)
 
     def mixed(self, **changes: object) -> Any:
         return self.make_inputs(replace(self.cases["mixed"], **changes))

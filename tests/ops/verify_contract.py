@@ -161,9 +161,7 @@ class VerifyContract:
         return run
 
     def by_reference_of(self, inputs: Any, records: Tensor, accepted: Tensor) -> Tensor:
-        given = {"records": records, "accepted": accepted, "impl": "reference"}
-        value = self.family.value(*inputs.args(), **inputs.options(), **given)
-        return type(self).by_reference(value)
+        return type(self).by_reference(replace(inputs, records=records, accepted=accepted))
 
 
 class History:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.ops.delta_rule.step_cases import Case, GatedInputs, Inputs, random_inputs
 from tests.ops.delta_rule.step_family import Family
 from torch_hybrid.ops.delta_rule import gated_delta_rule, gated_delta_step
-from torch_hybrid.ops.delta_rule.op_step_gated import IMPLEMENTATIONS, GatedDeltaStep
+from torch_hybrid.ops.delta_rule.op_step_gated import IMPLEMENTATIONS
 from torch_hybrid.ops.delta_rule.reference_step_gated import gated_delta_step_reference
 
 case = partial(Case, options=(("beta_scale", 1.0),))
@@ -62,7 +62,6 @@ FAMILY = Family(
     reference=gated_delta_step_reference,
     cases=CASES,
     make_inputs=make_inputs,
-    value=GatedDeltaStep,
     recurrence=gated_delta_rule,
     gates=gates,
     gated_norm=gated_norm,

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.ops.delta_rule.step_cases import Case, Inputs, KimiInputs, random_inputs
 from tests.ops.delta_rule.step_family import Family
 from torch_hybrid.ops.delta_rule import kimi_delta_attention, kimi_delta_step
-from torch_hybrid.ops.delta_rule.op_step_kimi import IMPLEMENTATIONS, KimiDeltaStep
+from torch_hybrid.ops.delta_rule.op_step_kimi import IMPLEMENTATIONS
 from torch_hybrid.ops.delta_rule.reference_step_kimi import kimi_delta_step_reference
 
 
@@ -57,7 +57,6 @@ FAMILY = Family(
     reference=kimi_delta_step_reference,
     cases=CASES,
     make_inputs=make_inputs,
-    value=KimiDeltaStep,
     recurrence=kimi_delta_attention,
     gates=gates,
     gated_norm=gated_norm,

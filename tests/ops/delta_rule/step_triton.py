@@ -35,10 +35,10 @@ def record_launches(
         if x is not None
     }
     inputs = replace(inputs, **laid_out_alike)
-    drafts = {"chunk": family.chunk_of(inputs)} if opens else {}
+    drafts = {"chunk": inputs.empty_chunk()} if opens else {}
     if verify:
         drafts = {"records": inputs.empty_records(3), "accepted": inputs.state_indices}
-    given = family.value(*inputs.args(), **drafts, **inputs.options(), impl=impl)
+    given = replace(inputs, **drafts, impl=impl)
     with launches_on(target) as launches:
         family.implementations[impl].load()(given)
         if opens:

@@ -67,7 +67,7 @@ def play(family: Family, case: Any, dtype: torch.dtype, device: str = "cpu") -> 
     first = with_slots(family.make_inputs(case, dtype))
     exact, rounded = first.exact(), first.copy()
     own, storing = (on_device(first.copy(), device) for _ in range(2))
-    chunk = family.chunk_of(own)
+    chunk = own.empty_chunk()
     errors = []
     for changes in steps(family, case, dtype):
         given = {name: x for name, x in changes.items() if x is not None}
@@ -136,7 +136,7 @@ def test_opcheck(family: Family):
     """The schema names all that a step changes, and the fake is as its results."""
     inputs = family.mixed()
     given = inputs.changed(**{name: pool.nan_to_num() for name, pool in inputs.held().items()})
-    options = given.options() | {"chunk": family.chunk_of(given, fill=0.0), "impl": "triton"}
+    options = given.options() | {"chunk": given.empty_chunk(fill=0.0), "impl": "triton"}
     op = getattr(torch.ops.torch_hybrid, family.op.__name__).default
     torch.library.opcheck(op, given.args(), options)
 
@@ -167,7 +167,7 @@ def test_plays_on_a_gpu(family: Family, case: Any, dtype: torch.dtype):
 )
 def test_errors(family: Family, changes: dict[str, Any], message: str):
     inputs = family.mixed(lengths=(1, 1), num_padding_tokens=0)
-    chunk = family.chunk_of(inputs)[:, : changes.get("width")]
+    chunk = inputs.empty_chunk()[:, : changes.get("width")]
     given: dict[str, Any] = {"chunk": chunk.contiguous(), "impl": changes.get("impl", "triton")}
     if "records" in changes:
         given |= {
@@ -181,4 +181,4 @@ def test_errors(family: Family, changes: dict[str, Any], message: str):
 def test_room_for_records():
     """The layout is that of caches which are kept: keys, values, decays, totals, marks."""
     inputs = GATED.mixed(lengths=(1, 1), num_padding_tokens=0)
-    assert GATED.chunk_of(inputs).shape[1] == 960
+    assert inputs.empty_chunk().shape[1] == 960

@@ -105,7 +105,6 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
 
 FAMILY = Family(
     op=lightning_step,
-    value=LightningStep,
     implementations=IMPLEMENTATIONS,
     reference=lightning_step_reference,
     cases=CASES,

@@ -114,7 +114,6 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
 
 FAMILY = Family(
     op=ssd_step,
-    value=SsdStep,
     implementations=IMPLEMENTATIONS,
     reference=ssd_step_reference,
     cases=CASES,
