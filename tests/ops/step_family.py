@@ -46,6 +46,16 @@ class Inputs(RecurrentInputs):
         width = declaration.evaluate(kind.dims[-1], self)
         return like.new_full((len(self.state), num_drafts, width), fill)
 
+    def without_memory(self) -> Self:
+        """The same on tensors that lie alike and hold nothing."""
+        given = {name: x for name, x in self.tensors().items() if x is not None}
+        return self.changed(
+            **{
+                name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+                for name, x in given.items()
+            }
+        )
+
     def empty_chunk(self, fill: float = torch.nan) -> Tensor:
         """Records of open chunks of all slots, of which nobody has any."""
         return self.state.new_full((len(self.state), self.chunk_width), fill)

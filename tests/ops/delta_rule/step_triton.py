@@ -28,13 +28,7 @@ def record_launches(
 ) -> dict[str, Launch]:
     """What the launcher launches for inputs of a case, on tensors without memory, of a decode step
     or of one that verifies drafts; with ``opens``, by open chunks, and to close them."""
-    inputs = family.make_inputs(case, dtype)
-    laid_out_alike = {
-        each: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        for each, x in inputs.tensors().items()
-        if x is not None
-    }
-    inputs = replace(inputs, **laid_out_alike)
+    inputs = family.make_inputs(case, dtype).without_memory()
     drafts = {"chunk": inputs.empty_chunk()} if opens else {}
     if verify:
         drafts = {"records": inputs.empty_records(3), "accepted": inputs.state_indices}
