@@ -25,8 +25,8 @@ from tests.ops.delta_rule import step_gated_cases as gated
 from tests.ops.delta_rule import step_kimi_cases as kimi
 from tests.ops.delta_rule.step_cases import Inputs
 from tests.ops.delta_rule.step_family import Family
-from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
-from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
+from tests.ops.delta_rule.step_gated_cases import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_cases import FAMILY as KIMI
 
 BATCHES = (1, 2, 8, 32)
 HEADS = 16

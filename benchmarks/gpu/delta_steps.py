@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,17 +13,13 @@ from torch import Tensor
 from benchmarks.gpu.case import Case, Inputs, Turns, offsets, own, randn
 from benchmarks.gpu.delta_rules import KIMI_LINEAR, QWEN3_NEXT
 from benchmarks.gpu.open_chunks import open_chunks
-from tests.ops.delta_rule import step_cases as cases_of_tests
+from tests.ops.delta_rule.step_cases import GatedInputs, KimiInputs
 from tests.ops.delta_rule.step_family import Family
-from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
-from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
+from tests.ops.delta_rule.step_gated_cases import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_cases import FAMILY as KIMI
 from torch_hybrid.ops.open_chunk import OpenStep
 
 WIDTH = 4  # of the convolution
-RULES: dict[str, dict[str, float | None]] = {
-    "gated_delta_step": {"beta_scale": 1.0},
-    "kimi_delta_step": {"gate_lower_bound": None},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +28,7 @@ class DeltaStep(Inputs):
 
     changed: ClassVar[tuple[str, ...]] = ("conv_state", "state")
 
-    rule: dict[str, float | None]
+    by_channel: bool  # as Kimi's rule decays
     projected: Tensor  # [N, C + HV V + HV + HV], of Kimi HV K in the end
     conv_weight: Tensor  # [C, W]
     A_log: Tensor  # [HV]
@@ -49,7 +45,7 @@ class DeltaStep(Inputs):
         channels, v_size = 2 * num_k_heads * k_dim + num_v_heads * v_dim, num_v_heads * v_dim
         decays = torch.Size([num_v_heads, k_dim] if name == "kimi_delta_step" else [num_v_heads])
         return cls(
-            rule=RULES[name],
+            by_channel=name == "kimi_delta_step",
             projected=randn(num_seqs, channels + v_size + num_v_heads + decays.numel()),
             conv_weight=randn(channels, WIDTH),
             A_log=randn(num_v_heads),
@@ -62,12 +58,13 @@ class DeltaStep(Inputs):
         )
 
     @property
-    def of_op(self) -> cases_of_tests.Inputs:
+    def of_op(self) -> GatedInputs | KimiInputs:
         """As the op's tests call it."""
         _, num_heads, v_dim, k_dim = self.state.shape
         widths = [len(self.conv_weight), num_heads * v_dim, num_heads, self.dt_bias.numel()]
         qkv, z, b, a = self.projected.split(widths, 1)
-        return cases_of_tests.Inputs(
+        own = {"gate_lower_bound": None} if self.by_channel else {"beta_scale": 1.0}
+        return (KimiInputs if self.by_channel else GatedInputs)(
             qkv=qkv,
             z=z,
             b=b,
@@ -82,8 +79,9 @@ class DeltaStep(Inputs):
             cu_seqlens=self.cu_seqlens,
             initial_indices=self.indices,
             state_indices=self.indices,
+            activation="silu",
             scale=k_dim**-0.5,
-            rule=self.rule,
+            **own,
         )
 
     @property
@@ -106,8 +104,7 @@ def _case(family: Family, model: str, heads: tuple[int, int, int, int], num_seqs
         return family.run(inputs.of_op, impl)
 
     def value(inputs: DeltaStep, impl: str) -> OpenStep:
-        given = inputs.of_op
-        return family.value(*given.args(), **given.options(), impl=impl)
+        return replace(inputs.of_op, impl=impl)
 
     return Case(
         op=f"{'KDA' if family is KIMI else 'GDN'} step",

@@ -3,7 +3,7 @@ of which nearly all are states, and with no drafts beside the decode step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -18,13 +18,7 @@ from tests.ops.delta_rule import step_gated_cases as gated
 from tests.ops.delta_rule import step_kimi_cases as kimi
 from tests.ops.ssd import step_lightning_cases as lightning
 from tests.ops.ssd import step_mamba2_cases as ssd
-from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.delta_rule import gated_delta_step, kimi_delta_step
-from torch_hybrid.ops.delta_rule.op_step_gated import IMPLEMENTATIONS as GATED
-from torch_hybrid.ops.delta_rule.op_step_kimi import IMPLEMENTATIONS as KIMI
-from torch_hybrid.ops.ssd import lightning_step, ssd_step
-from torch_hybrid.ops.ssd.op_step_lightning import IMPLEMENTATIONS as LIGHTNING
-from torch_hybrid.ops.ssd.op_step_mamba2 import IMPLEMENTATIONS as SSD
+from tests.ops.step_family import Family
 from torch_hybrid.ops.step_implementations import VERIFY
 
 MOST_DRAFTS = 3
@@ -38,18 +32,15 @@ class Mixer:
     """A layer's step, made and called as the op's tests do.
 
     Attributes:
-        case: for lengths of sequences, what ``make_inputs`` takes.
-        recorded: the per-token tensors that a record is made of; none: k and v in float32.
+        op, model: what figures are called.
+        case: for lengths of sequences, what the family's ``make_inputs`` takes.
+        family: of the step.
     """
 
     op: str
     model: str
     case: Callable[..., Any]
-    make_inputs: Callable[..., Any]
-    step: Callable[..., Tensor]
-    verify: Callable[..., Tensor]
-    implementations: Mapping[str, Implementation]
-    recorded: tuple[str, ...] = ()
+    family: Family
 
 
 def _heads(sizes: tuple[int, int, int, int]) -> dict[str, int]:
@@ -61,40 +52,25 @@ MIXERS = (
         op="GDN",
         model="Qwen3-Next",
         case=partial(delta.Case, **_heads(QWEN3_NEXT), options=(("beta_scale", 1.0),)),
-        make_inputs=gated.make_inputs,
-        step=gated_delta_step,
-        verify=gated_delta_step,
-        implementations=GATED,
-        recorded=("qkv", "b", "a"),
+        family=gated.FAMILY,
     ),
     Mixer(
         op="KDA",
         model="Kimi-Linear",
         case=partial(delta.Case, **_heads(KIMI_LINEAR), options=(("gate_lower_bound", None),)),
-        make_inputs=kimi.make_inputs,
-        step=kimi_delta_step,
-        verify=kimi_delta_step,
-        implementations=KIMI,
-        recorded=("qkv", "b", "a"),
+        family=kimi.FAMILY,
     ),
     Mixer(
         op="Mamba2",
         model="Nemotron-H",
         case=partial(ssd.Case, num_groups=8, num_heads=128, k_dim=128, v_dim=64, norm_groups=8),
-        make_inputs=ssd.make_inputs,
-        step=ssd_step,
-        verify=ssd_step,
-        implementations=SSD,
-        recorded=("xBC", "dt"),
+        family=ssd.FAMILY,
     ),
     Mixer(
         op="lightning",
         model="Ling",
         case=partial(lightning.Case, num_heads=32, dim=128, rotary_dim=64, norm_groups=8),
-        make_inputs=lightning.make_inputs,
-        step=lightning_step,
-        verify=lightning_step,
-        implementations=LIGHTNING,
+        family=lightning.FAMILY,
     ),
 )
 
@@ -117,14 +93,10 @@ class Drafts(Inputs):
         """Made on a CPU, whose random numbers tests take, and moved to where tensors are wanted."""
         device = torch.get_default_device()
         with torch.device("cpu"):
-            drawn = mixer.make_inputs(mixer.case(lengths=(num_new,) * num_seqs), BF16)
-            rows = drawn.tensors()
-            width = sum(rows[name].shape[1] for name in mixer.recorded)
-            dtype = BF16 if width else torch.float32
-            width = width or 2 * drawn.state.shape[1] * drawn.state.shape[2]
-            records = torch.randn(len(drawn.state), MOST_DRAFTS, width).to(dtype)
+            drawn = mixer.family.make_inputs(mixer.case(lengths=(num_new,) * num_seqs), BF16)
+            rows, records = drawn.tensors(), torch.randn_like(drawn.empty_records(MOST_DRAFTS))
             accepted = torch.full((num_seqs,), num_accepted, dtype=torch.int32)
-        pools = {name: pool.nan_to_num() for name, pool in drawn.pools().items()}
+        pools = {name: pool.nan_to_num() for name, pool in drawn.held().items()}
         tensors = {name: x for name, x in (rows | pools).items() if x is not None}
         moved = {name: x.to(device) for name, x in tensors.items()}
         moved["initial_indices"] = moved["state_indices"]
@@ -159,14 +131,14 @@ class Drafts(Inputs):
 def call(inputs: Drafts, impl: str, *, mixer: Mixer) -> Tensor:
     """One call of this package's op."""
     drafts = {"records": inputs.records, "accepted": inputs.accepted}
-    return mixer.verify(*inputs.args(), **drafts, **inputs.of_step.options(), impl=impl)
+    return mixer.family.op(*inputs.args(), **drafts, **inputs.of_step.options(), impl=impl)
 
 
 def _decode(inputs: Sequence[Drafts], mixer: Mixer, impl: str = "triton") -> Turns:
     """The decode step of the same tokens, where none is a draft."""
 
     def step(each: Drafts) -> Tensor:
-        return mixer.step(*each.args(), **each.of_step.options(), impl=impl)
+        return mixer.family.op(*each.args(), **each.of_step.options(), impl=impl)
 
     return Turns(calls=[partial(step, each) for each in inputs])
 
@@ -189,7 +161,11 @@ def _case(mixer: Mixer, num_seqs: int, num_new: int, num_accepted: int) -> Case:
         make=partial(Drafts.make, mixer, num_seqs, num_new, num_accepted),
         reference=partial(call, impl="torch", mixer=mixer),
         own=own(
-            {n: i for n, i in mixer.implementations.items() if i.capability.features >= VERIFY},
+            {
+                n: i
+                for n, i in mixer.family.implementations.items()
+                if i.capability.features >= VERIFY
+            },
             partial(call, mixer=mixer),
         ),
         others={"decode step": partial(_decode, mixer=mixer)} if is_decode else {},

@@ -23,13 +23,9 @@ def causal_conv1d_reference(x: CausalConv1d) -> Tensor:
         per_head = inputs.shape[1] // x.token_taps.shape[1]
         own_taps = x.token_taps.to(compute).repeat_interleave(per_head, 1).mT
     out = torch.zeros_like(inputs, memory_format=torch.contiguous_format)
-    offsets = x.cu_seqlens.tolist()
-    slots = zip(x.initial_indices.tolist(), x.state_indices.tolist(), strict=True)
-    for n, (initial, slot) in enumerate(slots):
-        if offsets[n] == offsets[n + 1]:
-            continue
+    for tokens, initial, slot in x.each_sequence():
         past = x.conv_state[initial] if initial else torch.zeros_like(x.conv_state[initial])
-        for t in range(offsets[n], offsets[n + 1]):
+        for t in tokens:
             window = torch.cat([past, inputs[t : t + 1]])
             filters = taps if x.token_taps is None else taps + own_taps[t]
             y = shift + (window.to(compute) * filters).sum(0)

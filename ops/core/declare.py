@@ -39,6 +39,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial, wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -143,6 +144,14 @@ class StatefulOp(Op):
         cu_seqlens: Tensor
         initial_indices: Tensor
         state_indices: Tensor
+
+    def each_sequence(self) -> Iterator[tuple[range, int, int]]:
+        """Yield the tokens of each sequence that has some, and the slots it reads and writes."""
+        offsets = pairwise(self.cu_seqlens.tolist())
+        slots = self.initial_indices.tolist(), self.state_indices.tolist()
+        for (begin, end), initial, slot in zip(offsets, *slots, strict=True):
+            if begin < end:
+                yield range(begin, end), initial, slot
 
     def check_indices(self) -> None:
         """Raise ValueError unless sequences are among the rows of the first field, slots in a pool.

@@ -23,15 +23,11 @@ def delta_rule_reference(x: DeltaRule) -> Tensor:
     v, g, beta = (rows.to(compute) for rows in (x.v, x.g, x.beta))
 
     out = torch.zeros_like(x.v, memory_format=torch.contiguous_format)
-    offsets = x.cu_seqlens.tolist()
-    slots = zip(x.initial_indices.tolist(), x.state_indices.tolist(), strict=True)
-    for n, (initial, slot) in enumerate(slots):
-        if offsets[n] == offsets[n + 1]:
-            continue
+    for tokens, initial, slot in x.each_sequence():
         S = x.state[initial].to(compute)
         if initial == 0:
             S = torch.zeros_like(S)
-        for t in range(offsets[n], offsets[n + 1]):
+        for t in tokens:
             S, o = delta_rule_step(S, q[t], k[t], v[t], g[t], beta[t])
             out[t] = o
         if slot:

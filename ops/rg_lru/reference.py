@@ -17,14 +17,10 @@ def rg_lru_reference(given: RgLru) -> Tensor:
     gated = input_gate.flatten(1) * x.to(work)
 
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    offsets = given.cu_seqlens.tolist()
-    slots = zip(given.initial_indices.tolist(), given.state_indices.tolist(), strict=True)
-    for n, (initial, slot) in enumerate(slots):
-        if offsets[n] == offsets[n + 1]:
-            continue
+    for tokens, initial, slot in given.each_sequence():
         h = state[initial].to(work) if initial else torch.zeros_like(state[0], dtype=work)
-        for t in range(offsets[n], offsets[n + 1]):
-            is_first = t == offsets[n] and not initial
+        for t in tokens:
+            is_first = t == tokens.start and not initial
             scale = 1.0 if is_first else (-torch.expm1(2 * log_decay[t])).sqrt()
             h = log_decay[t].exp() * h + scale * gated[t]
             out[t] = h

@@ -18,13 +18,9 @@ def selective_scan_reference(given: SelectiveScan) -> Tensor:
     of_group = x.shape[1] // B.shape[1]
 
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    offsets = given.cu_seqlens.tolist()
-    slots = zip(given.initial_indices.tolist(), given.state_indices.tolist(), strict=True)
-    for n, (initial, slot) in enumerate(slots):
-        if offsets[n] == offsets[n + 1]:
-            continue
+    for tokens, initial, slot in given.each_sequence():
         S = state[initial].to(work) if initial else torch.zeros_like(A)
-        for t in range(offsets[n], offsets[n + 1]):
+        for t in tokens:
             x_t, step = x[t].to(work), F.softplus(dt[t].to(work) + bias)
             B_t, C_t = (rows[t].to(work).repeat_interleave(of_group, 0) for rows in (B, C))
             S = (step[:, None] * A).exp() * S + (step * x_t)[:, None] * B_t

@@ -61,20 +61,10 @@ class LightningStep(OpenStep):
         norm_weight: [H D] in qkv's dtype or in float32; None where gate is None.
         state: [S, H, D, D] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
             state after the token of sequence n; no other slot is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has one token, or
-            none, which leaves its slot as it is. Implementations with the feature "extend" take
-            several, of sequences that have a slot: as so many calls would, bit by bit. Tokens at or
-            past ``cu_seqlens[N]`` are padding.
-        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
-            zero state. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
         activation: of q, k and v, "none" or "silu".
         scale: factor on q.
         norm_groups: equal parts of a token's H D channels, each normed by itself.
         norm_eps: added to the mean square of a head of q and k, and of a group.
-        impl: a name in IMPLEMENTATIONS; with records, of an implementation that has the feature
-            "verify".
         records: [S, M, 2 H D] float32 a row ``[k | v]`` of each draft, as the recurrence takes
             them, where the step verifies drafts; else None. **Mutated**: slot
             ``state_indices[n]`` receives those of the second token on.
@@ -83,11 +73,6 @@ class LightningStep(OpenStep):
 
     Returns:
         [T, H D] in qkv's dtype, without a gate in float32; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or an option is unknown. Where
-            reading them is free (on a CPU): an index or a count is out of range, or a sequence has
-            more tokens than the implementation takes.
 
     The mixer of MiniMax-01 (arXiv 2501.08313) and of Ring-2.5, in decode.
     """

@@ -65,21 +65,11 @@ class SsdStep(OpenStep):
             xBC's dtype. **Mutated**: slot ``state_indices[n]`` receives those of sequence n.
         state: [S, H, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
             state after the token of sequence n. No other slot of either pool is written.
-        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has one token, or
-            none, which leaves its slot as it is. Implementations with the feature "extend" take
-            several, of sequences that have a slot: as so many calls would, bit by bit. Tokens at or
-            past ``cu_seqlens[N]`` are padding.
-        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
-            zero state. Several may start from one slot, which no other one may then write.
-        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
-            for 0: that state is not stored.
         activation: of the convolution, "none" or "silu".
         dt_min, dt_max: bounds of the step size; 0 and infinity where there are none.
         norm_before_gate: whether o is normed, and not its product with the gate.
         norm_groups: equal parts of a token's H V channels, each normed by itself.
         norm_eps: added to the mean square of a part.
-        impl: a name in IMPLEMENTATIONS; with records, of an implementation that has the feature
-            "verify".
         records: [S, R, H V + 2 G K + H] a row ``[xBC | dt]`` of inputs for each draft, in xBC's
             dtype, where the step verifies drafts; else None. **Mutated**: slot
             ``state_indices[n]`` receives those of the second token on.
@@ -88,11 +78,6 @@ class SsdStep(OpenStep):
 
     Returns:
         [T, H V] in xBC's dtype; rows of padding tokens are exactly 0.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or an option is unknown. Where
-            reading them is free (on a CPU): an index or a count is out of range, or a sequence has
-            more tokens than the implementation takes.
 
     The mixer of "Transformers are SSMs" (Mamba2, arXiv 2405.21060), as in Nemotron-H.
     """

@@ -19,13 +19,9 @@ def ssd_reference(x: Ssd) -> Tensor:
     g, dt, D = (y.to(compute) for y in (g, dt, D))
 
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    offsets = x.cu_seqlens.tolist()
-    slots = zip(x.initial_indices.tolist(), x.state_indices.tolist(), strict=True)
-    for n, (initial, slot) in enumerate(slots):
-        if offsets[n] == offsets[n + 1]:
-            continue
+    for tokens, initial, slot in x.each_sequence():
         S = state[initial].to(compute) if initial else _zero_state(k, v, compute)
-        for t in range(offsets[n], offsets[n + 1]):
+        for t in tokens:
             v_t = v[t].to(compute)
             S, o = ssd_step(S, x.scale * q[t], k[t], v_t, g[t], dt[t])
             out[t] = o + D[:, None] * v_t

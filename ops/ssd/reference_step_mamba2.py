@@ -25,12 +25,7 @@ def ssd_step_reference(x: SsdStep) -> Tensor:
         return parts.flatten() * x.norm_weight.to(work)
 
     out = x.xBC.new_zeros(x.xBC.shape[0], x.inner)
-    offsets = x.cu_seqlens.tolist()
-    slots = zip(x.initial_indices.tolist(), x.state_indices.tolist(), strict=True)
-    for n, (initial, slot) in enumerate(slots):
-        t = offsets[n]
-        if offsets[n + 1] == t:
-            continue
+    for (t, *_), initial, slot in x.each_sequence():
         past = x.conv_state[initial] if initial else torch.zeros_like(x.conv_state[0])
         S = x.state[initial].to(work) if initial else torch.zeros_like(x.state[0], dtype=work)
 

@@ -15,13 +15,9 @@ def wkv_reference(x: Wkv) -> Tensor:
     log_decay, bonus = x.log_decay.to(work), x.bonus.to(work)
     nothing = state.new_tensor([0.0, 0.0, NOTHING])[:, None].expand(state.shape[1:])
     out = torch.zeros_like(k, memory_format=torch.contiguous_format)
-    offsets = x.cu_seqlens.tolist()
-    slots = zip(x.initial_indices.tolist(), x.state_indices.tolist(), strict=True)
-    for n, (initial, slot) in enumerate(slots):
-        if offsets[n] == offsets[n + 1]:
-            continue
+    for tokens, initial, slot in x.each_sequence():
         sums = (state[initial] if initial else nothing).to(work)
-        for t in range(offsets[n], offsets[n + 1]):
+        for t in tokens:
             value = v[t].to(work)
             numerator, denominator, _ = _added(sums, k[t].to(work) + bonus, value)
             out[t] = numerator / denominator

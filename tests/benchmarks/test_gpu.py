@@ -40,8 +40,8 @@ from benchmarks.gpu.case import Absent, Case, Inputs, Turns
 from benchmarks.gpu.clock import Call, Rates, Time
 from benchmarks.mixers import Row
 from benchmarks.models import fill
-from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
-from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
+from tests.ops.delta_rule.step_gated_cases import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_cases import FAMILY as KIMI
 from torch_hybrid import Runner
 from torch_hybrid.ops.core.capability import Capability, Implementation
 

@@ -27,8 +27,8 @@ class DeclaredInputs(Op):
     def fresh(self) -> Self:
         """Copy what the op mutates."""
         kinds = Declaration(type(self)).kinds
-        pools = {name: getattr(self, name) for name in kinds if isinstance(kinds[name], Pool)}
-        return replace(self, **{name: pool.clone() for name, pool in pools.items()})
+        pools = ((name, getattr(self, name)) for name in kinds if isinstance(kinds[name], Pool))
+        return replace(self, **{name: pool.clone() for name, pool in pools if pool is not None})
 
     def args(self) -> tuple[Tensor, ...]:
         """Return the tensors in the op's order; what it mutates is a copy."""

@@ -36,8 +36,8 @@ from tests.ops.delta_rule import step_gated_cases as gdn_step
 from tests.ops.delta_rule import step_kimi_cases as kda_step
 from tests.ops.delta_rule.backward import make_backward
 from tests.ops.delta_rule.cases import Case as DeltaCase
-from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
-from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
+from tests.ops.delta_rule.step_gated_cases import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_cases import FAMILY as KIMI
 from tests.ops.fused_experts import cases as experts
 from tests.ops.fused_experts import training as experts_training
 from tests.ops.gated_pooling import cases as pooling
@@ -59,8 +59,8 @@ from tests.ops.ssd import backward as ssd_backward
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd import step_lightning_cases as lightning_step_cases
 from tests.ops.ssd import step_mamba2_cases as ssd_step_cases
-from tests.ops.ssd.step_lightning_family import FAMILY as LIGHTNING
-from tests.ops.ssd.step_mamba2_family import FAMILY as MAMBA2
+from tests.ops.ssd.step_lightning_cases import FAMILY as LIGHTNING
+from tests.ops.ssd.step_mamba2_cases import FAMILY as MAMBA2
 from tests.ops.step_family import Family
 from torch_hybrid.ops import (
     block_attention,
@@ -114,17 +114,17 @@ def linear_call(inputs: linears.Inputs, impl: str = "triton") -> Call:
     return partial(run, linear.linear, inputs.args(), {**inputs.options(), "impl": impl})
 
 
-def with_records(inputs: Any, width: int, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+def with_records(inputs: Any) -> tuple[Any, dict[str, Any]]:
     """A decode step's inputs as those of a step that verifies drafts, of which some are accepted:
     arguments and options."""
-    records = torch.randn(len(inputs.state), 2, width).to(dtype)
+    records = torch.randn_like(inputs.empty_records(2))
     accepted = torch.tensor([2, 0, 0, 1], dtype=torch.int32)
     return inputs.args(), {**inputs.options(), "records": records, "accepted": accepted}
 
 
 def by_open_chunks(family: Family, inputs: Any) -> Iterator[tuple[str, Call]]:
     """A decode step by open chunks, and their closing."""
-    options = {**inputs.options(), "chunk": family.chunk_of(inputs, fill=0.0)}
+    options = {**inputs.options(), "chunk": inputs.empty_chunk(fill=0.0)}
     no_tokens = {"cu_seqlens": torch.zeros_like(inputs.cu_seqlens)}
     none = inputs.changed(**inputs.tokens(slice(0)), **no_tokens)
     for what, given in (("open chunks", inputs), ("closing", none)):
@@ -152,8 +152,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         inputs = make_inputs(step, dtype)
         yield op.__name__, partial(run, op, inputs.args(), inputs.options())
         inputs = make_inputs(replace(step, lengths=DRAFTED), dtype)
-        width = sum(x.shape[1] for x in (inputs.qkv, inputs.b, inputs.a))
-        yield f"{op.__name__}, drafts", partial(run, op, *with_records(inputs, width, dtype))
+        yield f"{op.__name__}, drafts", partial(run, op, *with_records(inputs))
         several = make_inputs(replace(step, **LENGTHS), dtype)
         options = several.options() | {"impl": "triton_invariant"}
         yield f"{op.__name__}, any lengths", partial(run, op, several.args(), options)
@@ -164,8 +163,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         op = ssd_ops.ssd_step
         yield f"{op.__name__}, {gate}", partial(run, op, inputs.args(), inputs.options())
         inputs = ssd_step_cases.make_inputs(replace(mamba2, lengths=DRAFTED), dtype)
-        given = with_records(inputs, inputs.xBC.shape[1] + inputs.dt.shape[1], dtype)
-        yield f"{op.__name__}, drafts, {gate}", partial(run, op, *given)
+        yield f"{op.__name__}, drafts, {gate}", partial(run, op, *with_records(inputs))
         yield from by_open_chunks(MAMBA2, ssd_step_cases.make_inputs(mamba2, dtype))
     for gated in (True, False):
         mixer = lightning_step_cases.Case(
@@ -176,8 +174,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         name = op.__name__ if gated else f"{op.__name__} without a gate"
         yield name, partial(run, op, inputs.args(), inputs.options())
         inputs = lightning_step_cases.make_inputs(replace(mixer, lengths=DRAFTED), dtype)
-        given = with_records(inputs, 2 * mixer.num_heads * mixer.dim, torch.float32)
-        yield f"{name}, drafts", partial(run, op, *given)
+        yield f"{name}, drafts", partial(run, op, *with_records(inputs))
         yield from by_open_chunks(LIGHTNING, lightning_step_cases.make_inputs(mixer, dtype))
     lengths = {"lengths": (150, 0, 33), "num_padding_tokens": 2}
     for name in channel_recurrences():

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.ops import step_family
 from tests.ops.block_attention import cases as blocks
 from tests.ops.causal_conv1d import cases as convolution
 from tests.ops.contract import impls_on, skip_reason
@@ -43,6 +42,7 @@ from tests.ops.ssd import cases as ssd
 from tests.ops.ssd import step_lightning_cases as lightning_step
 from tests.ops.ssd import step_mamba2_cases as ssd_step
 from tests.ops.state_copy import cases as copies
+from tests.ops.step_family import Family
 from torch_hybrid.ops.core.registration import NAMESPACE, REGISTERED
 
 Range = tuple[int, int | None]  # the least that is right, and the least above it that is not
@@ -163,34 +163,14 @@ def _scan() -> _Made:
     return _recurrent(scans.make_inputs(scans.Case(bias="float32", **_LENGTHS)), chunk_size=16)
 
 
-def _verify(inputs: step_family.Inputs, width: int) -> _Made:
+def _verify(family: Family) -> _Made:
     """A step that verifies drafts: records of the first sequence were accepted."""
+    inputs = family.mixed(**_DRAFTED)
     args, options, ranges = _recurrent(inputs)
-    records = torch.randn(len(inputs.state), _NUM_RECORDS, width)
+    records = torch.randn_like(inputs.empty_records(_NUM_RECORDS))
     accepted = torch.tensor([2, 0, 0, 1], dtype=torch.int32)
     options |= {"records": records, "accepted": accepted}
     return args, options, ranges | {"accepted": (0, _NUM_RECORDS + 1)}
-
-
-def _gated_delta_verify() -> _Made:
-    inputs = gated_delta_step.make_inputs(gated_delta_step.case(**_DRAFTED))
-    return _verify(inputs, sum(x.shape[1] for x in (inputs.qkv, inputs.b, inputs.a)))
-
-
-def _kimi_delta_verify() -> _Made:
-    case = kimi_delta_step.case(*_DRAFTED["lengths"], num_padding_tokens=3)
-    inputs = kimi_delta_step.make_inputs(case)
-    return _verify(inputs, sum(x.shape[1] for x in (inputs.qkv, inputs.b, inputs.a)))
-
-
-def _ssd_verify() -> _Made:
-    inputs = ssd_step.make_inputs(ssd_step.Case(**_DRAFTED))
-    return _verify(inputs, inputs.xBC.shape[1] + inputs.dt.shape[1])
-
-
-def _lightning_verify() -> _Made:
-    case = lightning_step.Case(**_DRAFTED)
-    return _verify(lightning_step.make_inputs(case), 2 * case.num_heads * case.dim)
 
 
 def _convolution(**form: Any) -> _Made:
@@ -198,65 +178,58 @@ def _convolution(**form: Any) -> _Made:
     return inputs.args(), inputs.options(), _slots(inputs.conv_state)
 
 
-def _trained(inputs: Any, *, by: str) -> _Made:
-    """A forward without a pool, or its backward."""
-    rows = inputs.args()[:5]
-    initial = torch.randn_like(inputs.state[: len(inputs.cu_seqlens) - 1])
-    options = {"scale": inputs.scale, "qk_l2norm": inputs.qk_l2norm}
+def _trained(by: str, given: tuple[Any, ...], pool: Tensor, like: Tensor, **options: Any) -> _Made:
+    """A forward without a pool, or its backward.
+
+    Args:
+        by: "forward" or "backward".
+        given: arguments before the initial states; offsets are the last.
+        pool: states of the op with a pool.
+        like: what outputs are like.
+        options: those of both.
+    """
+    initial = torch.randn_like(pool[: len(given[-1]) - 1])
     if by == "forward":
-        return (*rows, inputs.cu_seqlens, initial), {**options, "output_final_state": True}, {}
-    grads = torch.randn_like(inputs.v), torch.randn_like(initial)
-    return (*rows, inputs.cu_seqlens, initial, *grads), options, {}
+        return (*given, initial), {**options, "output_final_state": True}, {}
+    return (*given, initial, torch.randn_like(like), torch.randn_like(initial)), options, {}
+
+
+def _trained_rule(by: str, x: Any) -> _Made:
+    options = {"scale": x.scale, "qk_l2norm": x.qk_l2norm}
+    return _trained(by, (*x.args()[:5], x.cu_seqlens), x.state, x.v, **options)
 
 
 def _trained_ssd(by: str) -> _Made:
-    inputs = ssd.make_inputs(ssd.Case(**_LENGTHS))
-    rows, initial = inputs.args()[:6], torch.randn_like(inputs.state[:-3])
-    if by == "forward":
-        options = {"scale": 1.0, "output_final_state": True}
-        return (*rows, inputs.cu_seqlens, initial), options, {}
-    grads = torch.randn_like(inputs.v), torch.randn_like(initial)
-    return (*rows, inputs.cu_seqlens, initial, *grads), {"scale": 1.0}, {}
+    x = ssd.make_inputs(ssd.Case(**_LENGTHS))
+    return _trained(by, (*x.args()[:6], x.cu_seqlens), x.state, x.v, scale=1.0)
 
 
 def _trained_channels(op: str, by: str) -> _Made:
     """A recurrence of single channels: its rows and numbers, without the pool's indices."""
     cases = import_module(f"tests.ops.{op}.cases")
-    inputs = cases.make_inputs(cases.Case(**_LENGTHS))
-    *given, pool, cu_seqlens, _, _ = inputs.args()
-    initial = torch.randn_like(pool[: len(cu_seqlens) - 1])
-    if by == "forward":
-        return (*given, cu_seqlens, initial), {"output_final_state": True}, {}
-    grads = torch.randn_like(given[0]), torch.randn_like(initial)
-    return (*given, cu_seqlens, initial, *grads), {}, {}
+    *given, pool, cu_seqlens, _, _ = cases.make_inputs(cases.Case(**_LENGTHS)).args()
+    return _trained(by, (*given, cu_seqlens), pool, given[0])
 
 
 def _trained_scan(by: str) -> _Made:
     x = scans.make_inputs(scans.Case(bias="float32", **_LENGTHS))
-    initial = torch.randn_like(x.state[:-3])
-    args = (x.x, x.dt, -x.A_log.exp(), x.B, x.C, x.D, x.z, x.dt_bias, x.cu_seqlens, initial)
-    if by == "forward":
-        return args, {"output_final_state": True}, {}
-    return (*args, torch.randn_like(x.x), torch.randn_like(initial)), {}, {}
+    given = (x.x, x.dt, -x.A_log.exp(), x.B, x.C, x.D, x.z, x.dt_bias, x.cu_seqlens)
+    return _trained(by, given, x.state, x.x)
 
 
 def _trained_gated(by: str) -> _Made:
-    return _trained(gated_delta.make_inputs(DeltaCase(**_LENGTHS)), by=by)
+    return _trained_rule(by, gated_delta.make_inputs(DeltaCase(**_LENGTHS)))
 
 
 def _trained_kimi(by: str) -> _Made:
     case = kimi_delta.case(*_LENGTHS["lengths"], num_padding_tokens=3)
-    return _trained(kimi_delta.make_inputs(case), by=by)
+    return _trained_rule(by, kimi_delta.make_inputs(case))
 
 
 def _trained_convolution(by: str) -> _Made:
-    inputs = convolution.make_inputs(convolution.Case(**_LENGTHS))
-    initial = torch.randn_like(inputs.conv_state[: len(inputs.cu_seqlens) - 1])
-    args = (inputs.x, inputs.weight, inputs.bias, inputs.cu_seqlens, initial)
-    if by == "forward":
-        return args, {"activation": "silu", "output_final_state": True}, {}
-    grads = torch.randn_like(inputs.x), torch.randn_like(initial)
-    return (*args, *grads), {"activation": "silu"}, {}
+    x = convolution.make_inputs(convolution.Case(**_LENGTHS))
+    given = (x.x, x.weight, x.bias, x.cu_seqlens)
+    return _trained(by, given, x.conv_state, x.x, activation="silu")
 
 
 def _ngram_embedding() -> _Made:
@@ -429,7 +402,7 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "gated_delta_step": lambda: _recurrent(
         gated_delta_step.make_inputs(gated_delta_step.case(**_ONE_EACH, has_bias=True))
     ),
-    "gated_delta_step, drafts": _gated_delta_verify,
+    "gated_delta_step, drafts": lambda: _verify(gated_delta_step.FAMILY),
     "gated_norm_backward": lambda: _gated_norm("backward"),
     "gated_norm_forward": lambda: _gated_norm("forward"),
     "gated_pooling": _gated_pooling,
@@ -445,12 +418,12 @@ CALLS: dict[str, Callable[[], _Made]] = {
             kimi_delta_step.case(1, 1, 0, 1, num_padding_tokens=3, has_bias=True)
         )
     ),
-    "kimi_delta_step, drafts": _kimi_delta_verify,
+    "kimi_delta_step, drafts": lambda: _verify(kimi_delta_step.FAMILY),
     "latent_attention": _latent_attention,
     "lightning_step": lambda: _recurrent(
         lightning_step.make_inputs(lightning_step.Case(**_ONE_EACH))
     ),
-    "lightning_step, drafts": _lightning_verify,
+    "lightning_step, drafts": lambda: _verify(lightning_step.FAMILY),
     "lightning_step, ungated": lambda: _recurrent(
         lightning_step.make_inputs(replace(lightning_step.CASES["ungated"], **_ONE_EACH))
     ),
@@ -478,7 +451,7 @@ CALLS: dict[str, Callable[[], _Made]] = {
     "ssd_backward": lambda: _trained_ssd("backward"),
     "ssd_forward": lambda: _trained_ssd("forward"),
     "ssd_step": lambda: _recurrent(ssd_step.make_inputs(ssd_step.Case(**_ONE_EACH))),
-    "ssd_step, drafts": _ssd_verify,
+    "ssd_step, drafts": lambda: _verify(ssd_step.FAMILY),
     "state_copy": _state_copy,
     "store_latents": _store_latents,
     "token_logprobs_backward": lambda: _token_logprobs("backward"),

@@ -26,6 +26,23 @@ class Layout:
     slot_mapping: Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Lengths of sequences whose states are in slots: base of the cases of recurrences."""
+
+    lengths: tuple[int, ...]
+    num_padding_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths) + self.num_padding_tokens
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a pool: the null slot, those of the sequences, and two of nobody."""
+        return len(self.lengths) + 3
+
+
 def lay_out(
     lengths: Sequence[tuple[int, int]],
     page_size: int,

@@ -24,7 +24,7 @@ def tensors(inputs: Any) -> dict[str, Tensor]:
 def on_device(inputs: Any, device: str = "cuda") -> Any:
     """Copy to a device; rows of what a projection gives lie apart."""
     moved = {name: x.to(device) for name, x in tensors(inputs.copy()).items()}
-    of_projection = getattr(inputs, "PER_TOKEN", ("q", "k", "v", "x", "z"))
+    of_projection = getattr(inputs, "per_token", ("q", "k", "v", "x", "z"))
     rows = {name: rows_apart(moved[name]) for name in of_projection if name in moved}
     return replace(inputs, **moved | rows)
 

@@ -15,6 +15,7 @@ from tests.ops.contract import (
     assert_within_budget,
     impls_on,
     skip_reason,
+    written_slots,
 )
 from tests.ops.pages import offsets
 from tests.ops.step_family import Family, Inputs
@@ -40,8 +41,8 @@ class Expected:
         assert_within_budget(out, self.out_exact, self.out_reference)
         num_tokens = int(inputs.cu_seqlens[-1])
         assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
-        slots = inputs.written_slots()
-        if "conv_state" in inputs.pools():
+        slots = written_slots(inputs)
+        if "conv_state" in inputs.held():
             assert torch.equal(inputs.conv_state[slots], self.reference.conv_state[slots])
         assert_within_budget(
             inputs.state[slots], self.exact.state[slots], self.reference.state[slots]
@@ -138,7 +139,7 @@ class StepContract:
         out_exact, out_own = (run_one_by_one(x, self.family.by_reference) for x in (exact, own))
         out = self.family.run(inputs, COMPOSED)
         assert_within_budget(out[: len(out_own)], out_exact, out_own)
-        slots = inputs.written_slots()
+        slots = written_slots(inputs)
         assert_within_budget(inputs.state[slots], exact.state[slots], own.state[slots])
 
 
@@ -162,6 +163,6 @@ def run_one_by_one(inputs: Any, run: Callable[[Any], Tensor]) -> Tensor:
 
 
 def assert_same_pools(actual: Inputs, expected: Inputs) -> None:
-    others = expected.pools()
-    for name, pool in actual.pools().items():
+    others = expected.held()
+    for name, pool in actual.held().items():
         torch.testing.assert_close(pool, others[name], rtol=0, atol=0, equal_nan=True)

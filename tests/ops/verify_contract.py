@@ -36,13 +36,12 @@ class VerifyContract:
 
     Attributes:
         family: the decode step.
-        recorded: the per-token tensors that a record is made of, in its order.
-        records_are_inputs: and nothing else, so that each implementation leaves the same.
+        records_are_inputs: whether records are of inputs alone, so that each implementation leaves
+            the same.
         by_reference: the definition, of the step's value with records.
     """
 
     family: ClassVar[Family]
-    recorded: ClassVar[tuple[str, ...]]
     records_are_inputs: ClassVar[bool] = True
     by_reference: ClassVar[Callable[..., Tensor]]
 
@@ -95,7 +94,7 @@ class VerifyContract:
         given = history.given(ROUNDS[1][0])
         calls = {}
         for kind in ("actual", "own", "exact"):
-            own = replace(given, **{n: pool.clone() for n, pool in inputs.pools().items()})
+            own = replace(given, **{n: pool.clone() for n, pool in inputs.held().items()})
             kept = records.clone()
             run: Callable[..., Tensor] = self.by_reference_of
             if kind == "exact":
@@ -115,7 +114,7 @@ class VerifyContract:
             is_record = ~kept_own.isnan()
             assert torch.equal(~kept.isnan(), is_record)
             assert_within_budget(kept[is_record], kept_exact[is_record], kept_own[is_record])
-        if "conv_state" in left.pools():
+        if "conv_state" in left.held():
             assert torch.equal(left.conv_state[slots], left_own.conv_state[slots])
 
     @pytest.mark.parametrize(
@@ -139,8 +138,8 @@ class VerifyContract:
             self.run_of(host_impl)(
                 given, history.records, torch.tensor(accepted, dtype=torch.int32)
             )
-        for name, pool in given.pools().items():
-            torch.testing.assert_close(pool, before.pools()[name], equal_nan=True)
+        for name, pool in given.held().items():
+            torch.testing.assert_close(pool, before.held()[name], equal_nan=True)
 
     def test_records_go_with_counts(self):
         history = History(self, self.family.cases["mixed"], torch.float32, "torch")
@@ -150,12 +149,6 @@ class VerifyContract:
             verify(*given.args(), **options, records=history.records)
         with pytest.raises(ValueError, match="together, got accepted alone"):
             verify(*given.args(), **options, accepted=history.accepted)
-
-    def empty_records(self, inputs: Any) -> Tensor:
-        """Of as many slots as there are states; NaN."""
-        width = sum(getattr(inputs, name).shape[1] for name in self.recorded)
-        first = getattr(inputs, self.recorded[0])
-        return first.new_full((len(inputs.state), MOST_DRAFTS, width), torch.nan)
 
     def run_of(self, impl: str) -> Callable[[Any, Tensor, Tensor], Tensor]:
         """The op, of a call's inputs, records and counts."""
@@ -168,9 +161,7 @@ class VerifyContract:
         return run
 
     def by_reference_of(self, inputs: Any, records: Tensor, accepted: Tensor) -> Tensor:
-        given = {"records": records, "accepted": accepted, "impl": "reference"}
-        value = self.family.value(*inputs.args(), **inputs.options(), **given)
-        return type(self).by_reference(value)
+        return type(self).by_reference(replace(inputs, records=records, accepted=accepted))
 
 
 class History:
@@ -192,10 +183,10 @@ class History:
         family = contract.family
         supply = replace(case, lengths=(1,) * 64, num_padding_tokens=0)
         self.supply = on_device(family.make_inputs(supply, dtype), device)
-        pools = {n: pool[:6].nan_to_num() for n, pool in self.supply.pools().items()}
+        pools = {n: pool[:6].nan_to_num() for n, pool in self.supply.held().items()}
         self.inputs = self.supply.changed(**pools).copy()
         self.plain = self.inputs.copy()
-        self.records = contract.empty_records(self.inputs)
+        self.records = self.inputs.empty_records(MOST_DRAFTS)
         self.slots = self.int32([2, 4, 1, 3])
         self.is_new = [False, False, True, True]
         self.accepted = self.int32([0] * 4)
@@ -221,8 +212,8 @@ class History:
             self.advance(lengths, right)
         self.flush()
         assert self.outputs_differ_by == 0
-        for name, pool in self.inputs.pools().items():
-            assert torch.equal(pool, self.plain.pools()[name]), name
+        for name, pool in self.inputs.held().items():
+            assert torch.equal(pool, self.plain.held()[name]), name
 
     def advance(self, lengths: Sequence[int], right: Sequence[int]) -> None:
         """One step, and by plain decoding the tokens of it that turn out right."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.layers.adapter_sites import AdapterSite, Factors
+from torch_hybrid.layers.adapter_sites import AdapterSite, Factors, Ran
 
 
 class AdaptedLayers:
@@ -104,7 +104,7 @@ class AdaptedLayers:
         if self._given is None:
             return out
         slots, pools = self._given
-        return self.sites[place].add(pools[place], slots, module, inputs, out, self.impl)
+        return self.sites[place].add(pools[place], Ran(module, inputs, out, slots, self.impl))
 
 
 @dataclass(frozen=True, slots=True)

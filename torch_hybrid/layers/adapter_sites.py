@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,24 @@ class AdapterKinds:
 
     saved_modules: bool = False
     experts: bool = False
+
+
+class Ran(NamedTuple):
+    """A module that ran, and whose adapters change its outputs.
+
+    Attributes:
+        module: the module without hooks.
+        inputs: what it was given.
+        out: what it returned; of a router, a tensor of T rows for each of its results.
+        slots: [T] adapter of each row, from 1; 0 adds nothing.
+        impl: implementation of ``lora``.
+    """
+
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    out: Any
+    slots: Tensor
+    impl: str
 
 
 class Hook(Protocol):
@@ -101,23 +119,12 @@ class AdapterSite:
             pool["replaces"][slot] = any(part is not None and part[0] is None for part in factors)
         _write(pool, slot, [part if part is None else _low_rank(*part) for part in factors])
 
-    def add(
-        self,
-        pool: LayerCache,
-        slots: Tensor,
-        module: nn.Module,
-        inputs: tuple[Tensor, ...],
-        out: Tensor,
-        impl: str,
-    ) -> Tensor:
-        """Add the adapters of the rows, slots [T] from 1, to the outputs of a module for inputs.
-
-        The module has no hooks. Slot 0 adds nothing.
-        """
-        base = out.reshape(-1, out.shape[-1])
+    def add(self, pool: LayerCache, ran: Ran) -> Tensor:
+        """Add the adapters of the rows to the outputs of a module."""
+        base = ran.out.reshape(-1, ran.out.shape[-1])
         if self.is_replaceable:
-            base = base.masked_fill(_of_rows(pool["replaces"], slots)[:, None], 0.0)
-        return _added(base, inputs[0], pool, slots, impl).view(out.shape)
+            base = base.masked_fill(_of_rows(pool["replaces"], ran.slots)[:, None], 0.0)
+        return _added(base, ran.inputs[0], pool, ran.slots, ran.impl).view(ran.out.shape)
 
     def _factors(
         self,
@@ -161,18 +168,11 @@ class EmbeddingSite(AdapterSite):
             part = torch.eye(a.shape[0], rows.shape[1], dtype=b.dtype, device=b.device), b
         _write(pool, slot, [part])
 
-    def add(
-        self,
-        pool: LayerCache,
-        slots: Tensor,
-        module: nn.Module,
-        inputs: tuple[Tensor, ...],
-        out: Tensor,
-        impl: str,
-    ) -> Tensor:
+    def add(self, pool: LayerCache, ran: Ran) -> Tensor:
         """Add the adapters of the rows to the embeddings of their tokens."""
-        x = pool["rows"][(slots.long() - 1).clamp(min=0), inputs[0].flatten()]
-        return _added(out.reshape(-1, out.shape[-1]), x, pool, slots, impl).view(out.shape)
+        x = pool["rows"][(ran.slots.long() - 1).clamp(min=0), ran.inputs[0].flatten()]
+        base = ran.out.reshape(-1, ran.out.shape[-1])
+        return _added(base, x, pool, ran.slots, ran.impl).view(ran.out.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,26 +217,18 @@ class HeadsSite(AdapterSite):
             for place, each in enumerate(of_slot):
                 _write(own, slot * len(of_slot) + place, [each])
 
-    def add(
-        self,
-        pool: LayerCache,
-        slots: Tensor,
-        module: nn.Module,
-        inputs: tuple[Tensor, ...],
-        out: Tensor,
-        impl: str,
-    ) -> Tensor:
+    def add(self, pool: LayerCache, ran: Ran) -> Tensor:
         """Add the adapters of the rows to the product of each head."""
-        number = torch.arange(self.num_heads, dtype=torch.int32, device=slots.device)
-        slots = slots[:, None]
+        number = torch.arange(self.num_heads, dtype=torch.int32, device=ran.slots.device)
+        slots = ran.slots[:, None]
         first, second = (
             torch.where(slots > 0, (slots - 1) * count + number % count + 1, 0).flatten()
             for count in self._counts()
         )
-        nothing = out.new_zeros(first.shape[0], pool["b"].shape[-1])
-        inner = _added(nothing, inputs[0], pool, first, impl)
-        base = out.reshape(-1, out.shape[-1])
-        return _added(base, inner, _under(_OUTER, pool), second, impl).view(out.shape)
+        nothing = ran.out.new_zeros(first.shape[0], pool["b"].shape[-1])
+        inner = _added(nothing, ran.inputs[0], pool, first, ran.impl)
+        base = ran.out.reshape(-1, ran.out.shape[-1])
+        return _added(base, inner, _under(_OUTER, pool), second, ran.impl).view(ran.out.shape)
 
 
 class KeysSite(HeadsSite):
@@ -290,26 +282,19 @@ class NormSite(AdapterSite):
             if part is not None:
                 pool[name][slot].copy_(part[1])
 
-    def add(
-        self,
-        pool: LayerCache,
-        slots: Tensor,
-        module: nn.Module,
-        inputs: tuple[Tensor, ...],
-        out: Tensor,
-        impl: str,
-    ) -> Tensor:
+    def add(self, pool: LayerCache, ran: Ran) -> Tensor:
         """Apply the norm to the rows by the weights of their adapters."""
-        is_replaced = _of_rows(pool["replaces"], slots)[:, None]
+        is_replaced = _of_rows(pool["replaces"], ran.slots)[:, None]
         # Tokens are the first dim, or the second after one of size 1; others stand before the last.
-        num_between = inputs[0].ndim - 2 - (inputs[0].shape[0] == 1 and inputs[0].ndim > 2)
+        x = ran.inputs[0]
+        num_between = x.ndim - 2 - (x.shape[0] == 1 and x.ndim > 2)
         weights = {
             name: torch.where(
-                is_replaced, _of_rows(pool[name], slots), module.get_parameter(name)
+                is_replaced, _of_rows(pool[name], ran.slots), ran.module.get_parameter(name)
             ).unflatten(0, (-1, *[1] * num_between))
             for name in self.names
         }
-        made: Tensor = functional_call(module, weights, inputs)
+        made: Tensor = functional_call(ran.module, weights, ran.inputs)
         return made
 
 
@@ -341,26 +326,18 @@ class RouterSite(AdapterSite):
         pool["is_adapted"][slot] = None not in factors
         _write(pool, slot, factors)
 
-    def add(
-        self,
-        pool: LayerCache,
-        slots: Tensor,
-        module: nn.Module,
-        inputs: tuple[Tensor, ...],
-        out: Any,
-        impl: str,
-    ) -> Any:
+    def add(self, pool: LayerCache, ran: Ran) -> Any:
         """Let the router choose for rows whose adapters change its logits; others keep their bits.
 
         ``out`` has a tensor of T rows for each result of the router.
         """
-        x, *others = inputs
+        x, *others = ran.inputs
         rows = x.reshape(-1, x.shape[-1]).to(self.dtype)
-        base = nn.functional.linear(rows, module.get_parameter("weight").to(self.dtype))
-        logits = _added(base, rows, pool, slots, impl)
-        made = functional_call(module, {"weight": pool["identity"]}, (logits, *others))
-        is_own = _of_rows(pool["is_adapted"], slots)[:, None]
-        pairs = zip(made, out, strict=True)
+        base = nn.functional.linear(rows, ran.module.get_parameter("weight").to(self.dtype))
+        logits = _added(base, rows, pool, ran.slots, ran.impl)
+        made = functional_call(ran.module, {"weight": pool["identity"]}, (logits, *others))
+        is_own = _of_rows(pool["is_adapted"], ran.slots)[:, None]
+        pairs = zip(made, ran.out, strict=True)
         return tuple(torch.where(is_own, own.to(each.dtype), each) for own, each in pairs)
 
 
@@ -421,38 +398,31 @@ class ExpertsSite(AdapterSite):
                 b[:num_experts, :rank].copy_(second.mT)
                 ranks[:num_experts] = rank
 
-    def add(
-        self,
-        pool: LayerCache,
-        slots: Tensor,
-        module: nn.Module,
-        inputs: tuple[Tensor, ...],
-        out: Tensor,
-        impl: str,
-    ) -> Tensor:
+    def add(self, pool: LayerCache, ran: Ran) -> Tensor:
         """Run rows with factors through experts, by one product after the other.
 
         Other rows have the bits of a plain step. For T tokens of k choices these products take
         ``T k (2 inputs + the sum of widths + the hidden width)`` numbers at once.
         """
+        module = ran.module
         assert isinstance(module, FusedExperts)
-        x, _, weights, own = inputs
-        first_slot = (slots[:, None] - 1) * self.num_experts + 1
+        x, _, weights, own = ran.inputs
+        first_slot = (ran.slots[:, None] - 1) * self.num_experts + 1
         of_pairs = torch.where(own < self.num_experts, first_slot + own, 0).flatten().int()
 
         def product(place: int, rows: Tensor) -> Tensor:
             base = module.product(place, rows, own.flatten())
-            return _added(base, rows, _under(f"{place} ", pool), of_pairs, impl)
+            return _added(base, rows, _under(f"{place} ", pool), of_pairs, ran.impl)
 
         *firsts, last = range(len(self.widths))
         rows = x[:, None].expand(-1, own.shape[1], -1).flatten(0, 1)
         hidden = module.hidden(torch.cat([product(place, rows) for place in firsts], -1))
         results = product(last, hidden).unflatten(0, own.shape).float()
-        total = torch.zeros_like(out, dtype=torch.float32)
+        total = torch.zeros_like(ran.out, dtype=torch.float32)
         for choice in range(own.shape[1]):
             total = total + weights[:, choice, None].float() * results[:, choice]
-        is_own = _of_rows(pool["is_adapted"], slots)[:, None]
-        return torch.where(is_own, total.to(out.dtype), out)
+        is_own = _of_rows(pool["is_adapted"], ran.slots)[:, None]
+        return torch.where(is_own, total.to(ran.out.dtype), ran.out)
 
 
 _OUTER = "outer "

@@ -7,29 +7,19 @@ own, which is given what the forward was given, and convolves again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
-from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS, MAX_WIDTH, MIN_WIDTH
+from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS, MAX_WIDTH, MIN_WIDTH, CausalConv1d
 from torch_hybrid.ops.conv_step import check_activation
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import (
-    Cpp,
-    Dense,
-    Index,
-    Rows,
-    define,
-    pair_made,
-    several_made,
-)
-from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows
+from torch_hybrid.ops.core.packed import PackedOp, by_pool, define_pair
 from torch_hybrid.ops.implementations import in_cpp, in_torch, in_triton
 
 _FOLDER = "torch_hybrid.ops.causal_conv1d.training"
-FORWARD = by_pool(IMPLEMENTATIONS, f"{_FOLDER}._pool:causal_conv1d_forward")
+FORWARD = by_pool(IMPLEMENTATIONS)
 BACKWARD: dict[str, Implementation] = {
     "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:causal_conv1d_backward", checks_indices=False),
     "triton": in_triton(f"{_FOLDER}._triton:causal_conv1d_backward"),
@@ -47,11 +37,6 @@ class TrainedConv1d(PackedOp):
     cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
     initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "W - 1", "C")]
     activation: str = field(kw_only=True)
-
-    @property
-    def rows(self) -> Tensor:
-        """Tensor that the outputs have shape and dtype of."""
-        return self.x
 
     @property
     def silu(self) -> bool:
@@ -77,17 +62,19 @@ class CausalConv1dForward(TrainedConv1d):
 
     Args:
         x: [T, C], float dtype; weight [C, W] and bias [C] or None in that dtype.
-        cu_seqlens: [N + 1] int32, from 0 to at most T.
         initial_state: [N, W - 1, C] in x's dtype, or None for zeros.
         activation: "none" or "silu".
-        output_final_state: whether final states are made.
-        impl: a name in FORWARD.
 
     Returns:
         [T, C] outputs, and final states like initial ones, or [0, W - 1, C].
     """
 
     output_final_state: bool = field(kw_only=True)
+
+    def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> CausalConv1d:
+        """Give the arguments of the op with a pool."""
+        given = (self.x, self.weight, self.bias, pool, self.cu_seqlens, initial, final)
+        return CausalConv1d(*given, activation=self.activation, impl=self.impl)
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -98,7 +85,6 @@ class CausalConv1dBackward(TrainedConv1d):
         x, weight, bias, cu_seqlens, initial_state, activation: those of the forward.
         dout: [T, C] gradient of the outputs, in x's dtype.
         dfinal_state: [N, W - 1, C] gradient of the final states, or None for zeros.
-        impl: a name in BACKWARD.
 
     Returns:
         Gradients of x, weight, bias and the initial state; empty where these are None.
@@ -108,24 +94,11 @@ class CausalConv1dBackward(TrainedConv1d):
     dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "W - 1", "C")]
 
 
-def empty_gradients(x: TrainedConv1d) -> tuple[Tensor, ...]:
-    """Make the tensors that the backward returns."""
-    bias = 0 if x.bias is None else x.bias.shape[0]
-    states = x.states(0 if x.initial_state is None else x.num_seqs)
-    return x.x.new_empty(x.x.shape), torch.empty_like(x.weight), x.weight.new_empty(bias), states
-
-
-causal_conv1d_backward = define(
-    CausalConv1dBackward,
-    BACKWARD,
-    returns=several_made(4, empty_gradients),
-    cpp=Cpp("num_offsets-1=num_seqs C=channels W=width"),
-    flops="6 * T * C * W",
-)
-causal_conv1d_forward = define(
+causal_conv1d_forward, causal_conv1d_backward = define_pair(
     CausalConv1dForward,
     FORWARD,
-    returns=pair_made(empty_results),
-    backward=partial(gradients, causal_conv1d_backward, 0, lambda saved: {}),
-    flops="2 * T * C * W",
+    CausalConv1dBackward,
+    BACKWARD,
+    cpp=Cpp("num_offsets-1=num_seqs C=channels W=width"),
+    flops=("2 * T * C * W", "6 * T * C * W"),
 )

@@ -7,30 +7,25 @@ are larger than all other tensors of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import (
-    Cpp,
-    Dense,
-    Index,
-    Rows,
-    define,
-    pair_made,
-    several_made,
-)
-from torch_hybrid.ops.core.packed import PackedRecurrence, by_pool, empty_results, gradients
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows
+from torch_hybrid.ops.core.packed import PackedRecurrence, by_pool, define_pair
 from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.core.registration import check_groups, check_shapes
 from torch_hybrid.ops.delta_rule.op import (
     GATED_IMPLEMENTATIONS,
     KIMI_IMPLEMENTATIONS,
+    DeltaRule,
+    GatedDeltaRule,
+    KimiDeltaAttention,
 )
 from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
 from torch_hybrid.ops.triton.devices import triton_missing
@@ -39,18 +34,18 @@ _FOLDER = "torch_hybrid.ops.delta_rule.training"
 _TORCH = in_torch(f"{_FOLDER}._torch:delta_rule_backward", dtypes=FLOATS_AND_FLOAT64)
 
 
-def _by_chunks(known: Mapping[str, Implementation], launcher: str) -> dict[str, Implementation]:
+def _by_chunks(known: Mapping[str, Implementation]) -> dict[str, Implementation]:
     """Make the forward's implementations of those of the chunk form.
 
     Beside bfloat16, states rounded to float16 add nothing to the error of gradients.
     """
     names = ("cpp", "triton_rounded", "triton", "torch")
     chunk_forms = {name: known[f"{CHUNK}_{name}"] for name in names}
-    return by_pool(chunk_forms, f"{_FOLDER}._pool:{launcher}", torch_serves=_TORCH.capability)
+    return by_pool(chunk_forms, torch_serves=_TORCH.capability)
 
 
-GATED_FORWARD = _by_chunks(GATED_IMPLEMENTATIONS, "gated_delta_rule_forward")
-KIMI_FORWARD = _by_chunks(KIMI_IMPLEMENTATIONS, "kimi_delta_attention_forward")
+GATED_FORWARD = _by_chunks(GATED_IMPLEMENTATIONS)
+KIMI_FORWARD = _by_chunks(KIMI_IMPLEMENTATIONS)
 
 
 def _gated_backward_missing() -> str | None:
@@ -95,37 +90,55 @@ class TrainedDeltaRule(PackedRecurrence):
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class GatedDeltaRuleForward(TrainedDeltaRule):
+class DeltaRuleForward(TrainedDeltaRule):
+    """Arguments that the forwards of both rules have.
+
+    Attributes:
+        pooled: arguments of the rule's op with a pool.
+    """
+
+    pooled: ClassVar[type[DeltaRule]]
+
+    output_final_state: bool = field(kw_only=True)
+
+    def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> DeltaRule:
+        """Give the arguments of the op with a pool."""
+        given = (self.q, self.k, self.v, self.g, self.beta, pool, self.cu_seqlens, initial, final)
+        impl = f"{CHUNK}_{self.impl}"
+        return self.pooled(*given, scale=self.scale, qk_l2norm=self.qk_l2norm, impl=impl)
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class GatedDeltaRuleForward(DeltaRuleForward):
     """Gated delta rule by chunks, without pools; ``torch_hybrid.functional`` states it.
 
     Args:
         q, k: [T, H, K], float dtype. v: [T, HV, V] in that dtype.
         g, beta: [T, HV] float32, or float64 beside float64.
-        cu_seqlens: [N + 1] int32, from 0 to at most T.
         initial_state: [N, HV, V, K] like g, or None for zeros.
         scale: factor on q.
         qk_l2norm: scale each q and k to unit length first.
-        output_final_state: whether final states are made.
-        impl: a name in GATED_FORWARD.
 
     Returns:
         [T, HV, V] outputs in v's dtype, and final states like initial ones, or [0, HV, V, K].
     """
 
+    pooled: ClassVar[type[DeltaRule]] = GatedDeltaRule
+
     g: Annotated[Tensor, Rows("HV", dtype="work")]
-    output_final_state: bool = field(kw_only=True)
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class KimiDeltaAttentionForward(TrainedDeltaRule):
+class KimiDeltaAttentionForward(DeltaRuleForward):
     """Kimi delta attention by chunks, without pools; ``torch_hybrid.functional`` states it.
 
     Arguments and results are those of :func:`gated_delta_rule_forward`, but for g [T, H, K] and
-    as many heads of values as of keys; ``impl`` is a name in KIMI_FORWARD.
+    as many heads of values as of keys.
     """
 
+    pooled: ClassVar[type[DeltaRule]] = KimiDeltaAttention
+
     g: Annotated[Tensor, Rows("HV", "K", dtype="work")]
-    output_final_state: bool = field(kw_only=True)
 
     def check(self) -> None:
         """Raise ValueError unless there are as many heads of values as of keys."""
@@ -140,7 +153,6 @@ class GatedDeltaRuleBackward(TrainedDeltaRule):
         q, k, v, g, beta, cu_seqlens, initial_state, scale, qk_l2norm: those of the forward.
         dout: [T, HV, V] gradient of the outputs, in v's dtype.
         dfinal_state: [N, HV, V, K] gradient of the final states, or None for zeros.
-        impl: a name in GATED_BACKWARD.
 
     Returns:
         Gradients of q, k, v, g, beta and the initial state, [0, HV, V, K] where that is None.
@@ -155,23 +167,12 @@ class GatedDeltaRuleBackward(TrainedDeltaRule):
 class KimiDeltaAttentionBackward(TrainedDeltaRule):
     """Gradients of :func:`kimi_delta_attention_forward`, in fixed orders of sums.
 
-    Arguments and results are those of :func:`gated_delta_rule_backward`, but for g [T, H, K];
-    ``impl`` is a name in KIMI_BACKWARD.
+    Arguments and results are those of :func:`gated_delta_rule_backward`, but for g [T, H, K].
     """
 
     g: Annotated[Tensor, Rows("HV", "K", dtype="work")]
     dout: Annotated[Tensor, Rows("HV", "V")]
     dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "HV", "V", "K", dtype="work")]
-
-
-def empty_gradients(x: TrainedDeltaRule) -> tuple[Tensor, ...]:
-    """Make the tensors that a backward returns."""
-    states = x.states(0) if x.initial_state is None else x.initial_state
-    return tuple(each.new_empty(each.shape) for each in (x.q, x.k, x.v, x.g, x.beta, states))
-
-
-def _head_dims(saved: Sequence[Tensor]) -> dict[str, int]:
-    return {"head_k_dim": saved[1].shape[2], "head_v_dim": saved[2].shape[2]}
 
 
 _CPP = Cpp(
@@ -182,35 +183,21 @@ _CPP = Cpp(
     },
 )
 _LIMITED = {"head_k_dim": "K", "head_v_dim": "V"}
-gated_delta_rule_backward = define(
-    GatedDeltaRuleBackward,
-    GATED_BACKWARD,
-    returns=several_made(6, empty_gradients),
-    cpp=_CPP,
-    limited=_LIMITED,
-    flops="16 * T * HV * V * K",
-)
-gated_delta_rule_forward = define(
+gated_delta_rule_forward, gated_delta_rule_backward = define_pair(
     GatedDeltaRuleForward,
     GATED_FORWARD,
-    returns=pair_made(empty_results),
-    limited=_LIMITED,
-    backward=partial(gradients, gated_delta_rule_backward, 2, _head_dims),
-    flops="6 * T * HV * V * K",
-)
-kimi_delta_attention_backward = define(
-    KimiDeltaAttentionBackward,
-    KIMI_BACKWARD,
-    returns=several_made(6, empty_gradients),
+    GatedDeltaRuleBackward,
+    GATED_BACKWARD,
     cpp=_CPP,
     limited=_LIMITED,
-    flops="16 * T * HV * V * K",
+    flops=("6 * T * HV * V * K", "16 * T * HV * V * K"),
 )
-kimi_delta_attention_forward = define(
+kimi_delta_attention_forward, kimi_delta_attention_backward = define_pair(
     KimiDeltaAttentionForward,
     KIMI_FORWARD,
-    returns=pair_made(empty_results),
+    KimiDeltaAttentionBackward,
+    KIMI_BACKWARD,
+    cpp=_CPP,
     limited=_LIMITED,
-    backward=partial(gradients, kimi_delta_attention_backward, 2, _head_dims),
-    flops="6 * T * HV * V * K",
+    flops=("6 * T * HV * V * K", "16 * T * HV * V * K"),
 )

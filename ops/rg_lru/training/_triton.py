@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.core.autocast import without_autocast
+from torch_hybrid.ops.core.packed import empty_gradients
 from torch_hybrid.ops.rg_lru._triton import one_minus_square
-from torch_hybrid.ops.rg_lru.training.op import MAX_SQRT_GRADIENT, RgLruBackward, empty_gradients
+from torch_hybrid.ops.rg_lru.training.op import MAX_SQRT_GRADIENT, RgLruBackward
 from torch_hybrid.ops.triton.channel_programs import ChannelPrograms, walk_of, zero_padding
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay
 from torch_hybrid.ops.triton.launch import bind

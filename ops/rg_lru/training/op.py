@@ -7,17 +7,16 @@ which is given what the forward was given, and recomputes the states.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
-from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows
+from torch_hybrid.ops.core.packed import PackedOp, by_pool, define_pair
 from torch_hybrid.ops.implementations import cut, in_cpp, in_torch, in_triton
-from torch_hybrid.ops.rg_lru.op import IMPLEMENTATIONS, check_gates
+from torch_hybrid.ops.rg_lru.op import IMPLEMENTATIONS, RgLru, check_gates
 
 # Largest derivative of a square root that the published models train with.
 MAX_SQRT_GRADIENT = 1000.0
@@ -28,8 +27,7 @@ FORWARD = by_pool(
         "cpp": IMPLEMENTATIONS["cpp"],
         "triton": cut(IMPLEMENTATIONS["triton"]),
         "torch": IMPLEMENTATIONS["torch"],
-    },
-    f"{_FOLDER}._pool:rg_lru_forward",
+    }
 )
 BACKWARD: dict[str, Implementation] = {
     "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:rg_lru_backward"),
@@ -48,11 +46,6 @@ class TrainedRgLru(PackedOp):
     cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
     initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "C", dtype="work")]
 
-    @property
-    def rows(self) -> Tensor:
-        """Tensor that the outputs have shape and dtype of."""
-        return self.x
-
     def states(self, num_states: int) -> Tensor:
         """Allocate so many states [C]."""
         work = torch.promote_types(self.x.dtype, torch.float32)
@@ -70,16 +63,18 @@ class RgLruForward(TrainedRgLru):
     Args:
         x: [T, C], float dtype. gates [T, H, 2 C / H] in that dtype.
         log_a: [C] float32, or float64 beside float64.
-        cu_seqlens: [N + 1] int32, from 0 to at most T.
         initial_state: [N, C] like log_a, or None: all sequences start from nothing.
-        output_final_state: whether final states are made.
-        impl: a name in FORWARD.
 
     Returns:
         [T, C] outputs in x's dtype, and final states like initial ones, or [0, C].
     """
 
     output_final_state: bool = field(kw_only=True)
+
+    def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> RgLru:
+        """Give the arguments of the op with a pool."""
+        given = (self.x, self.gates, self.log_a, pool, self.cu_seqlens, initial, final)
+        return RgLru(*given, impl=self.impl)
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -90,7 +85,6 @@ class RgLruBackward(TrainedRgLru):
         x, gates, log_a, cu_seqlens, initial_state: those of the forward.
         dout: [T, C] gradient of the outputs, in x's dtype.
         dfinal_state: [N, C] gradient of the final states, or None for zeros.
-        impl: a name in BACKWARD.
 
     Returns:
         Gradients of x, the gates, log_a and the initial state; the last is empty where that is
@@ -101,24 +95,13 @@ class RgLruBackward(TrainedRgLru):
     dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "C", dtype="work")]
 
 
-def empty_gradients(x: TrainedRgLru) -> tuple[Tensor, ...]:
-    """Make the tensors that the backward returns."""
-    rows = (each.new_empty(each.shape) for each in (x.x, x.gates, x.log_a))
-    return *rows, x.states(0 if x.initial_state is None else x.num_seqs)
-
-
-rg_lru_backward = define(
+rg_lru_forward, rg_lru_backward = define_pair(
+    RgLruForward,
+    FORWARD,
     RgLruBackward,
     BACKWARD,
-    returns=several_made(4, empty_gradients),
     cpp=Cpp(
         "num_offsets-1=num_seqs H=num_heads G//2=head_dim",
         {"max_sqrt_gradient": str(MAX_SQRT_GRADIENT)},
     ),
-)
-rg_lru_forward = define(
-    RgLruForward,
-    FORWARD,
-    returns=pair_made(empty_results),
-    backward=partial(gradients, rg_lru_backward, 0, lambda saved: {}),
 )

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.autocast import without_autocast
+from torch_hybrid.ops.core.packed import empty_gradients
 from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.pointwise import sigmoid, softplus
 from torch_hybrid.ops.ragged_chunks import chunk_steps, chunk_table, packed_sequences
-from torch_hybrid.ops.selective_scan.training.op import SelectiveScanBackward, empty_gradients
+from torch_hybrid.ops.selective_scan.training.op import SelectiveScanBackward
 
 
 @without_autocast

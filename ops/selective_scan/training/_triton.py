@@ -19,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.core.autocast import without_autocast
+from torch_hybrid.ops.core.packed import empty_gradients
 from torch_hybrid.ops.selective_scan._triton import Walks, walk_segments
 from torch_hybrid.ops.selective_scan.op import SelectiveScan
-from torch_hybrid.ops.selective_scan.training.op import SelectiveScanBackward, empty_gradients
+from torch_hybrid.ops.selective_scan.training.op import SelectiveScanBackward
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay, softplus
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import fetch_rows, sequence_of_token, tokens_of_block

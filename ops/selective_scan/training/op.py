@@ -7,18 +7,18 @@ backward is an op of its own, which is given what the forward was given: states 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
-from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows
+from torch_hybrid.ops.core.packed import PackedOp, by_pool, define_pair
 from torch_hybrid.ops.core.recurrence import CHUNK
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
-from torch_hybrid.ops.selective_scan.op import IMPLEMENTATIONS
+from torch_hybrid.ops.selective_scan.op import IMPLEMENTATIONS, SelectiveScan
 
 _FOLDER = "torch_hybrid.ops.selective_scan.training"
 BACKWARD: dict[str, Implementation] = {
@@ -38,7 +38,6 @@ FORWARD = by_pool(
         "triton": replace(_TRITON, options={**_TRITON.options, "fewest_segments": 1}),
         "torch": IMPLEMENTATIONS[f"{CHUNK}_torch"],
     },
-    f"{_FOLDER}._pool:selective_scan_forward",
     torch_serves=BACKWARD["torch"].capability,
 )
 
@@ -57,11 +56,6 @@ class TrainedScan(PackedOp):
     dt_bias: Annotated[Tensor | None, Dense("E", dtype="work")]
     cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
     initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "E", "M", dtype="work")]
-
-    @property
-    def rows(self) -> Tensor:
-        """Tensor that the outputs have shape and dtype of."""
-        return self.x
 
     def states(self, num_states: int) -> Tensor:
         """Allocate so many states [E, M]."""
@@ -83,16 +77,21 @@ class SelectiveScanForward(TrainedScan):
         D: [E] weight of each input in its own output, like A, or None for 0.
         z: [T, E] gate of the outputs in x's dtype; None: they are not gated.
         dt_bias: [E] bias of the step sizes, like A, or None for 0.
-        cu_seqlens: [N + 1] int32, from 0 to at most T.
         initial_state: [N, E, M] like A, or None for zeros.
-        output_final_state: whether final states are made.
-        impl: a name in FORWARD.
 
     Returns:
         [T, E] outputs in x's dtype, and final states like initial ones, or [0, E, M].
     """
 
     output_final_state: bool = field(kw_only=True)
+
+    def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> SelectiveScan:
+        """Give the arguments of the op with a pool."""
+        D = torch.zeros_like(self.A[:, 0]) if self.D is None else self.D
+        rows = (self.x, self.dt, self.B, self.C, self.z)
+        slots, impl = (self.cu_seqlens, initial, final), f"{CHUNK}_{self.impl}"
+        weights = ((-self.A).log(), D)
+        return SelectiveScan(*rows, *weights, pool, *slots, dt_bias=self.dt_bias, impl=impl)
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -103,7 +102,6 @@ class SelectiveScanBackward(TrainedScan):
         x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_state: those of the forward.
         dout: [T, E] gradient of the outputs, in x's dtype.
         dfinal_state: [N, E, M] gradient of the final states, or None for zeros.
-        impl: a name in BACKWARD.
 
     Returns:
         Gradients of x, dt, A, B, C, D, z, dt_bias and the initial state; empty where these are
@@ -114,31 +112,12 @@ class SelectiveScanBackward(TrainedScan):
     dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "E", "M", dtype="work")]
 
 
-def empty_gradients(x: TrainedScan) -> tuple[Tensor, ...]:
-    """Make the tensors that the backward returns."""
-    num_tokens, channels = x.x.shape
-    D, bias = (x.A.new_empty(0 if each is None else channels) for each in (x.D, x.dt_bias))
-    z = x.x.new_empty(0 if x.z is None else num_tokens, channels)
-    states = x.states(0 if x.initial_state is None else x.num_seqs)
-    dx, ddt, dA, dB, dC = (each.new_empty(each.shape) for each in (x.x, x.dt, x.A, x.B, x.C))
-    return dx, ddt, dA, dB, dC, D, z, bias, states
-
-
-selective_scan_backward = define(
-    SelectiveScanBackward,
-    BACKWARD,
-    returns=several_made(9, empty_gradients),
-    limited={"state_dim": "M"},
-    flops="12 * T * E * M",
-    cpp=Cpp("num_offsets-1=num_seqs E=channels G=num_groups M=state_dim"),
-)
-selective_scan_forward = define(
+selective_scan_forward, selective_scan_backward = define_pair(
     SelectiveScanForward,
     FORWARD,
-    returns=pair_made(empty_results),
+    SelectiveScanBackward,
+    BACKWARD,
+    cpp=Cpp("num_offsets-1=num_seqs E=channels G=num_groups M=state_dim"),
     limited={"state_dim": "M"},
-    backward=partial(
-        gradients, selective_scan_backward, 0, lambda saved: {"state_dim": saved[2].shape[1]}
-    ),
-    flops="4 * T * E * M",
+    flops=("4 * T * E * M", "12 * T * E * M"),
 )

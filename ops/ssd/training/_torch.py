@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.autocast import without_autocast
+from torch_hybrid.ops.core.packed import empty_gradients
 from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.ragged_chunks import (
     FULL_DECAY,
@@ -25,7 +26,7 @@ from torch_hybrid.ops.ragged_chunks import (
     packed_sequences,
     scatter_rows,
 )
-from torch_hybrid.ops.ssd.training.op import SsdBackward, empty_gradients
+from torch_hybrid.ops.ssd.training.op import SsdBackward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.ssd.training.op import SsdBackward, empty_gradients
+from torch_hybrid.ops.core.packed import empty_gradients
+from torch_hybrid.ops.ssd.training.op import SsdBackward
 from torch_hybrid.ops.triton.decays import (
     cumulate,
     decay_between,

@@ -7,20 +7,18 @@ recomputed. Mamba2, lightning attention and mLSTM differ in their arguments alon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated
 
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
-from torch_hybrid.ops.core.packed import PackedRecurrence, by_pool, empty_results, gradients
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows
+from torch_hybrid.ops.core.packed import PackedRecurrence, by_pool, define_pair
 from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
-from torch_hybrid.ops.ssd.op import IMPLEMENTATIONS
+from torch_hybrid.ops.ssd.op import IMPLEMENTATIONS, Ssd
 
 _FOLDER = "torch_hybrid.ops.ssd.training"
 BACKWARD: dict[str, Implementation] = {
@@ -36,7 +34,6 @@ FORWARD = by_pool(
         "triton": IMPLEMENTATIONS[f"{CHUNK}_triton"],
         "torch": IMPLEMENTATIONS[f"{CHUNK}_torch"],
     },
-    f"{_FOLDER}._pool:ssd_forward",
     torch_serves=BACKWARD["torch"].capability,
 )
 
@@ -69,17 +66,19 @@ class SsdForward(TrainedSsd):
         g: [T, H] natural-log decay, float32, or float64 beside float64.
         dt: [T, H] weight of each token in the state, like g, or None for 1.
         D: [H] weight of each token in its own output, like g, or None for 0.
-        cu_seqlens: [N + 1] int32, from 0 to at most T.
         initial_state: [N, H, V, K] like g, or None for zeros.
         scale: factor on q.
-        output_final_state: whether final states are made.
-        impl: a name in FORWARD.
 
     Returns:
         [T, H, V] outputs in v's dtype, and final states like initial ones, or [0, H, V, K].
     """
 
     output_final_state: bool = field(kw_only=True)
+
+    def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> Ssd:
+        """Give the arguments of the op with a pool."""
+        given = (self.q, self.k, self.v, self.g, self.dt, self.D, pool, self.cu_seqlens)
+        return Ssd(*given, initial, final, scale=self.scale, impl=f"{CHUNK}_{self.impl}")
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -90,7 +89,6 @@ class SsdBackward(TrainedSsd):
         q, k, v, g, dt, D, cu_seqlens, initial_state, scale: those of the forward.
         dout: [T, H, V] gradient of the outputs, in v's dtype.
         dfinal_state: [N, H, V, K] gradient of the final states, or None for zeros.
-        impl: a name in BACKWARD.
 
     Returns:
         Gradients of q, k, v, g, dt, D and the initial state; empty where these are None.
@@ -100,35 +98,15 @@ class SsdBackward(TrainedSsd):
     dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "H", "V", "K", dtype="work")]
 
 
-def empty_gradients(x: TrainedSsd) -> tuple[Tensor, ...]:
-    """Make the tensors that the backward returns."""
-    num_tokens, num_heads = x.g.shape
-    dt = x.g.new_empty(0 if x.dt is None else num_tokens, num_heads)
-    D = x.g.new_empty(0 if x.D is None else num_heads)
-    states = x.states(0 if x.initial_state is None else x.num_seqs)
-    return *(each.new_empty(each.shape) for each in (x.q, x.k, x.v, x.g)), dt, D, states
-
-
-def _head_dims(saved: Sequence[Tensor]) -> dict[str, int]:
-    return {"head_k_dim": saved[1].shape[2]}
-
-
-ssd_backward = define(
+ssd_forward, ssd_backward = define_pair(
+    SsdForward,
+    FORWARD,
     SsdBackward,
     BACKWARD,
-    returns=several_made(7, empty_gradients),
     cpp=Cpp(
         "num_offsets-1=num_seqs G=num_k_heads H=num_v_heads K=k_dim V=v_dim",
         {"chunk_size": str(DEFAULT_CHUNK_SIZE)},
     ),
     limited={"head_k_dim": "K"},
-    flops="12 * T * H * V * K",
-)
-ssd_forward = define(
-    SsdForward,
-    FORWARD,
-    returns=pair_made(empty_results),
-    limited={"head_k_dim": "K"},
-    backward=partial(gradients, ssd_backward, 2, _head_dims),
-    flops="4 * T * H * V * K",
+    flops=("4 * T * H * V * K", "12 * T * H * V * K"),
 )

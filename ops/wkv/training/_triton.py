@@ -17,13 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.core.autocast import without_autocast
+from torch_hybrid.ops.core.packed import empty_gradients
 from torch_hybrid.ops.triton.channel_programs import ChannelPrograms, walk_of, zero_padding
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import fetch_rows
 from torch_hybrid.ops.wkv._triton import joined_weights, store_sums
 from torch_hybrid.ops.wkv.op import NOTHING
-from torch_hybrid.ops.wkv.training.op import WkvBackward, empty_gradients
+from torch_hybrid.ops.wkv.training.op import WkvBackward
 
 _NOTHING: tl.constexpr = tl.constexpr(NOTHING)
 

@@ -7,17 +7,16 @@ which is given what the forward was given, and recomputes the states.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
-from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows, define, pair_made, several_made
-from torch_hybrid.ops.core.packed import PackedOp, by_pool, empty_results, gradients
+from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows
+from torch_hybrid.ops.core.packed import PackedOp, by_pool, define_pair
 from torch_hybrid.ops.implementations import cut, in_cpp, in_torch, in_triton
-from torch_hybrid.ops.wkv.op import IMPLEMENTATIONS
+from torch_hybrid.ops.wkv.op import IMPLEMENTATIONS, NOTHING, Wkv
 
 _FOLDER = "torch_hybrid.ops.wkv.training"
 FORWARD = by_pool(
@@ -25,8 +24,7 @@ FORWARD = by_pool(
         "cpp": IMPLEMENTATIONS["cpp"],
         "triton": cut(IMPLEMENTATIONS["triton"]),
         "torch": IMPLEMENTATIONS["torch"],
-    },
-    f"{_FOLDER}._pool:wkv_forward",
+    }
 )
 BACKWARD: dict[str, Implementation] = {
     "cpp": in_cpp(f"{_FOLDER}._cpu.cpp:wkv_backward"),
@@ -46,11 +44,6 @@ class TrainedWkv(PackedOp):
     cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
     initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "3", "C", dtype="work")]
 
-    @property
-    def rows(self) -> Tensor:
-        """Tensor that the outputs have shape and dtype of."""
-        return self.k
-
     def states(self, num_states: int) -> Tensor:
         """Allocate so many states [3, C]."""
         work = torch.promote_types(self.k.dtype, torch.float32)
@@ -64,16 +57,20 @@ class WkvForward(TrainedWkv):
     Args:
         k: [T, C], float dtype. v [T, C] in that dtype.
         log_decay: [C] float32, or float64 beside float64. bonus [C] like it.
-        cu_seqlens: [N + 1] int32, from 0 to at most T.
         initial_state: [N, 3, C] like log_decay, or None: all sequences start from nothing.
-        output_final_state: whether final states are made.
-        impl: a name in FORWARD.
 
     Returns:
         [T, C] outputs in k's dtype, and final states like initial ones, or [0, 3, C].
     """
 
     output_final_state: bool = field(kw_only=True)
+
+    def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> Wkv:
+        """Give the arguments of the op with a pool."""
+        if self.initial_state is None:  # empty sequences leave nothing
+            pool[:, 2] = NOTHING
+        given = (self.k, self.v, self.log_decay, self.bonus, pool)
+        return Wkv(*given, self.cu_seqlens, initial, final, impl=self.impl)
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -84,7 +81,6 @@ class WkvBackward(TrainedWkv):
         k, v, log_decay, bonus, cu_seqlens, initial_state: those of the forward.
         dout: [T, C] gradient of the outputs, in k's dtype.
         dfinal_state: [N, 3, C] gradient of the final states, or None for zeros.
-        impl: a name in BACKWARD.
 
     Returns:
         Gradients of k, v, log_decay, bonus and the initial state; the last is empty where that is
@@ -95,22 +91,10 @@ class WkvBackward(TrainedWkv):
     dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "3", "C", dtype="work")]
 
 
-def empty_gradients(x: TrainedWkv) -> tuple[Tensor, ...]:
-    """Make the tensors that the backward returns."""
-    given = (x.k, x.v, x.log_decay, x.bonus)
-    states = x.states(0 if x.initial_state is None else x.num_seqs)
-    return *(each.new_empty(each.shape) for each in given), states
-
-
-wkv_backward = define(
-    WkvBackward,
-    BACKWARD,
-    returns=several_made(5, empty_gradients),
-    cpp=Cpp("num_offsets-1=num_seqs C=num_channels"),
-)
-wkv_forward = define(
+wkv_forward, wkv_backward = define_pair(
     WkvForward,
     FORWARD,
-    returns=pair_made(empty_results),
-    backward=partial(gradients, wkv_backward, 0, lambda saved: {}),
+    WkvBackward,
+    BACKWARD,
+    cpp=Cpp("num_offsets-1=num_seqs C=num_channels"),
 )

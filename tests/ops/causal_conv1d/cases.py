@@ -10,22 +10,20 @@ from dataclasses import dataclass
 import torch
 
 from tests.ops.declared import RecurrentInputs
-from tests.ops.pages import in_slots
+from tests.ops.pages import Lengths, in_slots
 from torch_hybrid.ops.causal_conv1d.op import CausalConv1d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Lengths):
     """Lengths of the sequences, and the shape of one layer."""
 
-    lengths: tuple[int, ...]
     channels: int = 40
     width: int = 4
     has_bias: bool = False
     activation: str = "silu"
     has_gates: bool = False
     num_heads: int = 0  # of taps of each token
-    num_padding_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,22 +68,21 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     Slots that no sequence starts from hold NaN: those of new sequences, and the null slot.
     """
     rng = torch.Generator().manual_seed(seed)
-    num_slots = len(case.lengths) + 3
-    num_tokens, past = sum(case.lengths) + case.num_padding_tokens, case.width - 1
-    projected = torch.randn(num_tokens, case.channels + 24, generator=rng).to(dtype)
-    conv_state = torch.randn(num_slots, past, case.channels, generator=rng).to(dtype)
+    past = case.width - 1
+    projected = torch.randn(case.num_tokens, case.channels + 24, generator=rng).to(dtype)
+    conv_state = torch.randn(case.num_slots, past, case.channels, generator=rng).to(dtype)
     slots = in_slots(case.lengths, rng, conv_state)
     bias = torch.randn(case.channels, generator=rng).to(dtype)
     weight = torch.randn(case.channels, case.width, generator=rng).to(dtype)
     gates = {}
     if case.has_gates:
-        wide = torch.randn(2, num_tokens, case.channels + 8, generator=rng).to(dtype)
+        wide = torch.randn(2, case.num_tokens, case.channels + 8, generator=rng).to(dtype)
         gates = {
             "input_gate": wide[0, :, 8:],
             "output_gate": wide[1].repeat(1, 2)[:, : case.channels],
         }
     if case.num_heads:
-        shape = (num_tokens, case.num_heads, case.width)
+        shape = (case.num_tokens, case.num_heads, case.width)
         gates = {"token_taps": torch.randn(shape, generator=rng).to(dtype)}
     return Inputs(
         x=projected[:, : case.channels],

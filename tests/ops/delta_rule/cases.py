@@ -10,20 +10,18 @@ from dataclasses import dataclass
 import torch
 
 from tests.ops.declared import RecurrentInputs
-from tests.ops.pages import in_slots
+from tests.ops.pages import Lengths, in_slots
 from torch_hybrid.ops.delta_rule.op import GatedDeltaRule, KimiDeltaAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Lengths):
     """Lengths of the sequences, and the shape of one layer."""
 
-    lengths: tuple[int, ...]
     num_k_heads: int = 2
     num_v_heads: int = 4
     k_dim: int = 16
     v_dim: int = 16
-    num_padding_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,23 +51,21 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, channels: bool) 
     each channel of K has a decay of its own.
     """
     rng = torch.Generator().manual_seed(seed)
-    num_slots = len(case.lengths) + 3
-    num_tokens = sum(case.lengths) + case.num_padding_tokens
     k_size, v_size = case.num_k_heads * case.k_dim, case.num_v_heads * case.v_dim
-    qkv = torch.randn(num_tokens, 2 * k_size + v_size, generator=rng).to(dtype)
+    qkv = torch.randn(case.num_tokens, 2 * k_size + v_size, generator=rng).to(dtype)
     q, k, v = qkv.split([k_size, k_size, v_size], dim=1)
-    decays = (num_tokens, case.num_v_heads, *([case.k_dim] if channels else []))
+    decays = (case.num_tokens, case.num_v_heads, *([case.k_dim] if channels else []))
     g = -1 / 10 ** (3 * torch.rand(decays, generator=rng))
-    g[torch.rand(num_tokens, generator=rng) < 0.03] = -20.0
+    g[torch.rand(case.num_tokens, generator=rng) < 0.03] = -20.0
     g[torch.rand(decays, generator=rng) < 0.03] = -20.0
-    state = torch.randn(num_slots, case.num_v_heads, case.v_dim, case.k_dim, generator=rng)
+    state = torch.randn(case.num_slots, case.num_v_heads, case.v_dim, case.k_dim, generator=rng)
     slots = in_slots(case.lengths, rng, state)
     return (KimiInputs if channels else GatedInputs)(
         q=q.unflatten(1, (case.num_k_heads, case.k_dim)),
         k=k.unflatten(1, (case.num_k_heads, case.k_dim)),
         v=v.unflatten(1, (case.num_v_heads, case.v_dim)),
         g=g,
-        beta=torch.rand(num_tokens, case.num_v_heads, generator=rng),
+        beta=torch.rand(case.num_tokens, case.num_v_heads, generator=rng),
         state=state,
         **slots,
         scale=case.k_dim**-0.5,

@@ -6,21 +6,21 @@ heads, K and V head dims, S slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from tests.ops import step_family
-from tests.ops.pages import in_slots
+from tests.ops.pages import Lengths, in_slots
+from torch_hybrid.ops.delta_rule.op_step_gated import GatedDeltaStep
+from torch_hybrid.ops.delta_rule.op_step_kimi import KimiDeltaStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Lengths):
     """Lengths of the sequences, 0 or 1 each, and the facts of one layer."""
 
-    lengths: tuple[int, ...]
     num_k_heads: int = 2
     num_v_heads: int = 4
     k_dim: int = 16
@@ -28,40 +28,27 @@ class Case:
     width: int = 4
     has_bias: bool = False
     activation: str = "silu"
-    num_padding_tokens: int = 0
     wide: bool = False  # parameters of the gates and of the norm in float32
     options: tuple[tuple[str, float | None], ...] = ()  # those of one rule alone
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs(step_family.Inputs):
-    """The tensors of a call, in the op's order, and its options."""
+@dataclass(slots=True, kw_only=True)
+class GatedInputs(step_family.Inputs, GatedDeltaStep):
+    """Arguments of a call of the gated delta rule's step."""
 
-    OPTIONS = ("activation", "scale", "norm_eps", "rule")
-    PER_TOKEN = ("qkv", "z", "b", "a")
-
-    qkv: Tensor  # [T, C]
-    z: Tensor  # [T, HV V]
-    b: Tensor  # [T, HV]
-    a: Tensor  # [T, HV], or [T, HV K] where channels decay on their own
-    conv_weight: Tensor  # [C, W]
-    conv_bias: Tensor | None  # [C]
-    A_log: Tensor  # [HV]
-    dt_bias: Tensor  # [HV], or [HV, K] where channels decay on their own
-    norm_weight: Tensor  # [V]
-    conv_state: Tensor  # [S, W - 1, C]
-    state: Tensor  # [S, HV, V, K]
-    cu_seqlens: Tensor  # [N + 1]
-    initial_indices: Tensor  # [N]
-    state_indices: Tensor  # [N]
-    activation: str = "silu"
-    scale: float = 1.0
     norm_eps: float = 1e-6
-    rule: dict[str, float | None] = field(default_factory=dict)
+    impl: str = ""
 
-    def options(self) -> dict[str, object]:
-        shared = {name: getattr(self, name) for name in ("activation", "scale", "norm_eps")}
-        return {**shared, **self.rule}
+
+@dataclass(slots=True, kw_only=True)
+class KimiInputs(step_family.Inputs, KimiDeltaStep):
+    """Arguments of a call of Kimi delta attention's step."""
+
+    norm_eps: float = 1e-6
+    impl: str = ""
+
+
+Inputs = GatedInputs | KimiInputs
 
 
 def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, by_channel: bool) -> Inputs:
@@ -71,18 +58,16 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, by_channel: bool
     """
     rng = torch.Generator().manual_seed(seed)
     randn = partial(torch.randn, generator=rng)
-    num_slots = len(case.lengths) + 3
-    num_tokens = sum(case.lengths) + case.num_padding_tokens
     v_size = case.num_v_heads * case.v_dim
     channels = 2 * case.num_k_heads * case.k_dim + v_size
     decays = (case.num_v_heads, case.k_dim) if by_channel else (case.num_v_heads,)
     widths = [channels, v_size, case.num_v_heads, torch.Size(decays).numel()]
-    qkv, z, b, a = randn(num_tokens, sum(widths)).to(dtype).split(widths, 1)
-    state = randn(num_slots, case.num_v_heads, case.v_dim, case.k_dim)
-    conv_state = randn(num_slots, case.width - 1, channels).to(dtype)
+    qkv, z, b, a = randn(case.num_tokens, sum(widths)).to(dtype).split(widths, 1)
+    state = randn(case.num_slots, case.num_v_heads, case.v_dim, case.k_dim)
+    conv_state = randn(case.num_slots, case.width - 1, channels).to(dtype)
     slots = in_slots(case.lengths, rng, state, conv_state)
     of_gates = torch.float32 if case.wide else dtype
-    return Inputs(
+    return (KimiInputs if by_channel else GatedInputs)(
         qkv=qkv,
         z=z,
         b=b,
@@ -97,5 +82,5 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, by_channel: bool
         **slots,
         activation=case.activation,
         scale=case.k_dim**-0.5,
-        rule=dict(case.options),
+        **dict(case.options),
     )

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from tests.ops.contract import written_slots
 from tests.ops.delta_rule.step_cases import Case
 from tests.ops.delta_rule.step_family import Family
 from tests.ops.step_contract import StepContract, assert_same_pools
@@ -25,7 +26,7 @@ class DeltaStepContract(StepContract):
         num_tokens = int(inputs.cu_seqlens[-1])
         out, expected = self.family.by_reference(inputs), self.family.by_parts(parts, "torch")
         torch.testing.assert_close(out[:num_tokens], expected[:num_tokens])
-        slots = inputs.written_slots()
+        slots = written_slots(inputs)
         assert torch.equal(inputs.conv_state[slots], parts.conv_state[slots])
         torch.testing.assert_close(inputs.state[slots], parts.state[slots])
 

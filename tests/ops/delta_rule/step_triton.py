@@ -28,23 +28,15 @@ def record_launches(
 ) -> dict[str, Launch]:
     """What the launcher launches for inputs of a case, on tensors without memory, of a decode step
     or of one that verifies drafts; with ``opens``, by open chunks, and to close them."""
-    inputs = family.make_inputs(case, dtype)
-    laid_out_alike = {
-        each: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        for each, x in inputs.tensors().items()
-        if x is not None
-    }
-    args = replace(inputs, **laid_out_alike).args()
-    drafts = {"chunk": family.chunk_of(replace(inputs, **laid_out_alike))} if opens else {}
+    inputs = family.make_inputs(case, dtype).without_memory()
+    drafts = {"chunk": inputs.empty_chunk()} if opens else {}
     if verify:
-        width = sum(laid_out_alike[each].shape[1] for each in ("qkv", "b", "a"))
-        records = laid_out_alike["qkv"].new_empty(len(inputs.state), 3, width)
-        drafts = {"records": records, "accepted": laid_out_alike["state_indices"]}
-    given = family.value(*args, **drafts, **inputs.options(), impl=impl)
+        drafts = {"records": inputs.empty_records(3), "accepted": inputs.state_indices}
+    given = replace(inputs, **drafts, impl=impl)
     with launches_on(target) as launches:
         family.implementations[impl].load()(given)
         if opens:
-            nothing = {name: getattr(given, name)[:0] for name in inputs.PER_TOKEN}
+            nothing = {name: getattr(given, name)[:0] for name in inputs.per_token}
             family.implementations[impl].load()(replace(given, **nothing))
     return launches
 

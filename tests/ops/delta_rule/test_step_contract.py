@@ -10,9 +10,9 @@ import torch
 
 from tests.ops.delta_rule.step_contract import DeltaStepContract
 from tests.ops.delta_rule.step_family import Family
-from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
+from tests.ops.delta_rule.step_gated_cases import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_cases import FAMILY as KIMI
 from tests.ops.delta_rule.step_kimi_cases import case
-from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
 
 # Changes of a call, and what they raise.
 GATED_ERRORS = [
@@ -33,11 +33,8 @@ KIMI_ERRORS = [
     ({"qkv": torch.zeros(2, 64)}, "qkv must have 96 channels, those of state, got 64"),
     ({"state": torch.zeros(5, 2, 16)}, "state must have 4 dimensions, got [5, 2, 16]"),
     ({"activation": "gelu"}, "activation must be one of ['none', 'silu'], got 'gelu'"),
-    ({"rule": {"gate_lower_bound": 0.5}}, "gate_lower_bound must be at most 0, got 0.5"),
-    (
-        {"rule": {"gate_lower_bound": float("nan")}},
-        "gate_lower_bound must be at most 0, got nan",
-    ),
+    ({"gate_lower_bound": 0.5}, "gate_lower_bound must be at most 0, got 0.5"),
+    ({"gate_lower_bound": float("nan")}, "gate_lower_bound must be at most 0, got nan"),
 ]
 
 

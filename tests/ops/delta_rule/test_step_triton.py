@@ -13,8 +13,8 @@ from tests.devices import needs_cuda
 from tests.ops.delta_rule import step_gated_cases, step_kimi_cases
 from tests.ops.delta_rule.step_cases import Case
 from tests.ops.delta_rule.step_family import Family
-from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
-from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
+from tests.ops.delta_rule.step_gated_cases import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_cases import FAMILY as KIMI
 from tests.ops.delta_rule.step_triton import (
     check_both_steps_sum_in_one_order,
     check_fit,

@@ -8,9 +8,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.ops.delta_rule.step_gated_family import FAMILY as GATED_DELTA
-from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI_DELTA
-from tests.ops.ssd.step_mamba2_family import FAMILY as SSD
+from tests.ops.delta_rule.step_gated_cases import FAMILY as GATED_DELTA
+from tests.ops.delta_rule.step_kimi_cases import FAMILY as KIMI_DELTA
+from tests.ops.ssd.step_mamba2_cases import FAMILY as SSD
 from tests.ops.step_contract import assert_same_pools
 from tests.ops.step_family import Family
 from torch_hybrid.ops.native import compiler_missing, cpu_tuning

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.delta_rule.step_gated_family import FAMILY as GATED
-from tests.ops.delta_rule.step_kimi_family import FAMILY as KIMI
+from tests.ops.delta_rule.step_gated_cases import FAMILY as GATED
+from tests.ops.delta_rule.step_kimi_cases import FAMILY as KIMI
 from tests.ops.recurrent_triton import on_device
-from tests.ops.ssd.step_lightning_family import FAMILY as LIGHTNING
-from tests.ops.ssd.step_mamba2_family import FAMILY as MAMBA2
+from tests.ops.ssd.step_lightning_cases import FAMILY as LIGHTNING
+from tests.ops.ssd.step_mamba2_cases import FAMILY as MAMBA2
 from tests.ops.step_family import Family, Inputs
 from tests.ops.triton_interpreter import interprets
 from torch_hybrid.ops.open_chunk import OPEN_TOKENS
@@ -45,7 +45,7 @@ def steps(family: Family, case: Any, dtype: torch.dtype) -> Iterator[dict[str, A
         inputs = family.make_inputs(replace(case, lengths=lengths), dtype, seed=step)
         initial = [start if count else 0 for start, count in zip(starts, seen, strict=True)]
         yield {
-            **{name: getattr(inputs, name) for name in (*inputs.PER_TOKEN, "cu_seqlens")},
+            **{name: getattr(inputs, name) for name in (*inputs.per_token, "cu_seqlens")},
             "initial_indices": torch.tensor(initial, dtype=torch.int32),
             "state_indices": torch.tensor(slots, dtype=torch.int32),
         }
@@ -55,7 +55,7 @@ def with_slots(inputs: Inputs) -> Any:
     """The inputs with pools of NaN: nobody has a state."""
     pools = {
         name: pool.new_full((SLOTS, *pool.shape[1:]), torch.nan)
-        for name, pool in inputs.pools().items()
+        for name, pool in inputs.held().items()
     }
     return inputs.changed(**pools)
 
@@ -67,7 +67,7 @@ def play(family: Family, case: Any, dtype: torch.dtype, device: str = "cpu") -> 
     first = with_slots(family.make_inputs(case, dtype))
     exact, rounded = first.exact(), first.copy()
     own, storing = (on_device(first.copy(), device) for _ in range(2))
-    chunk = family.chunk_of(own)
+    chunk = own.empty_chunk()
     errors = []
     for changes in steps(family, case, dtype):
         given = {name: x for name, x in changes.items() if x is not None}
@@ -92,10 +92,10 @@ def play(family: Family, case: Any, dtype: torch.dtype, device: str = "cpu") -> 
         assert mine <= 2 * max(others) + torch.finfo(dtype).eps
     if family in STATELESS:
         assert torch.equal(own.state[live], storing.state[live])
-    for name in own.pools().keys() - {"state"}:
+    for name in own.held().keys() - {"state"}:
         assert torch.equal(getattr(own, name)[live], getattr(rounded, name)[live])
     nobodys = [0, 4, 6, 7]
-    for pool in (chunk.cpu(), *own.pools().values()):
+    for pool in (chunk.cpu(), *own.held().values()):
         assert pool[nobodys].isnan().all()
 
 
@@ -135,8 +135,8 @@ def test_plays(family: Family, name: str):
 def test_opcheck(family: Family):
     """The schema names all that a step changes, and the fake is as its results."""
     inputs = family.mixed()
-    given = inputs.changed(**{name: pool.nan_to_num() for name, pool in inputs.pools().items()})
-    options = given.options() | {"chunk": family.chunk_of(given, fill=0.0), "impl": "triton"}
+    given = inputs.changed(**{name: pool.nan_to_num() for name, pool in inputs.held().items()})
+    options = given.options() | {"chunk": given.empty_chunk(fill=0.0), "impl": "triton"}
     op = getattr(torch.ops.torch_hybrid, family.op.__name__).default
     torch.library.opcheck(op, given.args(), options)
 
@@ -167,25 +167,18 @@ def test_plays_on_a_gpu(family: Family, case: Any, dtype: torch.dtype):
 )
 def test_errors(family: Family, changes: dict[str, Any], message: str):
     inputs = family.mixed(lengths=(1, 1), num_padding_tokens=0)
-    chunk = family.chunk_of(inputs)[:, : changes.get("width")]
+    chunk = inputs.empty_chunk()[:, : changes.get("width")]
     given: dict[str, Any] = {"chunk": chunk.contiguous(), "impl": changes.get("impl", "triton")}
     if "records" in changes:
-        records = records_of(family, inputs)
-        given |= {"records": records, "accepted": torch.zeros_like(inputs.state_indices)}
+        given |= {
+            "records": inputs.empty_records(2, fill=0.0),
+            "accepted": torch.zeros_like(inputs.state_indices),
+        }
     with pytest.raises(ValueError, match=message):
         family.op(*inputs.args(), **inputs.options(), **given)
-
-
-def records_of(family: Family, inputs: Any) -> Tensor:
-    """Room for the inputs of two drafts of each slot."""
-    shape = len(inputs.state), 2
-    if family is LIGHTNING:
-        return inputs.state.new_zeros(*shape, 2 * inputs.state[0, :, 0].numel())
-    recorded = [getattr(inputs, name) for name in family.value.recorded]
-    return recorded[0].new_zeros(*shape, sum(x.shape[1] for x in recorded))
 
 
 def test_room_for_records():
     """The layout is that of caches which are kept: keys, values, decays, totals, marks."""
     inputs = GATED.mixed(lengths=(1, 1), num_padding_tokens=0)
-    assert GATED.chunk_of(inputs).shape[1] == 960
+    assert inputs.empty_chunk().shape[1] == 960

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 import torch
 
 from tests.ops.declared import RecurrentInputs
-from tests.ops.pages import in_slots
+from tests.ops.pages import Lengths, in_slots
 from torch_hybrid.ops.rg_lru.op import RgLru
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Lengths):
     """Lengths of the sequences, and the shape of one layer."""
 
-    lengths: tuple[int, ...]
     num_heads: int = 2
     head_dim: int = 24
-    num_padding_tokens: int = 0
 
     @property
     def channels(self) -> int:
@@ -49,11 +47,9 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     Slots that no sequence starts from hold NaN: those of new sequences, and the null slot.
     """
     rng = torch.Generator().manual_seed(seed)
-    num_slots = len(case.lengths) + 3
-    num_tokens = sum(case.lengths) + case.num_padding_tokens
-    projected = torch.randn(num_tokens, case.channels + 24, generator=rng).to(dtype)
-    gates = torch.randn(case.num_heads, num_tokens, 2 * case.head_dim, generator=rng).to(dtype)
-    state = torch.randn(num_slots, case.channels, generator=rng)
+    projected = torch.randn(case.num_tokens, case.channels + 24, generator=rng).to(dtype)
+    gates = torch.randn(case.num_heads, case.num_tokens, 2 * case.head_dim, generator=rng).to(dtype)
+    state = torch.randn(case.num_slots, case.channels, generator=rng)
     slots = in_slots(case.lengths, rng, state)
     return Inputs(
         x=projected[:, : case.channels],

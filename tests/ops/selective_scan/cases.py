@@ -11,21 +11,19 @@ import torch
 from torch import Tensor
 
 from tests.ops.declared import RecurrentInputs
-from tests.ops.pages import in_slots
+from tests.ops.pages import Lengths, in_slots
 from torch_hybrid.ops.selective_scan.op import SelectiveScan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Lengths):
     """Lengths of the sequences, and the shape of one layer."""
 
-    lengths: tuple[int, ...]
     channels: int = 48
     num_groups: int = 1
     state_dim: int = 16
     is_gated: bool = True
     bias: str = "none"  # of the steps: in the inputs' "own" dtype or in "float32"
-    num_padding_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,15 +64,13 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     that no sequence starts from hold NaN: those of new sequences, and the null slot.
     """
     rng = torch.Generator().manual_seed(seed)
-    num_slots = len(case.lengths) + 3
-    num_tokens = sum(case.lengths) + case.num_padding_tokens
-    xz = torch.randn(num_tokens, 2 * case.channels, generator=rng).to(dtype)
+    xz = torch.randn(case.num_tokens, 2 * case.channels, generator=rng).to(dtype)
     x, z = xz.split(case.channels, dim=1)
-    BC = torch.randn(num_tokens, 2, case.num_groups, case.state_dim, generator=rng).to(dtype)
-    dt = torch.linspace(-7.0, 2.0, case.channels).expand(num_tokens, -1)
-    dt = dt + torch.randn(num_tokens, case.channels, generator=rng)
-    dt[torch.rand(num_tokens, generator=rng) < 0.05] = 20.0
-    state = torch.randn(num_slots, case.channels, case.state_dim, generator=rng)
+    BC = torch.randn(case.num_tokens, 2, case.num_groups, case.state_dim, generator=rng).to(dtype)
+    dt = torch.linspace(-7.0, 2.0, case.channels).expand(case.num_tokens, -1)
+    dt = dt + torch.randn(case.num_tokens, case.channels, generator=rng)
+    dt[torch.rand(case.num_tokens, generator=rng) < 0.05] = 20.0
+    state = torch.randn(case.num_slots, case.channels, case.state_dim, generator=rng)
     slots = in_slots(case.lengths, rng, state)
     A_log = torch.arange(1, case.state_dim + 1).log().expand(case.channels, -1)
     A_log = A_log + 0.3 * torch.randn(A_log.shape, generator=rng)

@@ -12,23 +12,21 @@ import torch
 from torch import Tensor
 
 from tests.ops.declared import RecurrentInputs
-from tests.ops.pages import in_slots
+from tests.ops.pages import Lengths, in_slots
 from torch_hybrid.ops.ssd.op import Ssd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Lengths):
     """Lengths of the sequences, and the shape of one layer; ``lightning`` has neither dt nor D,
     ``mlstm`` has no D and exponential gates for dt."""
 
-    lengths: tuple[int, ...]
     num_groups: int = 2
     num_heads: int = 4
     k_dim: int = 16
     v_dim: int = 16
     lightning: bool = False
     mlstm: bool = False
-    num_padding_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,15 +65,13 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     sequence starts from hold NaN: those of new sequences, and the null slot.
     """
     rng = torch.Generator().manual_seed(seed)
-    num_slots = len(case.lengths) + 3
-    num_tokens = sum(case.lengths) + case.num_padding_tokens
     k_size, v_size = case.num_groups * case.k_dim, case.num_heads * case.v_dim
-    vkq = torch.randn(num_tokens, v_size + 2 * k_size, generator=rng).to(dtype)
+    vkq = torch.randn(case.num_tokens, v_size + 2 * k_size, generator=rng).to(dtype)
     v, k, q = vkq.split([v_size, k_size, k_size], dim=1)
-    state = torch.randn(num_slots, case.num_heads, case.v_dim, case.k_dim, generator=rng)
+    state = torch.randn(case.num_slots, case.num_heads, case.v_dim, case.k_dim, generator=rng)
     slots = in_slots(case.lengths, rng, state)
     draw = _slopes if case.lightning else _exponential_gates if case.mlstm else _time_steps
-    g, dt, D = draw(num_tokens, case.num_heads, rng)
+    g, dt, D = draw(case.num_tokens, case.num_heads, rng)
     return Inputs(
         q=q.unflatten(1, (case.num_groups, case.k_dim)),
         k=k.unflatten(1, (case.num_groups, case.k_dim)),

@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from tests.ops import step_family
-from tests.ops.pages import in_slots
+from tests.ops.pages import Lengths, in_slots
+from tests.ops.step_family import Family
 from torch_hybrid.layers.lightning_attention import alibi_slopes
+from torch_hybrid.ops.ssd import lightning_step
+from torch_hybrid.ops.ssd.op_step_lightning import IMPLEMENTATIONS, LightningStep
+from torch_hybrid.ops.ssd.reference_step_lightning import lightning_step_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Lengths):
     """Lengths of the sequences, 0 or 1 each, and the facts of one layer."""
 
-    lengths: tuple[int, ...]
     num_heads: int = 4
     dim: int = 16
     rotary_dim: int | None = 8  # None: there are no angles
@@ -28,33 +30,15 @@ class Case:
     gated: bool = True
     norm_groups: int = 2
     activation: str = "none"
-    num_padding_tokens: int = 0
     wide: bool = False  # weights of norms in float32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs(step_family.Inputs):
-    """The tensors of a call, in the op's order, and its options."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(step_family.Inputs, LightningStep):
+    """Arguments of a call."""
 
-    OPTIONS = ("activation", "scale", "norm_groups", "norm_eps")
-    PER_TOKEN = ("qkv", "gate", "cos", "sin")
-
-    qkv: Tensor  # [T, 3 H D]
-    gate: Tensor | None  # [T, H D]
-    q_norm_weight: Tensor | None  # [D]
-    k_norm_weight: Tensor | None  # [D]
-    cos: Tensor | None  # [T, R / 2]
-    sin: Tensor | None  # [T, R / 2]
-    slopes: Tensor  # [H]
-    norm_weight: Tensor | None  # [H D]
-    state: Tensor  # [S, H, D, D]
-    cu_seqlens: Tensor  # [N + 1]
-    initial_indices: Tensor  # [N]
-    state_indices: Tensor  # [N]
-    activation: str
-    scale: float
-    norm_groups: int
     norm_eps: float = 1e-5
+    impl: str = ""
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -92,17 +76,15 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     """
     rng = torch.Generator().manual_seed(seed)
     randn = partial(torch.randn, generator=rng)
-    num_slots = len(case.lengths) + 3
-    num_tokens = sum(case.lengths) + case.num_padding_tokens
     width = case.num_heads * case.dim
-    qkv, gate = randn(num_tokens, 4 * width).to(dtype).split([3 * width, width], 1)
-    state = randn(num_slots, case.num_heads, case.dim, case.dim)
+    qkv, gate = randn(case.num_tokens, 4 * width).to(dtype).split([3 * width, width], 1)
+    state = randn(case.num_slots, case.num_heads, case.dim, case.dim)
     slots = in_slots(case.lengths, rng, state)
     of_norms = torch.float32 if case.wide else dtype
     q_weight, k_weight = (1 + randn(2, case.dim) / 4).to(of_norms)
     cos = sin = None
     if case.rotary_dim is not None:
-        angles = 6 * randn(num_tokens, case.rotary_dim // 2)
+        angles = 6 * randn(case.num_tokens, case.rotary_dim // 2)
         cos, sin = angles.cos(), angles.sin()
     return Inputs(
         qkv=qkv,
@@ -119,3 +101,12 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
         scale=case.dim**-0.5,
         norm_groups=case.norm_groups,
     )
+
+
+FAMILY = Family(
+    op=lightning_step,
+    implementations=IMPLEMENTATIONS,
+    reference=lightning_step_reference,
+    cases=CASES,
+    make_inputs=make_inputs,
+)

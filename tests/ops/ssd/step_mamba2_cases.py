@@ -10,19 +10,21 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from tests.ops import step_family
-from tests.ops.pages import in_slots
+from tests.ops.pages import Lengths, in_slots
+from tests.ops.step_family import Family
+from torch_hybrid.ops.ssd import ssd_step
+from torch_hybrid.ops.ssd.op_step_mamba2 import IMPLEMENTATIONS, SsdStep
+from torch_hybrid.ops.ssd.reference_step_mamba2 import ssd_step_reference
 
 GATES = ("before_norm", "after_norm", "no_norm", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Lengths):
     """Lengths of the sequences, 0 or 1 each, and the facts of one layer."""
 
-    lengths: tuple[int, ...]
     num_groups: int = 2
     num_heads: int = 4
     k_dim: int = 16
@@ -34,37 +36,15 @@ class Case:
     norm_groups: int = 2
     dt_min: float = 0.0
     dt_max: float = float("inf")
-    num_padding_tokens: int = 0
     wide: bool = False  # parameters of the heads and of the norm in float32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs(step_family.Inputs):
-    """The tensors of a call, in the op's order, and its options."""
+@dataclass(slots=True, kw_only=True)
+class Inputs(step_family.Inputs, SsdStep):
+    """Arguments of a call."""
 
-    OPTIONS = ("activation", "dt_min", "dt_max", "norm_before_gate", "norm_groups", "norm_eps")
-    PER_TOKEN = ("xBC", "z", "dt")
-
-    xBC: Tensor  # [T, C]
-    z: Tensor | None  # [T, H V]
-    dt: Tensor  # [T, H]
-    conv_weight: Tensor  # [C, W]
-    conv_bias: Tensor | None  # [C]
-    A_log: Tensor  # [H]
-    dt_bias: Tensor  # [H]
-    D: Tensor  # [H]
-    norm_weight: Tensor | None  # [H V]
-    conv_state: Tensor  # [S, W - 1, C]
-    state: Tensor  # [S, H, V, K]
-    cu_seqlens: Tensor  # [N + 1]
-    initial_indices: Tensor  # [N]
-    state_indices: Tensor  # [N]
-    activation: str
-    dt_min: float
-    dt_max: float
-    norm_before_gate: bool
-    norm_groups: int
     norm_eps: float = 1e-5
+    impl: str = ""
 
 
 CASES = {
@@ -99,17 +79,15 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     """
     rng = torch.Generator().manual_seed(seed)
     randn = partial(torch.randn, generator=rng)
-    num_slots = len(case.lengths) + 3
-    num_tokens = sum(case.lengths) + case.num_padding_tokens
     inner = case.num_heads * case.v_dim
     channels = inner + 2 * case.num_groups * case.k_dim
     z, xBC, dt = (
-        randn(num_tokens, inner + channels + case.num_heads)
+        randn(case.num_tokens, inner + channels + case.num_heads)
         .to(dtype)
         .split([inner, channels, case.num_heads], 1)
     )
-    state = randn(num_slots, case.num_heads, case.v_dim, case.k_dim)
-    conv_state = randn(num_slots, case.width - 1, channels).to(dtype)
+    state = randn(case.num_slots, case.num_heads, case.v_dim, case.k_dim)
+    conv_state = randn(case.num_slots, case.width - 1, channels).to(dtype)
     slots = in_slots(case.lengths, rng, state, conv_state)
     of_heads = torch.float32 if case.wide else dtype
     has_norm = case.gate in ("before_norm", "after_norm")
@@ -132,3 +110,12 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
         norm_before_gate=case.gate == "after_norm",
         norm_groups=case.norm_groups,
     )
+
+
+FAMILY = Family(
+    op=ssd_step,
+    implementations=IMPLEMENTATIONS,
+    reference=ssd_step_reference,
+    cases=CASES,
+    make_inputs=make_inputs,
+)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.ops.ssd.step_lightning_cases import CASES, Case, make_inputs
-from tests.ops.ssd.step_lightning_family import FAMILY
+from tests.ops.contract import written_slots
+from tests.ops.ssd.step_lightning_cases import CASES, FAMILY, Case, make_inputs
 from tests.ops.step_contract import StepContract
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
 from torch_hybrid.ops.ssd import ssd
@@ -46,7 +46,7 @@ def test_the_reference_is_its_parts(name: str):
         o = o * parts.gate.sigmoid()
     out = FAMILY.by_reference(inputs)
     torch.testing.assert_close(out, o)
-    slots = inputs.written_slots()
+    slots = written_slots(inputs)
     torch.testing.assert_close(inputs.state[slots], parts.state[slots])
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.ops.ssd.step_mamba2_cases import CASES, GATES, Case, make_inputs
-from tests.ops.ssd.step_mamba2_family import FAMILY
+from tests.ops.contract import written_slots
+from tests.ops.ssd.step_mamba2_cases import CASES, FAMILY, GATES, Case, make_inputs
 from tests.ops.step_contract import StepContract
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 from torch_hybrid.ops.ssd import ssd
@@ -60,7 +60,7 @@ def test_the_reference_is_its_parts(gate: str):
     }[gate]()
     out = FAMILY.by_reference(inputs)
     torch.testing.assert_close(out, expected)
-    slots = inputs.written_slots()
+    slots = written_slots(inputs)
     assert torch.equal(inputs.conv_state[slots], parts.conv_state[slots])
     torch.testing.assert_close(inputs.state[slots], parts.state[slots])
 

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from tests.ops.declared import RecurrentInputs
-from tests.ops.pages import in_slots
+from tests.ops.pages import Lengths, in_slots
 from torch_hybrid.ops.wkv.op import Wkv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Lengths):
     """Lengths of the sequences, and the width of one layer."""
 
-    lengths: tuple[int, ...]
     num_channels: int = 48
-    num_padding_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,10 +41,9 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     Slots that no sequence starts from hold NaN: those of new sequences, and the null slot.
     """
     rng = torch.Generator().manual_seed(seed)
-    num_slots = len(case.lengths) + 3
-    num_tokens, channels = sum(case.lengths) + case.num_padding_tokens, case.num_channels
-    projected = (2 * torch.randn(num_tokens, 2 * channels + 24, generator=rng)).to(dtype)
-    state = torch.randn(num_slots, 3, channels, generator=rng)
+    channels = case.num_channels
+    projected = (2 * torch.randn(case.num_tokens, 2 * channels + 24, generator=rng)).to(dtype)
+    state = torch.randn(case.num_slots, 3, channels, generator=rng)
     state[:, 1] = state[:, 1].abs() + 0.5
     slots = in_slots(case.lengths, rng, state)
     return Inputs(
