@@ -642,7 +642,7 @@ class Runner(Shown):
             self._cache.check_nothing_held()
             write = self.model.new_weights(weights, partial=partial)
             self._execution.wait()
-            for reclaimer in self._cache.snapshots.reclaimers:
+            for reclaimer in list(self._cache.snapshots.reclaimers):  # each leaves the list
                 reclaimer.clear()
             write()
 
