@@ -1,5 +1,7 @@
 """What else a request can ask for: more outputs, log-probabilities, a deadline, a short queue."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -56,7 +58,8 @@ def test_prepared_requests_are_queued_together_or_not_at_all():
 def test_a_prompt_without_room_tells_its_length():
     with pytest.raises(PromptTooLongError, match="more than the 3 tokens") as error:
         Engine(FakeRunner()).prepare([1, 2, 3], Sampling(max_length=3))
-    assert error.value.num_tokens == 3
+    sent = pickle.loads(pickle.dumps(error.value))  # to another process
+    assert (sent.num_tokens, str(sent)) == (3, str(error.value))
 
 
 def test_requests_count_the_steps_that_raised_while_they_ran(monkeypatch):
