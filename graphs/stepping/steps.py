@@ -108,6 +108,7 @@ class Steps:
         factors = {} if adapted is None else adapted.by_path
         self.layers = LayersOnce(model, cache.pools, factors)
         self._use = ModelUse.of(model)
+        self._use.caches.add(cache)
         self._caches, self._planner, self._store = {**cache.pools, **given}, planner, store
         self._log = CompileLog()
         self._place: dict[str, int] = {}  # variant's name -> place of its graph in the log

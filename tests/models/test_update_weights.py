@@ -168,6 +168,9 @@ def test_what_is_held_is_of_the_old_weights(folders: tuple[Path, Path], tmp_path
     assert engines[1].save_prefixes(kept) == engines[2].load_prefixes(kept) > 0
     (first,) = engines[0].generate([longer], greedy)
     assert first.num_cached_tokens == len(PROMPT)
+    beside = th.Runner(runner.model, **SIZES)
+    with pytest.raises(ValueError, match="another runner of the model holds"):
+        beside.update_weights(weights)
     runner.update_weights(weights)
     fresh = th.Engine(th.Runner(th.from_pretrained(folders[1]), **SIZES))
     (expected,) = fresh.generate([longer], greedy)

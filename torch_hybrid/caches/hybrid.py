@@ -243,6 +243,11 @@ class HybridCache:
                 f"weights as they are: free and release them first"
             )
 
+    @property
+    def keeps_anything(self) -> bool:
+        """True if there are sequences, snapshots, or holders of spare snapshots or their copies."""
+        return bool(self._held or self.snapshots.num_firm or self.snapshots.reclaimers)
+
     def check_usable(self, seqs: Many[Sequence]) -> None:
         """Raise ValueError as ``check`` does, or if an interrupted step has broken a sequence."""
         self.check(seqs)
