@@ -188,7 +188,7 @@ class HeadsSite(AdapterSite):
 
     num_heads: int
 
-    def _counts(self) -> tuple[int, int]:
+    def _counts(self, num_heads: int) -> tuple[int, int]:
         """Count the factors of an adapter in the first and in the second product."""
         raise NotImplementedError
 
@@ -198,7 +198,7 @@ class HeadsSite(AdapterSite):
 
     def pool(self, max_adapters: int, max_rank: int, device: torch.device) -> LayerCache:
         """Allocate the factors of resident adapters, which are none yet."""
-        first, second = (count * max_adapters for count in self._counts())
+        first, second = (count * max_adapters for count in self._counts(self.num_heads))
         outer = self._factors(second, max_rank, max_rank, self.widths, device)
         inner = self._factors(first, max_rank, self.inputs, (max_rank,), device)
         return inner | {f"{_OUTER}{name}": tensor for name, tensor in outer.items()}
@@ -206,7 +206,7 @@ class HeadsSite(AdapterSite):
     def write(self, pool: LayerCache, slot: int, factors: Sequence[Factors]) -> None:
         """Write an adapter's factors into a slot, from 0."""
         (part,) = factors
-        first, second = self._counts()
+        first, second = self._counts(self.num_heads)
         products: tuple[list[Factors], list[Factors]] = [None] * first, [None] * second
         if part is not None:
             a, b = part
@@ -227,11 +227,12 @@ class HeadsSite(AdapterSite):
         impl: str,
     ) -> Tensor:
         """Add the adapters of the rows to the product of each head."""
-        number = torch.arange(self.num_heads, dtype=torch.int32, device=slots.device)
+        counts = self._counts(out.shape[-2])  # from a shape, which Dynamo takes for constant
+        number = torch.arange(max(counts), dtype=torch.int32, device=slots.device)
         slots = slots[:, None]
         first, second = (
             torch.where(slots > 0, (slots - 1) * count + number % count + 1, 0).flatten()
-            for count in self._counts()
+            for count in counts
         )
         nothing = out.new_zeros(first.shape[0], pool["b"].shape[-1])
         inner = _added(nothing, inputs[0], pool, first, impl)
@@ -244,8 +245,8 @@ class KeysSite(HeadsSite):
 
     __slots__ = ()
 
-    def _counts(self) -> tuple[int, int]:
-        return self.num_heads, 1
+    def _counts(self, num_heads: int) -> tuple[int, int]:
+        return num_heads, 1
 
     def _products(self, a: Tensor, heads: Tensor, rank: int) -> tuple[list[Factors], list[Factors]]:
         across = torch.eye(rank, len(a), dtype=heads.dtype, device=heads.device)
@@ -257,8 +258,8 @@ class ValuesSite(HeadsSite):
 
     __slots__ = ()
 
-    def _counts(self) -> tuple[int, int]:
-        return 1, self.num_heads
+    def _counts(self, num_heads: int) -> tuple[int, int]:
+        return 1, num_heads
 
     def _products(self, a: Tensor, heads: Tensor, rank: int) -> tuple[list[Factors], list[Factors]]:
         across = torch.eye(rank, len(a), dtype=heads.dtype, device=heads.device)
@@ -391,9 +392,8 @@ class ExpertsSite(AdapterSite):
         """Leave the experts of rows with factors to ``add``, which is handed them besides."""
         x, ids, weights = inputs
         is_own = _of_rows(pool["is_adapted"], slots)[:, None]
-        left, own = (
-            torch.where(mask, ids, self.num_experts) for mask in (is_own.logical_not(), is_own)
-        )
+        num_experts = _num_experts(pool)
+        left, own = (torch.where(mask, ids, num_experts) for mask in (is_own.logical_not(), is_own))
         return x, left, weights, own.int()
 
     def pool(self, max_adapters: int, max_rank: int, device: torch.device) -> LayerCache:
@@ -437,8 +437,9 @@ class ExpertsSite(AdapterSite):
         """
         assert isinstance(module, FusedExperts)
         x, _, weights, own = inputs
-        first_slot = (slots[:, None] - 1) * self.num_experts + 1
-        of_pairs = torch.where(own < self.num_experts, first_slot + own, 0).flatten().int()
+        num_experts = _num_experts(pool)
+        first_slot = (slots[:, None] - 1) * num_experts + 1
+        of_pairs = torch.where(own < num_experts, first_slot + own, 0).flatten().int()
 
         def product(place: int, rows: Tensor) -> Tensor:
             base = module.product(place, rows, own.flatten())
@@ -456,6 +457,11 @@ class ExpertsSite(AdapterSite):
 
 
 _OUTER = "outer "
+
+
+def _num_experts(pool: LayerCache) -> int:
+    """Count the experts by a shape, since Dynamo takes a site's own number for an input."""
+    return pool["0 ranks"].shape[0] // pool["is_adapted"].shape[0]
 
 
 def _under(prefix: str, pool: LayerCache) -> LayerCache:
