@@ -183,6 +183,10 @@ class CompiledStep:
         result: Tensor = call(*arguments)[0]
         return result
 
+    def fits(self, inputs: Any) -> bool:
+        """Tell whether these inputs run without Dynamo."""
+        return id(inputs) in self._bound or any(graph.fits(inputs) for graph in self.graphs)
+
     def trace(self, inputs: Any, caches: Any) -> Tensor:
         """Run one step through Dynamo, which traces it unless a graph of such inputs exists."""
         num_before = len(self.graphs)

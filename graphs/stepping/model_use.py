@@ -98,6 +98,18 @@ class ModelUse:
                 self._changed.notify_all()
 
     @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let go of the model, which this thread holds to run it, so that it can trace."""
+        with self._changed:
+            self._num_running -= 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_running += 1
+
+    @contextmanager
     def tracing(
         self, model: Model, choices: Sequence[Choice], adapted: AdaptedLayers | None = None
     ) -> Iterator[None]:

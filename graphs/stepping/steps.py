@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from threading import RLock
 
@@ -174,7 +175,15 @@ class Steps:
         adapted = self._adapted if variant.has_adapters else None
         running = self._use.running(self._model, choices, adapted, runs_model=runs_model)
         with running, torch.inference_mode():
-            yield lambda inputs: step(inputs, self._caches)
+            yield partial(self._run, step, variant)
+
+    def _run(self, step: StepFunction, variant: Variant, inputs: Inputs) -> Tensor:
+        """Run a step; for inputs that fit none of its graphs Dynamo may trace it, as ``prepare``
+        does."""
+        if not isinstance(step, CompiledStep) or step.fits(inputs):
+            return step(inputs, self._caches)
+        with self._use.paused(), self._tracing(inputs, variant):
+            return step(inputs, self._caches)
 
     def is_ready(self, variant: Variant) -> bool:
         """Tell whether a variant can run without ``prepare``."""
@@ -273,23 +282,22 @@ class Steps:
                 f"a step of a runner with compile=True is to be compiled, and {setting} switches "
                 f"torch.compile off: set it before the runner is made, or not before warm_up()"
             )
-        for part in inputs.parts:
-            if part.batch.positions.ndim == 2:
-                torch._dynamo.mark_static(part.batch.positions, 0)
-        with (
-            compiling(),
-            self._use.tracing(
-                self._model,
-                self._module_choices,
-                self._adapted if variant.has_adapters else None,
-            ),
-            torch.inference_mode(),
-            named_failures(),
-        ):
+        with self._tracing(inputs, variant), torch.inference_mode():
             if variant.mode.num_chained:  # the draft head's layers are not traced once for all
                 step.trace(inputs, self._caches)
             else:
                 self.layers.trace(lambda: step.trace(inputs, self._caches))
+
+    @contextmanager
+    def _tracing(self, inputs: Inputs, variant: Variant) -> Iterator[None]:
+        """Hold the model alone, with a variant's choices and hooks, to trace it for inputs."""
+        for part in inputs.parts:
+            if part.batch.positions.ndim == 2:
+                torch._dynamo.mark_static(part.batch.positions, 0)
+        adapted = self._adapted if variant.has_adapters else None
+        tracing = self._use.tracing(self._model, self._module_choices, adapted)
+        with compiling(), tracing, named_failures():
+            yield
 
 
 def _step_of(model: Model, variant: Variant, adapted: AdaptedLayers | None) -> StepFunction:
