@@ -81,7 +81,7 @@ class Engine(Shown):
             runner needs ``max_adapters``. See ``Runner.load_adapter``.
 
     Raises:
-        TypeError: ``prefix_cache`` is of another kind.
+        TypeError: ``prefix_cache`` or ``speculate`` is of another kind.
         UnsupportedError: the runner serves decode steps alone.
         ValueError: ``max_waiting`` or ``run_ahead`` has a value that it cannot have. Or the model
             has states and the runner keeps no snapshots, or ``speculate`` asks for more drafts than
@@ -110,6 +110,8 @@ class Engine(Shown):
             raise TypeError(
                 f"prefix_cache must be True, False or a th.PrefixCache, got {prefix_cache!r}"
             )
+        if not isinstance(speculate, Speculation | None):
+            raise TypeError(f"speculate must be a th.Speculation or None, got {speculate!r}")
         if not runner.prefill:
             raise UnsupportedError("an engine prefills prompts, got a runner with prefill=False")
         if tokenizer is None and processor is not None:
