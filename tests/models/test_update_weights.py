@@ -194,3 +194,5 @@ def test_models_that_take_none(folders: tuple[Path, Path]):
     th.quantize(model, "int8")
     with pytest.raises(th.UnsupportedError, match="sharded or quantized in memory"):
         th.Runner(model, **SIZES).update_weights(weights)
+    with pytest.raises(th.UnsupportedError, match="a quantized model takes no new weights"):
+        th.Runner(model, **SIZES).update_weights(make_model("qwen3_next"))
