@@ -47,6 +47,8 @@ def test_prepared_requests_are_queued_together_or_not_at_all():
     with pytest.raises(CapacityError, match="0 requests wait already and 4 more came"):
         engine.enqueue([first, second])
     engine.enqueue([first])
+    with pytest.raises(ValueError, match="a request is queued once"):
+        engine.enqueue([second, first])
     while engine.has_unfinished:
         engine.step()
     outputs = [request.output.tokens for request in first.samples]

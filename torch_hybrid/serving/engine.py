@@ -331,7 +331,7 @@ class Engine(Shown):
         Raises:
             CapacityError: with these, more than ``max_waiting`` requests would wait, or requests
                 want more adapters than the runner has slots.
-            ValueError: an adapter was unloaded meanwhile.
+            ValueError: an adapter was unloaded meanwhile, or a request was queued before.
         """
         self._queue([sample for first in requests for sample in first.samples], None)
 
@@ -486,6 +486,8 @@ class Engine(Shown):
         names = {r.adapter_name: None for r in requests if r.adapter_name is not None}
         read = self.runner.read_evicted(names) if names else {}  # no step waits for it
         with self.turn.lock:
+            if len({*requests}) < len(requests) or any(each.is_queued for each in requests):
+                raise ValueError("a request is queued once: prepare another one")
             num_waiting = len(self._scheduler.waiting) + len(self._arriving)
             if self.max_waiting is not None and num_waiting + len(requests) > self.max_waiting:
                 raise CapacityError(
@@ -502,6 +504,8 @@ class Engine(Shown):
                 deadline = time.monotonic() + timeout_s
                 for request in requests:
                     request.deadline = deadline
+            for request in requests:
+                request.is_queued = True
             self._arriving += requests
             self.turn.soon(self._arrive)
 
