@@ -29,6 +29,7 @@ from torch_hybrid.graphs.stepping.adapters import Adapters, AdapterUser, ReadAda
 from torch_hybrid.graphs.stepping.background import BackgroundSteps
 from torch_hybrid.graphs.stepping.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.stepping.embeds import Embeds
+from torch_hybrid.graphs.stepping.model_use import ModelUse
 from torch_hybrid.graphs.stepping.planner import Logits
 from torch_hybrid.graphs.turn import Turn, Within, in_turn
 from torch_hybrid.host.malloc import trim
@@ -632,17 +633,18 @@ class Runner(Shown):
         Raises:
             UnsupportedError: the model is quantized. Or, for names, it was not read from a
                 checkpoint as it is; for a model, ranks share it.
-            ValueError: sequences or snapshots are held, whose states come from the old weights; a
-                name is unknown or comes twice, a shape or dtype is another, values are not finite,
-                or some are missing.
+            ValueError: sequences or snapshots are held, or another runner of the model keeps even
+                prefixes, whose states come from the old weights; a name is unknown or comes twice,
+                a shape or dtype is another, values are not finite, or some are missing.
         """
         if not isinstance(self.model, UpdatableModel):
             raise UnsupportedError(f"{type(self.model).__name__} takes no new weights")
         with torch.inference_mode():
             self._cache.check_nothing_held()
+            ModelUse.of(self.model).check_unheld_elsewhere(self._cache)
             write = self.model.new_weights(weights, partial=partial)
             self._execution.wait()
-            for reclaimer in self._cache.snapshots.reclaimers:
+            for reclaimer in list(self._cache.snapshots.reclaimers):  # each leaves the list
                 reclaimer.clear()
             write()
 

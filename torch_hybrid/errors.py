@@ -3,6 +3,8 @@
 A caller's own mistake (a wrong shape, an unknown token) is a plain ``ValueError``.
 """
 
+from __future__ import annotations
+
 
 class UnsupportedError(NotImplementedError):
     """A request that no implementation can serve; the message lists each candidate's reasons."""
@@ -19,6 +21,10 @@ class PromptTooLongError(ValueError):
     def __init__(self, message: str, num_tokens: int) -> None:
         super().__init__(message)
         self.num_tokens = num_tokens
+
+    def __reduce__(self) -> tuple[type[PromptTooLongError], tuple[str, int]]:
+        """Keep the length in copies, which other processes raise again."""
+        return type(self), (str(self), self.num_tokens)
 
 
 class CapacityError(RuntimeError):

@@ -177,7 +177,7 @@ class CompiledStep:
         return result
 
     def fits(self, inputs: Any) -> bool:
-        """Tell whether one of the graphs may be called; else Dynamo may run the model's code."""
+        """Tell whether these inputs run without Dynamo."""
         if id(inputs) not in self._bound:
             graph = next((graph for graph in self.graphs if graph.fits(inputs)), None)
             if graph is None:

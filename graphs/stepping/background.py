@@ -167,25 +167,21 @@ class BackgroundSteps:
         """Tell whether a variant's step is compiled; an eager one will be replaced."""
         return variant in self._switched
 
-    def running(
-        self, variant: Variant, inputs: Inputs
-    ) -> AbstractContextManager[Callable[[Inputs], Tensor]]:
+    def running(self, variant: Variant) -> AbstractContextManager[Callable[[Inputs], Tensor]]:
         """Hold the model for a step, eager or compiled, and yield the function that runs it."""
         if variant in self._switched:
             assert self._compiled is not None
-            return self._compiled.running(variant, inputs)
+            return self._compiled.running(variant)
         self._num_eager += 1
-        return self._running_eagerly(variant, inputs)
+        return self._running_eagerly(variant)
 
     @contextmanager
-    def _running_eagerly(
-        self, variant: Variant, inputs: Inputs
-    ) -> Iterator[Callable[[Inputs], Tensor]]:
+    def _running_eagerly(self, variant: Variant) -> Iterator[Callable[[Inputs], Tensor]]:
         is_first, child = self._num_eager == 1, self._child
         with ExitStack() as stack:
             if is_first and child is not None and not self._is_over.is_set():
                 stack.enter_context(child.paused())
-            yield stack.enter_context(self._eager.running(variant, inputs))
+            yield stack.enter_context(self._eager.running(variant))
 
     def wait(self) -> None:
         """Wait until all variants are compiled.

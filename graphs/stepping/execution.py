@@ -95,7 +95,7 @@ class Execution:
         self.join()
         static = self._inputs[variant]
         value = static.refresh(planned)
-        with self.steps.running(variant, value.inputs) as step:
+        with self.steps.running(variant) as step:
             run = self.last.wrap(step, kind)
             if self.capture is None or not self.steps.is_final(variant):
                 return run(value)

@@ -7,15 +7,17 @@ the model's modules. So a runner with other choices waits.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import Condition, Lock
 from typing import ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
 from torch_hybrid.backends.select import Choice
+from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.graphs.stepping.model_choices import set_choices
 from torch_hybrid.layers.adapted import AdaptedLayers
@@ -33,6 +35,7 @@ class ModelUse:
         self._adapted: AdaptedLayers | None = None  # whose hooks the model has
         self._hooks = ExitStack()
         self._changed = Condition()
+        self.caches: WeakSet[HybridCache] = WeakSet()  # of the model's runners
 
     @classmethod
     def of(cls, model: Model) -> ModelUse:
@@ -44,6 +47,20 @@ class ModelUse:
     def forget(cls) -> None:
         """Drop all locks, in a forked process: the threads that held them do not exist there."""
         cls._of_model, cls._finding = WeakKeyDictionary(), Lock()
+
+    def check_unheld_elsewhere(self, own: HybridCache) -> None:
+        """Raise ValueError if a runner with another cache than ``own`` holds states of the model.
+
+        Its kept prefixes count too: its own threads alone may drop them.
+        """
+        if any(cache.keeps_anything for cache in self.caches if cache is not own):
+            gc.collect()  # runners that nobody has any more
+        if any(cache.keeps_anything for cache in self.caches if cache is not own):
+            raise ValueError(
+                "another runner of the model holds sequences, snapshots or kept prefixes, with "
+                "states of the weights as they are: free and release them, and close its engines "
+                "first"
+            )
 
     @contextmanager
     def running(
@@ -79,6 +96,18 @@ class ModelUse:
                 if not self._num_running:
                     self._attach(model, None)
                 self._changed.notify_all()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let go of the model, which this thread holds to run it, so that it can trace."""
+        with self._changed:
+            self._num_running -= 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_running += 1
 
     @contextmanager
     def tracing(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from threading import RLock
 
@@ -107,6 +108,7 @@ class Steps:
         factors = {} if adapted is None else adapted.by_path
         self.layers = LayersOnce(model, cache.pools, factors)
         self._use = ModelUse.of(model)
+        self._use.caches.add(cache)
         self._caches, self._planner, self._store = {**cache.pools, **given}, planner, store
         self._log = CompileLog()
         self._place: dict[str, int] = {}  # variant's name -> place of its graph in the log
@@ -159,18 +161,26 @@ class Steps:
         return _count_graph_breaks() - self._breaks_before
 
     @contextmanager
-    def running(self, variant: Variant, inputs: Inputs) -> Iterator[Callable[[Inputs], Tensor]]:
-        """Hold the model for a variant's step on ``inputs``, and yield the function that runs it.
+    def running(self, variant: Variant) -> Iterator[Callable[[Inputs], Tensor]]:
+        """Hold the model for a variant's step, which is ready, and yield the function that runs it.
 
-        The step is ready. No other thread traces the model meanwhile, in the way of ``prepare``.
+        No other thread traces the model meanwhile.
         """
         step = self.of[variant]
-        runs_model = not (isinstance(step, CompiledStep) and step.fits(inputs))
+        runs_model = not isinstance(step, CompiledStep)
         choices = self._module_choices if runs_model else ()
         adapted = self._adapted if variant.has_adapters else None
         running = self._use.running(self._model, choices, adapted, runs_model=runs_model)
         with running, torch.inference_mode():
-            yield lambda inputs: step(inputs, self._caches)
+            yield partial(self._run, step, variant)
+
+    def _run(self, step: StepFunction, variant: Variant, inputs: Inputs) -> Tensor:
+        """Run a step; for inputs that fit none of its graphs Dynamo may trace it, as ``prepare``
+        does."""
+        if not isinstance(step, CompiledStep) or step.fits(inputs):
+            return step(inputs, self._caches)
+        with self._use.paused(), self._tracing(inputs, variant):
+            return step(inputs, self._caches)
 
     def is_ready(self, variant: Variant) -> bool:
         """Tell whether a variant can run without ``prepare``."""
@@ -269,23 +279,22 @@ class Steps:
                 f"a step of a runner with compile=True is to be compiled, and {setting} switches "
                 f"torch.compile off: set it before the runner is made, or not before warm_up()"
             )
-        for part in inputs.parts:
-            if part.batch.positions.ndim == 2:
-                torch._dynamo.mark_static(part.batch.positions, 0)
-        with (
-            compiling(),
-            self._use.tracing(
-                self._model,
-                self._module_choices,
-                self._adapted if variant.has_adapters else None,
-            ),
-            torch.inference_mode(),
-            named_failures(),
-        ):
+        with self._tracing(inputs, variant), torch.inference_mode():
             if variant.mode.num_chained:  # the draft head's layers are not traced once for all
                 step.trace(inputs, self._caches)
             else:
                 self.layers.trace(lambda: step.trace(inputs, self._caches))
+
+    @contextmanager
+    def _tracing(self, inputs: Inputs, variant: Variant) -> Iterator[None]:
+        """Hold the model alone, with a variant's choices and hooks, to trace it for inputs."""
+        for part in inputs.parts:
+            if part.batch.positions.ndim == 2:
+                torch._dynamo.mark_static(part.batch.positions, 0)
+        adapted = self._adapted if variant.has_adapters else None
+        tracing = self._use.tracing(self._model, self._module_choices, adapted)
+        with compiling(), tracing, named_failures():
+            yield
 
 
 def _step_of(model: Model, variant: Variant, adapted: AdaptedLayers | None) -> StepFunction:

@@ -134,14 +134,20 @@ def test_echo_alone_generates_nothing(server):
     assert answer.usage.completion_tokens == 0
 
 
-def test_streamed_logprobs_are_those_of_the_whole(server):
-    options = {"prompt": prompt_of(9), "max_tokens": 6, "logprobs": 1, "echo": True}
-    whole = server.client.completions.create(model="demo", **options).choices[0].logprobs
-    stream = server.client.completions.create(model="demo", stream=True, **options)
-    chunks = [chunk.choices[0].logprobs for chunk in stream]
-    for name in ("tokens", "token_logprobs", "text_offset"):
-        parts = [getattr(chunk, name) for chunk in chunks]
-        assert [*chain.from_iterable(parts)] == pytest.approx(getattr(whole, name))
+@pytest.mark.parametrize("max_tokens", [6, 0])
+def test_streamed_logprobs_are_those_of_the_whole(server, max_tokens):
+    """Of more choices than run at once: some begin when others have ended."""
+    options = {"prompt": [prompt_of(8), prompt_of(9)], "max_tokens": max_tokens, "logprobs": 1}
+    options |= {"echo": True, "n": 3, "temperature": 1.0, "seed": 1}
+    whole = completed(server, **options).choices
+    parts = [[] for _ in whole]
+    for chunk in completed(server, **options, stream=True):
+        for choice in chunk.choices:
+            parts[choice.index].append(choice.logprobs)
+    for choice, own in zip(whole, parts, strict=True):
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            told = [*chain.from_iterable(getattr(each, name) for each in own)]
+            assert told == pytest.approx(getattr(choice.logprobs, name))
 
 
 def test_a_chat_is_answered_by_the_template(server, engine):

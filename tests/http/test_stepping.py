@@ -113,6 +113,13 @@ def test_health_tells_what_keeps_the_server(make_engine):
         assert "no such model" in client.get("/health").json()["status"]
 
 
+def test_an_adapter_cannot_have_the_name_of_the_model(make_engine, monkeypatch):
+    monkeypatch.setattr(th.Engine, "adapters", ("demo",))
+    app = create_app(make_engine, model="demo")
+    with TestClient(app), pytest.raises(ValueError, match="model and an adapter are both called"):
+        app.state.ended.result(60)
+
+
 def test_drafts_change_no_text_and_are_counted(make_engine):
     plain = make_engine()
     (expected,) = plain.generate([prompt_of(2)], th.Sampling(max_new_tokens=60))

@@ -16,7 +16,7 @@ from tests.models import fp8_checkpoint
 from tests.models.checkpoint.test_block_fp8 import OPTIONS as FP8_OPTIONS
 from tests.models.oracle import ask, make_texts
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_model
-from torch_hybrid.graphs.compiling.compiled_step import CompiledGraph
+from torch_hybrid.graphs.compiling.compiled_step import Arguments
 from torch_hybrid.graphs.stepping.adapters import adapter_bytes
 from torch_hybrid.layers.adapter_sites import AdapterKinds
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
@@ -200,6 +200,19 @@ def test_compiled_steps(folders: dict[str, Path]) -> None:
             assert graph.ops == alike.graphs[name].ops
 
 
+def test_a_step_that_is_traced_late_has_adapters(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of one row, which Dynamo traces anew where it is asked."""
+    expected = mixed(make_runner(folders), ["a"], by_token=True)
+    monkeypatch.setattr(Arguments, "fit", lambda *_: False)
+    with run_as_traced():
+        runner = make_runner(folders, compile=True, prefill=False)
+        for logits, wanted in zip(mixed(runner, ["a"], by_token=True), expected, strict=True):
+            torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    assert runner.report().recompiles == 1
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_quantized_base(folders: dict[str, Path], weights: str) -> None:
     """What an adapter adds is not rounded: errors are the base's own."""
@@ -297,26 +310,10 @@ def test_compiled_steps_of_shared_layers_latents_and_experts(family: str, tmp_pa
     with run_as_traced():
         runner = make_runner(folders, model, compile=True)
         for alone in (False, True):
-            for logits, wanted in zip(
-                mixed(runner, ["a", None], alone=alone), expected, strict=True
-            ):
+            found = mixed(runner, ["a", None], alone=alone)
+            for logits, wanted in zip(found, expected, strict=True):
                 torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     assert runner.report().recompiles == 0
-
-
-def test_a_step_that_is_traced_again_has_its_adapters(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As for sizes that no graph fits: Dynamo's own guards refuse a single row."""
-    expected = mixed(make_runner(folders), ["a", "b"], by_token=True)
-    with run_as_traced():
-        runner = make_runner(folders, compile=True)
-        mixed(runner, ["a", "b"], by_token=True)
-        monkeypatch.setattr(CompiledGraph, "fits", lambda self, inputs: False)
-        again = mixed(runner, ["a", "b"], by_token=True, alone=True)
-        for logits, wanted in zip(again, expected, strict=True):
-            torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
-    assert runner.report().recompiles == 1
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,8 @@ def test_an_iterator_that_fails_says_what_is_in(folders: tuple[Path, Path]):
     assert torch.equal(logits(runner), expected)
 
 
-def test_what_is_held_is_of_the_old_weights(folders: tuple[Path, Path]):
-    runner = th.Runner(th.from_pretrained(folders[0]), **SIZES, max_snapshots=2)
+def test_what_is_held_is_of_the_old_weights(folders: tuple[Path, Path], tmp_path: Path):
+    runner = th.Runner(th.from_pretrained(folders[0]), **SIZES, max_snapshots=4)
     (seq,) = runner.new_sequences(1)
     runner.extend([seq], [PROMPT])
     handle = runner.snapshot(seq)
@@ -159,18 +159,27 @@ def test_what_is_held_is_of_the_old_weights(folders: tuple[Path, Path]):
         runner.update_weights(weights)
     runner.free([seq])
     runner.release(handle)
-    engine = th.Engine(runner, prefix_cache=th.PrefixCache(min_tokens=8))
-    greedy = th.Sampling(max_new_tokens=4, ignore_eos=True)
-    (first,) = engine.generate([PROMPT], greedy)
+    options = th.PrefixCache(min_tokens=8, host_bytes=1 << 20)
+    engines = [th.Engine(runner, prefix_cache=options) for _ in range(3)]
+    longer, greedy = [*PROMPT, 5], th.Sampling(max_new_tokens=4, ignore_eos=True)
+    for engine in engines[:2]:
+        list(engine.generate([PROMPT], greedy))
+    kept = tmp_path / "kept"
+    assert engines[1].save_prefixes(kept) == engines[2].load_prefixes(kept) > 0
+    (first,) = engines[0].generate([longer], greedy)
+    assert first.num_cached_tokens == len(PROMPT)
+    beside = th.Runner(runner.model, **SIZES)
+    with pytest.raises(ValueError, match="another runner of the model holds"):
+        beside.update_weights(weights)
     runner.update_weights(weights)
-    (second,) = engine.generate([PROMPT], greedy)
-    assert second.num_cached_tokens == 0
     fresh = th.Engine(th.Runner(th.from_pretrained(folders[1]), **SIZES))
-    (expected,) = fresh.generate([PROMPT], greedy)
-    assert second.tokens == expected.tokens != first.tokens
-    (third,) = engine.generate([PROMPT], greedy)
-    assert third.num_cached_tokens > 0
-    assert third.tokens == expected.tokens
+    (expected,) = fresh.generate([longer], greedy)
+    for engine in engines:  # with prefixes on the device, on the host, and from a file
+        (second,) = engine.generate([longer], greedy)
+        assert second.num_cached_tokens == 0
+        assert second.tokens == expected.tokens != first.tokens
+    (third,) = engine.generate([[*longer, 6]], greedy)
+    assert third.num_cached_tokens == len(PROMPT)
 
 
 def test_models_that_take_none(folders: tuple[Path, Path]):
@@ -185,3 +194,5 @@ def test_models_that_take_none(folders: tuple[Path, Path]):
     th.quantize(model, "int8")
     with pytest.raises(th.UnsupportedError, match="sharded or quantized in memory"):
         th.Runner(model, **SIZES).update_weights(weights)
+    with pytest.raises(th.UnsupportedError, match="a quantized model takes no new weights"):
+        th.Runner(model, **SIZES).update_weights(make_model("qwen3_next"))

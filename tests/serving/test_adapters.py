@@ -162,6 +162,11 @@ def test_snapshots_keep_their_adapter(folders: Any) -> None:
     assert torch.equal(runner.extend([fork], [TEXTS[0][-1:]]), expected)
     with pytest.raises(ValueError, match="has adapter 'a', and sequences with None start"):
         runner.new_sequences(1, start=kept)
+    runner.free([seq, fork])
+    runner.unload_adapter("a")
+    runner.load_adapter("a", folders["b"])
+    with pytest.raises(ValueError, match="has adapter 'a', which was unloaded meanwhile, and"):
+        runner.new_sequences(1, start=kept, adapter="a")
 
 
 def test_drafts(folders: Any, alone: Any) -> None:

@@ -141,11 +141,14 @@ def test_bad_logits_end_only_their_own_request():
     sampling = Sampling(max_new_tokens=8)
     tokens = alone([1, 2], sampling)
     runner.poisoned.add(digest_of([1, 2, *tokens[:3]]))
-    outputs = sorted(Engine(runner).generate([[1, 2], [3]], sampling), key=lambda o: o.index)
+    bars_all = Sampling(logits_processor=lambda tokens, logits: logits - float("inf"))
+    served = Engine(runner).generate([[1, 2], [3], [4]], [sampling, sampling, bars_all])
+    outputs = sorted(served, key=lambda o: o.index)
     assert outputs[0].finish_reason == "error"
     assert outputs[0].tokens == tokens[:3]
     assert outputs[0].error == "the logits after 5 tokens have NaN or infinite values"
     assert outputs[1].tokens == alone([3], sampling)
+    assert outputs[2].error.endswith("infinite values, or rules bar all tokens")
     assert_all_returned(runner)
 
 

@@ -1,5 +1,7 @@
 """What else a request can ask for: more outputs, log-probabilities, a deadline, a short queue."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -45,6 +47,8 @@ def test_prepared_requests_are_queued_together_or_not_at_all():
     with pytest.raises(CapacityError, match="0 requests wait already and 4 more came"):
         engine.enqueue([first, second])
     engine.enqueue([first])
+    with pytest.raises(ValueError, match="a request is queued once"):
+        engine.enqueue([second, first])
     while engine.has_unfinished:
         engine.step()
     outputs = [request.output.tokens for request in first.samples]
@@ -56,7 +60,8 @@ def test_prepared_requests_are_queued_together_or_not_at_all():
 def test_a_prompt_without_room_tells_its_length():
     with pytest.raises(PromptTooLongError, match="more than the 3 tokens") as error:
         Engine(FakeRunner()).prepare([1, 2, 3], Sampling(max_length=3))
-    assert error.value.num_tokens == 3
+    sent = pickle.loads(pickle.dumps(error.value))  # to another process
+    assert (sent.num_tokens, str(sent)) == (3, str(error.value))
 
 
 def test_requests_count_the_steps_that_raised_while_they_ran(monkeypatch):

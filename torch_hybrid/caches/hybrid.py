@@ -132,7 +132,10 @@ class HybridCache:
         kept = None if start is None else self.snapshots.find(start, length)
         if kept is not None and kept.adapter is not adapter:
             own, wanted = (None if x is None else x.name for x in (kept.adapter, adapter))
-            raise ValueError(f"{start} has adapter {own!r}, and sequences with {wanted!r} start")
+            of_before = ", which was unloaded meanwhile" if own == wanted else ""
+            raise ValueError(
+                f"{start} has adapter {own!r}{of_before}, and sequences with {wanted!r} start"
+            )
         places = self.slots.take(num_seqs)
         slots = self.states.take(num_seqs)
         seqs = []
@@ -242,6 +245,11 @@ class HybridCache:
                 f"{len(self._held)} sequences and {kept} snapshots are held, with states of the "
                 f"weights as they are: free and release them first"
             )
+
+    @property
+    def keeps_anything(self) -> bool:
+        """True if there are sequences, snapshots, or holders of spare snapshots or their copies."""
+        return bool(self._held or self.snapshots.num_firm or self.snapshots.reclaimers)
 
     def check_usable(self, seqs: Many[Sequence]) -> None:
         """Raise ValueError as ``check`` does, or if an interrupted step has broken a sequence."""

@@ -44,7 +44,7 @@ class Reclaimer(Protocol):
         ...
 
     def clear(self) -> None:
-        """Release all snapshots that it holds."""
+        """Release all snapshots that it holds, and drop its copies of others."""
         ...
 
     def free_snapshot(self) -> None:

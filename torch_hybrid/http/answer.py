@@ -45,9 +45,9 @@ class Form(ABC):
         self.has_logprobs = call.requests[0].sampling.logprobs is not None
         self._num_told = [0] * len(call.requests)  # log-probabilities of each choice
 
-    @abstractmethod
     def opening(self) -> list[Json]:
         """Make the choices of chunks before the first piece."""
+        return []
 
     @abstractmethod
     def choice(self, piece: Piece) -> Json:

@@ -203,10 +203,12 @@ class _Service:
         return JSONResponse({"prompt": prompt})
 
     def _open(self) -> Engine:
-        """Make the engine, in its thread."""
+        """Make the engine, in its thread; its adapters and the model need names of their own."""
         engine = self._open_engine()
         if engine.tokenizer is None:
             raise ValueError("a server needs an engine with a tokenizer, got none")
+        if self._name in engine.adapters:
+            raise ValueError(f"the model and an adapter are both called {self._name!r}")
         return engine
 
     async def _read(self, kind: type[BodyT], request: Request) -> BodyT:

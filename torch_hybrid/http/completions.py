@@ -17,27 +17,25 @@ class CompletionForm(Form):
 
     def __init__(self, call: Call, model: str, tokenizer: Tokenizer, *, echoes: bool) -> None:
         super().__init__(call, model, tokenizer)
-        self._echoes = echoes
+        self._to_echo = {*range(len(call.requests))} if echoes else set()
         self._offsets = [0] * len(call.requests)  # characters of the tokens told so far
 
-    def opening(self) -> list[Json]:
-        """Make a choice of each prompt, where prompts are echoed."""
-        return [self._echo(n) for n in range(len(self.call.requests)) if self._echoes]
-
     def choice(self, piece: Piece) -> Json:
-        """Make the choice of a piece's chunk."""
-        entries = self.next_logprobs(piece.choice, piece.num_tokens)
-        return self._choice(piece.choice, piece.text, entries, piece.end)
-
-    def whole_choice(self, piece: Piece) -> Json:
-        """Make a choice of the whole answer, of its only piece."""
-        echo = self._echo(piece.choice) if self._echoes else None
-        choice = self.choice(piece)
+        """Make the choice of a piece's chunk; the first one of a request echoes its prompt."""
+        n = piece.choice
+        echo = self._echo(n) if n in self._to_echo else None
+        entries = self.next_logprobs(n, piece.num_tokens)
+        choice = self._choice(n, piece.text, entries, piece.end)
         if echo is not None:
+            self._to_echo.remove(n)
             choice["text"] = echo["text"] + choice["text"]
             for name, values in (echo["logprobs"] or {}).items():
                 choice["logprobs"][name][:0] = values
         return choice
+
+    def whole_choice(self, piece: Piece) -> Json:
+        """Make a choice of the whole answer, of its only piece."""
+        return self.choice(piece)
 
     def _echo(self, n: int) -> Json:
         """Make a choice of a prompt; its first token has no log-probability."""

@@ -17,6 +17,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host.surroundings import in_isolation
 from torch_hybrid.models.adapt import adapt_where_it_lies
 from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.ops.formats.stored_weights import WITH_SCALES
 
 
 @in_isolation
@@ -66,6 +67,10 @@ def update_from(model: HybridModel, trained: nn.Module, *, partial: bool) -> Cal
             f"got a {type(trained).__name__}"
         )
     given, own = dict(named_weights(adapt_shared(trained))), dict(named_weights(model))
+    if any(weight.dtype in WITH_SCALES for weight in own.values()):
+        raise UnsupportedError(
+            "a quantized model takes no new weights: serve it with weights='auto' for that"
+        )
     if unknown := sorted(given.keys() - own.keys()):
         raise ValueError(
             f"{type(trained).__name__} has weights that the served model lacks or has in another "

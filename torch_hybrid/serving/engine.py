@@ -81,7 +81,7 @@ class Engine(Shown):
             runner needs ``max_adapters``. See ``Runner.load_adapter``.
 
     Raises:
-        TypeError: ``prefix_cache`` is of another kind.
+        TypeError: ``prefix_cache`` or ``speculate`` is of another kind.
         UnsupportedError: the runner serves decode steps alone.
         ValueError: ``max_waiting`` or ``run_ahead`` has a value that it cannot have. Or the model
             has states and the runner keeps no snapshots, or ``speculate`` asks for more drafts than
@@ -110,6 +110,8 @@ class Engine(Shown):
             raise TypeError(
                 f"prefix_cache must be True, False or a th.PrefixCache, got {prefix_cache!r}"
             )
+        if not isinstance(speculate, Speculation | None):
+            raise TypeError(f"speculate must be a th.Speculation or None, got {speculate!r}")
         if not runner.prefill:
             raise UnsupportedError("an engine prefills prompts, got a runner with prefill=False")
         if tokenizer is None and processor is not None:
@@ -329,7 +331,7 @@ class Engine(Shown):
         Raises:
             CapacityError: with these, more than ``max_waiting`` requests would wait, or requests
                 want more adapters than the runner has slots.
-            ValueError: an adapter was unloaded meanwhile.
+            ValueError: an adapter was unloaded meanwhile, or a request was queued before.
         """
         self._queue([sample for first in requests for sample in first.samples], None)
 
@@ -484,6 +486,8 @@ class Engine(Shown):
         names = {r.adapter_name: None for r in requests if r.adapter_name is not None}
         read = self.runner.read_evicted(names) if names else {}  # no step waits for it
         with self.turn.lock:
+            if len({*requests}) < len(requests) or any(each.is_queued for each in requests):
+                raise ValueError("a request is queued once: prepare another one")
             num_waiting = len(self._scheduler.waiting) + len(self._arriving)
             if self.max_waiting is not None and num_waiting + len(requests) > self.max_waiting:
                 raise CapacityError(
@@ -500,6 +504,8 @@ class Engine(Shown):
                 deadline = time.monotonic() + timeout_s
                 for request in requests:
                     request.deadline = deadline
+            for request in requests:
+                request.is_queued = True
             self._arriving += requests
             self.turn.soon(self._arrive)
 

@@ -68,6 +68,7 @@ class Request:
     matcher: Matcher | None = None
     history: list[int]  # prompt and generated tokens, as far as the host knows them
     packed: array[int]  # the prompt, of type "q"
+    is_queued: bool = False  # or was
     num_in_flight: int = 0  # steps under way that sample a token
     num_passes: int = 0  # see ``scheduler.Job``
     message_end: int | None = None  # tokens of the prompt before the generation prompt
@@ -212,6 +213,8 @@ class Request:
             error = f"the logits after {len(self.history)} tokens have NaN or infinite values"
             if self.matcher is not None:
                 error += ", or rules bar all that the grammar allows"
+            elif self.rules is not None:
+                error += ", or rules bar all tokens"
             return self.end("error", error=error)
         self.history.append(token)
         if self.sampling.logprobs is not None and logits is not None:

@@ -176,6 +176,10 @@ class StepLoop:
                 self.prefixes.leave(request)
                 self.prefixes.discard(request)
         self._free(done)
+        self._forget(requests)
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        """Forget ended requests in the queues and in the drafter."""
         for request in requests:
             self.scheduler.discard(request)
             if self.speculator is not None:
@@ -194,11 +198,10 @@ class StepLoop:
             self._free(list(dict.fromkeys(requests)))
             for request in requests:
                 request.num_in_flight = 0  # their tokens are sampled again
-                if request.output is not None:
-                    self.scheduler.discard(request)
                 if self.prefixes is not None:
                     self.prefixes.give_up(request)
             self.scheduler.restart()
+            self._forget([request for request in requests if request.output is not None])
 
     def _free(self, requests: Sequence[Request]) -> None:
         sequences = [request.sequence for request in requests if request.sequence is not None]

@@ -256,6 +256,8 @@ def test_a_draft_beyond_the_vocabulary_is_just_wrong():
 def test_what_an_engine_refuses():
     with pytest.raises(ValueError, match="needs a runner of as many max_drafts, got max_drafts=2"):
         Engine(FakeRunner(max_drafts=2), speculate=Speculation(num_drafts=3))
+    with pytest.raises(TypeError, match=r"must be a th\.Speculation or None, got 'ngram'"):
+        Engine(FakeRunner(max_drafts=2), speculate="ngram")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="num_drafts must be at least 1, got 0"):
         Speculation(num_drafts=0)
     with pytest.raises(ValueError, match=r"'mtp'.*, a Runner or a Drafter, got 'eagle'"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -103,6 +104,11 @@ def test_a_step_that_was_cut_off_is_drafted_for_again(monkeypatch: pytest.Monkey
     while engine.has_unfinished:
         engine.step()
     assert request.output.tokens == expected[0]
+    engine.submit(prompts[0], sampling, on_event=lambda event: event.output and _interrupted())
+    while engine.has_unfinished:
+        with suppress(KeyboardInterrupt):
+            engine.step()
+    assert runner.free_slots == 4  # of requests that ended in steps that were cut off, too
 
 
 def _interrupted(*_: object, **__: object) -> None:

@@ -52,11 +52,10 @@ class DeviceTier:
     def keep(self, node: Node, snapshot: Snapshot) -> None:
         """Keep a snapshot at a node that has none."""
         node.keep(snapshot)
-        if not self._nodes:
-            self._cache.snapshots.reclaimers.append(self)
         self.host.drop(node)
         node.last_used = self.now
         self._nodes[node] = None
+        self._note_kept()
 
     def drop(self, node: Node) -> None:
         """Release the snapshot at a node."""
@@ -65,8 +64,15 @@ class DeviceTier:
         node.keep(None)
         node.maker = None
         del self._nodes[node]
-        if not self._nodes:
-            self._cache.snapshots.reclaimers.remove(self)
+        self._note_kept()
+
+    def keep_on_host(self, node: Node, copy: HostCopy) -> bool:
+        """Keep a copy from elsewhere at a node, if the host has room; tell whether it has."""
+        has_room = self.host.make_room(copy.nbytes, self.worth(node))
+        if has_room:
+            self.host.keep(node, copy)
+            self._note_kept()
+        return has_room
 
     def bring_back(self, node: Node, copy: HostCopy) -> Snapshot | None:
         """Restore a snapshot from its host copy; None if the device has no room for it."""
@@ -74,6 +80,7 @@ class DeviceTier:
         try:
             snapshot = self._cache.snapshots.from_host(copy)
         except CapacityError:  # the user, or sequences that have not started, hold the slots
+            self._note_kept()
             return None
         self.keep(node, snapshot)
         return snapshot
@@ -97,6 +104,7 @@ class DeviceTier:
         for node in list(self._nodes):
             self.drop(node)
         self.host.clear()
+        self._note_kept()
 
     def free_pages(self, count: int) -> None:
         """Evict snapshots until ``count`` pages are free, as a ``Reclaimer`` does.
@@ -117,6 +125,15 @@ class DeviceTier:
     def worth(self, node: Node) -> float:
         """Divide the tokens that a snapshot saves by the starts since it was last used."""
         return (node.depth - depth_before(node)) / (1 + self.now - node.last_used)
+
+    def _note_kept(self) -> None:
+        """Be among the reclaimers while anything is kept: also what new weights make stale."""
+        reclaimers = self._cache.snapshots.reclaimers
+        is_keeping = bool(self._nodes or self.host.num_bytes)
+        if is_keeping and self not in reclaimers:
+            reclaimers.append(self)
+        elif not is_keeping and self in reclaimers:
+            reclaimers.remove(self)
 
     def _worth_of_a_page(self, node: Node) -> float:
         """Divide a snapshot's worth by its pages that no earlier snapshot has."""

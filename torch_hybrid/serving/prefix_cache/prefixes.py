@@ -106,9 +106,7 @@ class Prefixes:
         for tokens, copy in file.load(path, self._facts()):
             node, _ = self._tree.insert(array("q", tokens))
             is_new = node.snapshot is None and node.on_host is None
-            if is_new and self._kept.host.make_room(copy.nbytes, self._kept.worth(node)):
-                self._kept.host.keep(node, copy)
-                num_kept += 1
+            num_kept += is_new and self._kept.keep_on_host(node, copy)
         return num_kept
 
     def _facts(self) -> dict[str, str]:
