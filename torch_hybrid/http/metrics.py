@@ -42,7 +42,7 @@ class Metrics(Collector):
         self._whole = self._seconds("e2e_request_latency_seconds")
 
     def saw(self, call: Call, request: Request, events: Sequence[TokenEvent]) -> None:
-        """Count the tokens that a request got in one delivery, and take their mean time."""
+        """Count the tokens that a request got in one delivery; each has the mean of their times."""
         num_tokens = sum(event.token is not None for event in events)
         if not num_tokens:
             return
@@ -50,8 +50,9 @@ class Metrics(Collector):
         before = call.last_token.get(request)
         call.last_token[request] = now
         self._tokens.inc(num_tokens)
+        for _ in range(num_tokens - (before is None)):
+            self._between.observe((now - (before or now)) / num_tokens)
         if before is not None:
-            self._between.observe((now - before) / num_tokens)
             return
         call.first_token = call.first_token or now
         self._first.observe(now - call.begun)
