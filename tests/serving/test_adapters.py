@@ -255,6 +255,10 @@ def test_what_cannot_be_loaded_disturbs_nothing(folders: Any, alone: Any, tmp_pa
         engine.unload_adapter("b")
     with pytest.raises(ValueError, match=r"prompt 1: no adapter 'b' is loaded; loaded are \['a'\]"):
         engine.generate(TEXTS, adapter=["a", "b", None])
+    with pytest.raises(ValueError, match="prompt 0: no adapter 3 is loaded"):
+        engine.generate(TEXTS, adapter=3)
+    with pytest.raises(TypeError, match=r"adapters must map names to folders, got \['a'\]"):
+        th.Engine(engine.runner, adapters=["a"])
     while engine.has_unfinished:
         engine.step()
     assert request.output.tokens == alone["a"][0]

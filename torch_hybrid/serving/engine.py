@@ -81,7 +81,7 @@ class Engine(Shown):
             runner needs ``max_adapters``. See ``Runner.load_adapter``.
 
     Raises:
-        TypeError: ``prefix_cache`` or ``speculate`` is of another kind.
+        TypeError: ``prefix_cache``, ``speculate`` or ``adapters`` is of another kind.
         UnsupportedError: the runner serves decode steps alone.
         ValueError: ``max_waiting`` or ``run_ahead`` has a value that it cannot have. Or the model
             has states and the runner keeps no snapshots, or ``speculate`` asks for more drafts than
@@ -112,6 +112,8 @@ class Engine(Shown):
             )
         if not isinstance(speculate, Speculation | None):
             raise TypeError(f"speculate must be a th.Speculation or None, got {speculate!r}")
+        if not isinstance(adapters, Mapping | None):
+            raise TypeError(f"adapters must map names to folders, got {adapters!r}")
         if not runner.prefill:
             raise UnsupportedError("an engine prefills prompts, got a runner with prefill=False")
         if tokenizer is None and processor is not None:
@@ -221,13 +223,13 @@ class Engine(Shown):
         samplings = [sampling] * len(chosen) if not isinstance(sampling, Sequence) else sampling
         if len(samplings) != len(chosen):
             raise ValueError(f"sampling must have {len(chosen)} entries, got {len(samplings)}")
-        if adapter is None or isinstance(adapter, str):
-            adapter = [adapter] * len(chosen)
-        if len(adapter) != len(chosen):
-            raise ValueError(f"adapter must have {len(chosen)} entries, got {len(adapter)}")
+        is_one = isinstance(adapter, str) or not isinstance(adapter, Sequence)
+        adapters = [adapter] * len(chosen) if is_one else adapter
+        if len(adapters) != len(chosen):
+            raise ValueError(f"adapter must have {len(chosen)} entries, got {len(adapters)}")
         _check_timeout(timeout_s)
         requests: list[Request] = []
-        of_prompts = zip(chosen, samplings, adapter, strict=True)
+        of_prompts = zip(chosen, samplings, adapters, strict=True)
         for index, (prompt, each, name) in enumerate(of_prompts):
             try:
                 requests += self._intake.requests(
