@@ -169,6 +169,13 @@ def test_a_signal_lets_running_requests_end():
     assert "prompt=1 kept=0 generated=400" in process.stderr.read()
 
 
+def test_a_model_that_cannot_be_loaded_ends_the_server_in_a_sentence():
+    command = [sys.executable, "-m", "torch_hybrid.cli", "serve", "./nowhere", "--port", "0"]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[1:] == ["error: there is no folder ./nowhere"]
+
+
 def is_ready(url):
     try:
         with urllib.request.urlopen(f"{url}/health") as answer:

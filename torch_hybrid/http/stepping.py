@@ -97,7 +97,7 @@ class Stepper:
         """Cancel what is left and end the thread, unless it still loads."""
         if self.loaded.done():
             self._actions.put(self._close)
-            await asyncio.wait([asyncio.wrap_future(self.ended)])
+            await asyncio.gather(asyncio.wrap_future(self.ended), return_exceptions=True)
 
     def open(self, call: Call) -> None:
         """Queue the requests of a call; its inbox gets their events, or an error."""
