@@ -223,8 +223,9 @@ class Engine(Shown):
         samplings = [sampling] * len(chosen) if not isinstance(sampling, Sequence) else sampling
         if len(samplings) != len(chosen):
             raise ValueError(f"sampling must have {len(chosen)} entries, got {len(samplings)}")
-        is_one = isinstance(adapter, str) or not isinstance(adapter, Sequence)
-        adapters = [adapter] * len(chosen) if is_one else adapter
+        adapters = adapter
+        if isinstance(adapters, str) or not isinstance(adapters, Sequence):
+            adapters = [adapters] * len(chosen)
         if len(adapters) != len(chosen):
             raise ValueError(f"adapter must have {len(chosen)} entries, got {len(adapters)}")
         _check_timeout(timeout_s)
