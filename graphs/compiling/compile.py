@@ -242,7 +242,7 @@ class _Tracer:
         )
 
     def __call__(self, inputs: Any, caches: Any) -> Tensor:
-        # Of others, torch 2.11 passes the sizes too.
+        # Pools keep their sizes; torch 2.11 passes those of other tensors as arguments.
         pytree.tree_map_only_(Tensor, torch._dynamo.mark_static, caches)
         # Numbers of the model are constants. As inputs, a float (an eps) would be a tensor made at
         # every step, which no op accepts, and an integer (of adapted layers) what Dynamo alone

@@ -180,7 +180,7 @@ class Steps:
         if not isinstance(step, CompiledStep) or step.fits(inputs):
             return step(inputs, self._caches)
         with self._use.paused(), self._tracing(inputs, variant):
-            return step(inputs, self._caches)
+            return step.trace(inputs, self._caches)
 
     def is_ready(self, variant: Variant) -> bool:
         """Tell whether a variant can run without ``prepare``."""

@@ -53,9 +53,9 @@ class Form(ABC):
     def choice(self, piece: Piece) -> Json:
         """Make the choice of a piece's chunk."""
 
-    @abstractmethod
     def whole_choice(self, piece: Piece) -> Json:
         """Make a choice of the whole answer, of its only piece."""
+        return self.choice(piece)
 
     def chunk(self, *choices: Json) -> Json:
         """Make a chunk; the one that tells the usage has no choices."""

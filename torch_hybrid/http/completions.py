@@ -33,10 +33,6 @@ class CompletionForm(Form):
                 choice["logprobs"][name][:0] = values
         return choice
 
-    def whole_choice(self, piece: Piece) -> Json:
-        """Make a choice of the whole answer, of its only piece."""
-        return self.choice(piece)
-
     def _echo(self, n: int) -> Json:
         """Make a choice of a prompt; its first token has no log-probability."""
         request = self.call.requests[n]
