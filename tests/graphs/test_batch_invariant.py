@@ -40,6 +40,7 @@ def make_runner(
     family: str,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    *,
     layers: dict[str, Any] | None = None,
     stored: str | None = None,
     **options: object,
@@ -150,7 +151,7 @@ def test_on_a_gpu(family: str, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", STORED)
 def test_quantized_weights_on_a_gpu(stored: str, dtype: torch.dtype):
-    assert_same_bits(make_runner("qwen3_next", dtype, "cuda", stored, compile=True))
+    assert_same_bits(make_runner("qwen3_next", dtype, "cuda", stored=stored, compile=True))
 
 
 @needs_cuda

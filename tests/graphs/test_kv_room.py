@@ -113,6 +113,7 @@ def test_errors_say_bytes(model: th.HybridModel, free: Any) -> None:
 @needs_cuda
 @pytest.mark.parametrize("compile", [False, True])
 def test_leaves_room_for_steps_on_a_gpu(compile: bool) -> None:
+    """Takes what is free of the card, so it fails where other processes use it too."""
     model = make_hybrid()
     model.hf_model.to("cuda")
     model.max_positions = None
