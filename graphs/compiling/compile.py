@@ -110,11 +110,14 @@ class StepBackend:
         ``added`` are the tensors of the graph's last placeholders; the caller of the step does not
         pass these.
         """
+        from torch_hybrid.graphs.compiling.direct_calls import direct_calls
+
         planned = opaque_ops(module.graph)
         plan = plan_regions(module.graph)
+        options = _ANY_SIZE | _options_of_ranks(module.graph) | direct_calls()
         with (
             torch._functorch.config.patch(_ALWAYS_INDUCTOR),
-            torch._inductor.config.patch(_ANY_SIZE | _options_of_ranks(module.graph)),
+            torch._inductor.config.patch(options),
             _inductor_options(schedule, planned),
             fixed_arithmetic() if self.fixes_arithmetic else nullcontext(),
         ):

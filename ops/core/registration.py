@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from torch_hybrid.ops.core.autograd import register_with_backward, register_without_backward
 from torch_hybrid.ops.core.capability import Implementation, Need
@@ -79,7 +80,17 @@ def define_op(
     op = getattr(getattr(torch.ops, NAMESPACE), name)
     register_formula(op, lambda *args, **options: flops(value(*args, **options)))
     overload: torch._ops.OpOverload = op.default
+
+    def direct(*args: Any, **options: Any) -> Any:
+        return (overload if _is_watched() else launch)(*args, **options)
+
+    op.direct = direct
     return overload
+
+
+def _is_watched() -> bool:
+    """Tell whether a profiler or a dispatch mode wants to see calls of ops."""
+    return bool(profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack())
 
 
 def _constant(function: Callable[P, R]) -> Callable[P, R]:

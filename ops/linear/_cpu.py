@@ -45,11 +45,10 @@ def linear(x: Linear, *, is_invariant: bool = False) -> Tensor:
         the op's result.
     """
     num_rows, depth = x.x.shape
-    y = x.empty()
     measured = tuning(x.x.dtype)
     by_torch = x.scales is None and measured.many_by_torch and not is_invariant
     if num_rows > MAX_ROWS and by_torch and depth % _TILE_DEPTH == 0:
-        return product_by_torch(x.x, x.weights, x.biases, y)
+        return product_by_torch(x.x, x.weights, x.biases, x.empty())
     stored = [_UNSCALED] * len(x.weights)
     if x.scales is not None:
         stored = [
@@ -57,10 +56,13 @@ def linear(x: Linear, *, is_invariant: bool = False) -> Tensor:
             for weight, scale in x.scaled
         ]
     rows: list[int] = []
-    of_weights = zip(x.weights, x.biases, stored, strict=True)
-    for weight, bias, (scale_ptr, group, zeros) in of_weights:
+    width = 0
+    for weight, bias, (scale_ptr, group, zeros) in zip(x.weights, x.biases, stored, strict=True):
+        size = weight.shape[0]
         bias_ptr = 0 if bias is None else bias.data_ptr()
-        rows += (weight.data_ptr(), scale_ptr, bias_ptr, weight.shape[0], group, zeros)
+        rows += (weight.data_ptr(), scale_ptr, bias_ptr, size, group, zeros)
+        width += size
+    y = x.x.new_empty(num_rows, width)
     weight_dtype = x.weights[0].dtype
     run = _RUN_INTEGERS if are_integers(weight_dtype) else _RUN
     run(

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.devices import needs_cuda
 from torch_hybrid.graphs.compiling.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
+from torch_hybrid.ops.linear.op import linear
 
 WIDTH = 8
 
@@ -217,3 +220,29 @@ def test_a_graph_break_is_an_error():
     run, _ = compiled(step)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         run(inputs(5), torch.zeros(WIDTH))
+
+
+def test_ops_are_called_past_the_dispatcher_unless_it_is_watched(monkeypatch: pytest.MonkeyPatch):
+    def step(inputs: Inputs, caches: Tensor) -> Tensor:
+        return linear(inputs.x, [caches], [None], impl="cpp")
+
+    run, _ = compiled(step)
+    given, weight = inputs(3), torch.randn(WIDTH, WIDTH)
+    expected = run(given, weight)
+    calls: list[str] = []
+    op = torch.ops.torch_hybrid.linear
+    direct = op.direct
+
+    def count(*args: Any, **options: Any) -> Any:
+        calls.append("direct")
+        return direct(*args, **options)
+
+    monkeypatch.setattr(op, "direct", count)
+    assert torch.equal(run(given, weight), expected)
+    assert calls == ["direct"]
+    with FlopCounterMode(display=False) as counter:
+        run(given, weight)
+    assert counter.get_total_flops() == 2 * 3 * WIDTH * WIDTH
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        run(given, weight)
+    assert "torch_hybrid::linear" in {event.name for event in seen.events()}
