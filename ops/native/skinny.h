@@ -1,5 +1,5 @@
 // Products of a few rows with a large weight matrix, which must be read from memory once:
-// y[M, N] = x[M, K] W[N, K]^T for M up to MAX_FEW_ROWS. T is float or bf16; sums are float.
+// y[M, N] = x[M, K] W[N, K]^T for M up to MAX_FEW_ROWS<T>. T is float or bf16; sums are float.
 //
 //   PackedRows<T> x;                     keep one per thread: its memory is reused
 //   x.pack(M, K, x, ldx)                 copies x in the order in which the product reads it;
@@ -16,8 +16,10 @@
 //   has work enough to hide what it fetches; up to eight rows more meet them again in L1. Either
 //   every line is fetched into L2, far ahead; or, since prefetchers stop at the end of a page, the
 //   first lines of the next one alone, and the others into L1 when the hardware has them in L2.
+// - From three rows of x on, with fewer registers: groups of four rows of x meet one row of W after the
+//   other. From five on they go through a stretch of K at a time, so that all groups stay in L1.
 //
-// An element of y depends on its row of x and its row of W alone.
+// An element of y depends on its row of x and its row of W alone, and on whether a stretch is all of K.
 #pragma once
 
 #include <algorithm>
@@ -28,11 +30,14 @@
 
 namespace th {
 
-// With fewer registers than those of AVX-512, lane_rows.h is the faster one from five rows of x on.
+// With fewer registers than those of AVX-512, lane_rows.h is the faster one from five rows of floats
+// on. Of bf16, it widens W for each register of rows of x.
 #ifdef __AVX512F__
+template <typename T>
 constexpr int MAX_FEW_ROWS = 16;
 #else
-constexpr int MAX_FEW_ROWS = 4;
+template <typename T>
+constexpr int MAX_FEW_ROWS = sizeof(T) == sizeof(bf16) ? 12 : 4;
 #endif
 
 namespace detail {
@@ -164,6 +169,16 @@ inline void multiply_fewest(const PackedRows<T>& x, const T* W, int64_t ldw, int
   multiply_streams<G, streams_of(G)>(x, W, ldw, N, y, ldy);
 }
 
+// One row of W times up to four rows of x, which are HELD in registers; fetches a row of W, if one is
+// given.
+template <bool HELD, int LINES, typename T>
+TH_INLINE void multiply_group(int rows, const Product<T>& product, Ahead<T> ahead) {
+  if (rows == 4) return multiply<1, 4, LINES, false, HELD>(product, ahead);
+  if (rows == 3) return multiply<1, 3, LINES, false, HELD>(product, ahead);
+  if (rows == 2) return multiply<1, 2, LINES, false, HELD>(product, ahead);
+  multiply<1, 1, LINES, false, HELD>(product, ahead);
+}
+
 #ifdef __AVX512F__
 constexpr int WIDE_TILE = 3, WIDE_GROUP = 8;  // of W, and of x: 32 registers hold the sums
 
@@ -221,15 +236,6 @@ TH_NOINLINE void multiply_wide(const PackedRows<T>& x, int first, const T* W, in
   }
 }
 
-// One row of W times up to four rows of x.
-template <typename T>
-TH_INLINE void multiply_group(int rows, const Product<T>& product) {
-  if (rows == 4) return multiply<1, 4, 0, false, true>(product, Ahead<T>{});
-  if (rows == 3) return multiply<1, 3, 0, false, true>(product, Ahead<T>{});
-  if (rows == 2) return multiply<1, 2, 0, false, true>(product, Ahead<T>{});
-  multiply<1, 1, 0, false, true>(product, Ahead<T>{});
-}
-
 // Five to sixteen rows of x: eight meet each vector of W at once, the others while it is in L1.
 // Sums are in the order of multiply_streams.
 template <bool BY_HARDWARE, typename T>
@@ -250,9 +256,39 @@ inline void multiply_wide_streams(const PackedRows<T>& x, const T* W, int64_t ld
   for (int64_t n = stream * WIDE_TILE; n < N; ++n)
     for (int first = 0; first < x.rows(); first += GROUP) {
       const int rows = std::min(GROUP, x.rows() - first);
-      multiply_group(rows, Product<T>{W + n * ldw, ldw, x.depth(), x.group(first, rows, 0),
-                                      y + first * ldy + n, ldy, 1});
+      multiply_group<true, 0>(rows,
+                              Product<T>{W + n * ldw, ldw, x.depth(), x.group(first, rows, 0),
+                                         y + first * ldy + n, ldy, 1},
+                              Ahead<T>{});
     }
+}
+#else
+constexpr int64_t BLOCK = 32, STRETCH = 512;  // rows of W, and elements of K of which L1 holds x
+
+// Three to twelve rows of x. What is fetched is the next block of W.
+template <typename T>
+inline void multiply_blocks(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
+                            int64_t ldy) {
+  constexpr int GROUP = PackedRows<T>::GROUP;
+  const int64_t K = x.depth(), stretch = x.rows() <= GROUP ? std::max<int64_t>(K, 1) : STRETCH;
+  for (int64_t block = 0; block < N; block += BLOCK)
+    for (int64_t k = 0; k == 0 || k < K; k += stretch)
+      for (int64_t n = block; n < std::min(block + BLOCK, N); ++n)
+        for (int first = 0; first < x.rows(); first += GROUP) {
+          const int rows = std::min(GROUP, x.rows() - first);
+          const T* w = W + n * ldw + k;
+          float sums[GROUP];
+          const Product<T> product{w, ldw, std::min(stretch, K - k), x.group(first, rows, k), sums, 1, 1};
+          const Ahead<T> ahead{w + BLOCK * ldw, ldw};
+          if (first == 0)
+            multiply_group<false, 1>(rows, product, ahead);
+          else
+            multiply_group<false, 0>(rows, product, ahead);
+          for (int m = 0; m < rows; ++m) {
+            float& to = y[(first + m) * ldy + n];
+            to = k ? to + sums[m] : sums[m];
+          }
+        }
 }
 #endif
 
@@ -266,12 +302,14 @@ inline void multiply_rows(const PackedRows<T>& x, const T* W, int64_t ldw, int64
     case 0: return;
     case 1: return multiply_fewest<1>(x, W, ldw, N, y, ldy, reading);
     case 2: return multiply_fewest<2>(x, W, ldw, N, y, ldy, reading);
-    case 3: return multiply_streams<3, streams_of(3)>(x, W, ldw, N, y, ldy);
-    case 4: return multiply_streams<4, streams_of(4)>(x, W, ldw, N, y, ldy);
   }
 #ifdef __AVX512F__
+  if (x.rows() == 3) return multiply_streams<3, TILE>(x, W, ldw, N, y, ldy);
+  if (x.rows() == 4) return multiply_streams<4, TILE>(x, W, ldw, N, y, ldy);
   if (reading.by_hardware) return multiply_wide_streams<true>(x, W, ldw, N, y, ldy);
   multiply_wide_streams<false>(x, W, ldw, N, y, ldy);
+#else
+  multiply_blocks(x, W, ldw, N, y, ldy);
 #endif
 }
 
