@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64
 from torch_hybrid.ops.core.declare import Cpp, Dense, Op, Strided, define, made
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
+from torch_hybrid.ops.native.cpu_tuning import is_bf16_slow
 
 _PACKAGE = "torch_hybrid.ops.head_linear"
 
@@ -18,6 +20,11 @@ IMPLEMENTATIONS = {
     "triton": in_triton(f"{_PACKAGE}._triton:head_linear", features=INVARIANT),
     "torch": in_torch(f"{_PACKAGE}._torch:head_linear", dtypes=FLOATS_AND_FLOAT64, cuda_graph=True),
 }
+
+
+def is_faster(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether the op is faster than torch's batched product, as this machine measured."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and is_bf16_slow()
 
 
 @dataclass(slots=True, repr=False, eq=False)

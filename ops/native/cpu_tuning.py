@@ -141,6 +141,11 @@ def tuning(dtype: torch.dtype) -> CpuTuning:
     return found
 
 
+def is_bf16_slow() -> bool:
+    """Tell whether torch multiplies BF16 slower than C++ float32: for want of instructions."""
+    return tuning(torch.bfloat16).torch_rate < tuning(torch.float32).ours_rate
+
+
 def figures(dtype: torch.dtype) -> str:
     """Describe what this machine measured of GEMMs."""
     return tuning(dtype).of_products()

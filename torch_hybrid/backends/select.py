@@ -97,11 +97,13 @@ class HasImplementation(Protocol):
     """
 
     op: ClassVar[str]
-    implementations: ClassVar[Mapping[str, Implementation]]
     choice: Choice
 
     @property
     def kind(self) -> str: ...
+
+    @property
+    def implementations(self) -> Mapping[str, Implementation]: ...
 
     @property
     def need(self) -> Need: ...

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.select import Choice
-from torch_hybrid.ops.core.capability import Need
-from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS, head_linear
+from torch_hybrid.ops.core.capability import Implementation, Need
+from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS, head_linear, is_faster
 from torch_hybrid.ranks import Block, Ranks
 
-_BY_SPEED = {name: IMPLEMENTATIONS[name] for name in ("torch", "cpp", "triton")}
+_TORCH_FIRST = {name: IMPLEMENTATIONS[name] for name in ("torch", "cpp", "triton")}
 
 
 class HeadLinear(nn.Module):
@@ -22,11 +24,10 @@ class HeadLinear(nn.Module):
 
     Attributes:
         choice: chosen implementation: torch's batched GEMM, which the compiler sees, unless a
-            runner chooses a batch-invariant one.
+            runner chooses a batch-invariant one, or one that is faster.
     """
 
     op = kind = "head_linear"
-    implementations = _BY_SPEED
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -38,6 +39,12 @@ class HeadLinear(nn.Module):
         bound = self.weight.shape[1] ** -0.5
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
+
+    @property
+    def implementations(self) -> Mapping[str, Implementation]:
+        """Implementations of the op, the fastest first."""
+        weight = self.weight
+        return IMPLEMENTATIONS if is_faster(weight.device, weight.dtype) else _TORCH_FIRST
 
     @property
     def need(self) -> Need:
