@@ -27,6 +27,7 @@ REGISTERED: dict[str, Mapping[str, Implementation]] = {}
 # Launchers of traced implementations by op, entered when first called.
 LAUNCHERS: dict[str, dict[str, Callable[..., Any]]] = {}
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def define_op(
@@ -42,6 +43,9 @@ def define_op(
     saves_results: int = 0,
 ) -> torch._ops.OpOverload:
     """Register ``signature``, whose last argument is ``str impl``, and return its overload.
+
+    The op's ``direct`` calls its kernel past the dispatcher, unless a profiler or a dispatch mode
+    wants to see calls: for code that a compiler makes (``graphs/compiling/direct_calls.py``).
 
     Args:
         signature: ``name(args) -> returns``; every mutated tensor is marked ``Tensor(a!)``.
@@ -82,15 +86,11 @@ def define_op(
     overload: torch._ops.OpOverload = op.default
 
     def direct(*args: Any, **options: Any) -> Any:
-        return (overload if _is_watched() else launch)(*args, **options)
+        is_watched = profiler._is_profiler_enabled or _num_dispatch_modes()
+        return (overload if is_watched else launch)(*args, **options)
 
     op.direct = direct
     return overload
-
-
-def _is_watched() -> bool:
-    """Tell whether a profiler or a dispatch mode wants to see calls of ops."""
-    return bool(profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack())
 
 
 def _constant(function: Callable[P, R]) -> Callable[P, R]:
