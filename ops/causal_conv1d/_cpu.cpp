@@ -9,8 +9,6 @@
 // that are in the state are products already: their gates are ones, as those that are not given.
 //
 // With taps of each token, what is loaded of the filters is added to what a head has of them.
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -1,7 +1,5 @@
 // Gated RMS norms on a CPU. A thread takes a group of a row after another: one pass finds its size,
 // and backwards its share of the gradient, another writes, when the group is still in the cache.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -16,8 +16,6 @@
 //   finish(sums)                            stores the sums
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

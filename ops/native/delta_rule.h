@@ -10,8 +10,6 @@
 // and TH_EXPORT_DELTA_RULE(Rule, name) exports it: token by token where chunk_size is 0.
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 

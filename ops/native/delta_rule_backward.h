@@ -12,8 +12,6 @@
 //                                                of reads, writes, carry, system and attend
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cstring>
 #include <vector>

@@ -17,8 +17,6 @@
 // which delta_verify.h exports.
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -9,8 +9,6 @@
 //   TH_EXPORT_DELTA_STEP(Mixer, name)       one token of each sequence by delta_step.h, else these
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -178,7 +178,7 @@ TH_INLINE f32x16 times_power_of_2(f32x16 p, f32x16 n) {
 TH_INLINE f32x16 exp(f32x16 x) {
   // Below, e^x rounds to 0. A product that does so takes a processor ten times as long, and masked
   // logits are -inf.
-  const i32x16 vanishes = x < -104.0f;
+  const auto vanishes = x < -104.0f;  // clang for Windows compares to lanes of long
   x = select(vanishes, f32x16{}, x);
   x = select(x > 89.0f, splat(89.0f), x);
   // Adding 1.5 * 2^23 rounds to an integer.

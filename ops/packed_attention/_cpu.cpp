@@ -5,8 +5,6 @@
 // before it. Backwards it takes a sequence and a head of keys, and of its heads of queries makes the
 // weights of tiles again, from log-sum-exps; where these are fewer than threads, one head of queries.
 // Heads have sums of their own, which are added in their order.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>

@@ -3,8 +3,6 @@
 //
 // Channels know nothing of one another, so nothing is exchanged, and a state may be left in its slot
 // as soon as its own block is done: no other sequence starts from there.
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

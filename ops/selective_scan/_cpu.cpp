@@ -3,8 +3,6 @@
 // The channels' states lie one after the other, N floats each, as in the pool, so that a step reads
 // and writes them in address order; they and their rates stay in L1 from token to token. Lanes are
 // states of one channel; the products of sixteen channels with C are then summed together.
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

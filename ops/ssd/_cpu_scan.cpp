@@ -1,7 +1,5 @@
 // The scalar-decay recurrence on a CPU: which thread does what. The work itself is in recurrent.h
 // and native/ssd_chunk.h.
-#include <omp.h>
-
 #include <algorithm>
 
 #include "aligned_floats.h"

@@ -4,8 +4,6 @@
 //
 // A thread takes a head of a sequence at a time, with all of its tokens. A norm may span all heads:
 // the threads wait for one another, and then share tokens.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -5,8 +5,6 @@
 // thread takes whole ones, and what passes from part to part stays in its cache. With few, the
 // threads share each part of all sequences, and wait for one another in between. What passes from
 // part to part is rounded to the op's dtype, as when each part is an op.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -4,8 +4,6 @@
 //
 // Gradients of an input lag W - 1 tokens behind dy. So W - 1 rows of dy are kept from tile to tile,
 // and a last tile of zeros follows each sequence. What lies before its first token is its state.
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

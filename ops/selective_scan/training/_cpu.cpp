@@ -5,8 +5,6 @@
 // Lanes are channels, so that sums over states need no shuffles. What a block's channels add to the
 // gradients of B and C is summed over blocks at last. All sums have a fixed order, whatever the
 // number of threads; those over tokens are float32 within a chunk, and double over chunks.
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -4,8 +4,6 @@
 // forward does, and keeps of each its state at the start. Then it walks back with the gradient of
 // the state. What heads add to the gradients of q and k is summed over them at last. All sums have
 // a fixed order, whatever the number of threads.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
