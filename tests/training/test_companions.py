@@ -14,7 +14,7 @@ import transformers as tf
 from safetensors.torch import load_file
 
 import torch_hybrid as th
-from tests.tiny_models import cast, make_model
+from tests.tiny_models import cast, in_double, make_model
 from tests.training.twins import (
     FAMILIES,
     OURS,
@@ -268,9 +268,10 @@ def test_autocast_is_near_float32(family: str):
 
 
 @pytest.mark.parametrize("family", OURS)
-def test_bfloat16_models_train(family: str):
+def test_models_of_other_dtypes_train(family: str):
     twin = make_twin(family)
-    exact = loss_of(twin)
+    exact = loss_of(in_double(twin))
+    assert abs(loss_of(twin) - exact) < 1e-4
     assert abs(loss_of(cast(twin, torch.bfloat16)) - exact) < 0.05
 
 
