@@ -43,6 +43,7 @@ class CausalLM(nn.Module):
     leaves them out in evaluation too. The first token of a sequence is no label.
     """
 
+    accepts_loss_kwargs = True  # models with images say otherwise to Trainer
     base_model: nn.Module
     config: Any
     lm_head: nn.Module
