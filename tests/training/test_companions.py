@@ -289,9 +289,12 @@ def test_auxiliary_loss_of_experts_is_that_of_transformers(family: str):
     assert furthest(grads(twin, mine.loss), grads(theirs, other.loss)) < 2e-4
 
 
-def test_models_without_an_auxiliary_loss_have_none():
-    twin = make_twin("kimi_linear")
-    assert torch.equal(loss_of(twin, output_router_logits=True), loss_of(twin))
+@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next_dense", "qwen3_5", "rwkv"])
+def test_models_without_an_auxiliary_loss_have_none(family: str):
+    twin = make_twin(family)
+    made = twin(**flattened(make_rows()), output_router_logits=True)
+    assert torch.equal(made.loss, loss_of(twin))
+    assert (made.get("router_logits") is None) == (family != "kimi_linear")
 
 
 def test_dropout_of_attention_is_of_training_alone():

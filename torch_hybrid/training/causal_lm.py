@@ -137,10 +137,10 @@ class CausalLM(nn.Module):
         }
         kind: Any = CausalLMOutputWithPast
         if routes:
-            made |= self._balance(outputs.router_logits, attention_mask)
+            made |= self._balance(outputs, attention_mask)
+            kind = MoeCausalLMOutputWithPast
         if "aux_loss" in made:
             loss = loss + self._balance_coef * made["aux_loss"]
-            kind = MoeCausalLMOutputWithPast
         if self.trains_head:
             made["mtp_loss"] = self.head_loss(outputs[0], targets, inputs) / num_items_in_batch
             loss = loss + self.mtp_loss_weight * made["mtp_loss"]
@@ -175,7 +175,7 @@ class CausalLM(nn.Module):
             hidden = self._scaled(outputs[0])
             made = {name: outputs.get(name) for name in ("hidden_states", "attentions")}
             if routes:
-                made |= self._balance(outputs.router_logits, attention_mask)
+                made |= self._balance(outputs, attention_mask)
         logits = served_logits(self, hidden, inputs, server, *self._bounds())
         made["logits"] = kept_rows(logits, logits_to_keep)
         if labels is not None:
@@ -191,7 +191,7 @@ class CausalLM(nn.Module):
             if self.trains_head and hidden is not None:
                 made["mtp_loss"] = self.head_loss(outputs[0], targets, inputs) / count
                 made["loss"] += self.mtp_loss_weight * made["mtp_loss"]
-        kind: Any = MoeCausalLMOutputWithPast if "aux_loss" in made else CausalLMOutputWithPast
+        kind: Any = MoeCausalLMOutputWithPast if routes else CausalLMOutputWithPast
         return (MtpCausalLMOutput if "mtp_loss" in made else kind)(**made)
 
     def _hands_out(self, name: str, asked: bool | None) -> bool:
@@ -218,14 +218,15 @@ class CausalLM(nn.Module):
         softcap = next((bound for bound in softcaps if bound is not None), None)
         return softcap, getattr(config, "unpadded_vocab_size", None)  # of Inkling
 
-    def _balance(self, router_logits: Any, attention_mask: Tensor | None) -> dict[str, Any]:
-        """Compute the loss that balances experts, where a model has one."""
+    def _balance(self, outputs: Any, attention_mask: Tensor | None) -> dict[str, Any]:
+        """Hand out logits of routers, and the loss that balances experts, if a model has them."""
+        logits = outputs.get("router_logits") or None
         balance = vars(sys.modules[type(self).__module__]).get("load_balancing_loss_func")
-        if balance is None:
-            return {}
+        if logits is None or balance is None:
+            return {"router_logits": logits}
         sizes = self._router_sizes
-        made = balance(router_logits, sizes.num_experts, sizes.num_experts_per_tok, attention_mask)
-        return {"aux_loss": made, "router_logits": router_logits}
+        made = balance(logits, sizes.num_experts, sizes.num_experts_per_tok, attention_mask)
+        return {"aux_loss": made, "router_logits": logits}
 
     @property
     def _router_sizes(self) -> Any:
