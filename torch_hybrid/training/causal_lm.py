@@ -282,13 +282,13 @@ class MaskedCausalLM(CausalLM):
         **options: Any,
     ) -> Any:
         """Run the forward of a causal language model."""
-        inputs = named(self, args, options, last="labels")
-        of_model = self.server is None and keeps_a_cache(self.base_model, inputs)
-        if of_model or asks_for_a_cache(inputs):
+        inputs = {"labels": labels, **named(self, args, options, last="labels")}
+        of_model = self.server is None and inputs["labels"] is None
+        if asks_for_a_cache(inputs) or (of_model and keeps_a_cache(self.base_model, inputs)):
             check_says_nothing(inputs)
         else:
             inputs["packing"] = inputs[self.place] = packing_of(inputs)
-        return super().forward(**{"labels": labels, "skip_logits": skip_logits, **inputs})
+        return super().forward(**{"skip_logits": skip_logits, **inputs})
 
 
 class StateCausalLM(MaskedCausalLM):
