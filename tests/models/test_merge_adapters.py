@@ -24,6 +24,11 @@ TARGETS: dict[str, Any] = {
     "kimi_linear": {"target_modules": ["kv_b_proj", "kv_a_proj_with_mqa", "f_b_proj", "o_proj"]},
     "minimax": {"target_modules": ["qkv_proj", "output_gate", "o_proj"], "use_dora": True},
     "bamba": {"target_modules": ["in_proj", "down_proj"], "modules_to_save": ["lm_head"]},
+    "lfm2": {  # whose head is its embedding
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["lm_head"],
+        "ensure_weight_tying": True,
+    },
 }
 TEXTS = make_texts([20, 7])
 

@@ -94,6 +94,8 @@ def _merged(name: str, wrapper: Any) -> nn.Module:
                 module = module.original_module
             else:
                 module = module.unload_and_optionally_merge_module(True, False, None)
+                if isinstance(module, nn.Linear):  # peft swaps the sizes of a tied head's copy
+                    module.out_features, module.in_features = module.weight.shape
     except (NotImplementedError, ValueError) as error:
         raise UnsupportedError(f"peft cannot merge its adapter of {name}: {error}") from error
     merged: nn.Module = module
