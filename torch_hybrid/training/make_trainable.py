@@ -34,6 +34,10 @@ def make_trainable(
     other calls with a cache run as transformers has them. A second call changes nothing. On a CPU,
     steps are shorter after ``torch_hybrid.host.malloc.tune_allocator()``.
 
+    A choice has no gradient, so indexers that pick blocks (Qwen4-Exp, GLM-5.3) never train, as in
+    transformers: ``DistributedDataParallel`` is told ``static_graph=True``, or with images in some
+    batches alone ``find_unused_parameters=True``.
+
     With ``mtp``, the checkpoint's head that predicts further tokens becomes the model's ``mtp`` and
     trains too. Of calls with ``labels=`` in training, ``outputs.mtp_loss`` is its cross entropy, of
     which ``outputs.loss`` has ``mtp_loss_weight``. ``save_pretrained`` writes it where
