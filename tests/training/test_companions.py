@@ -35,6 +35,7 @@ TARGETS_OF = {
     "rwkv": ["key", "value", "receptance", "output"],
 }
 each_kind = pytest.mark.parametrize("family", TARGETS_OF)
+HEAD = ["lm_head"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 SIZES = {"max_seqs": 1, "max_tokens": 32, "kv_tokens": 64, "compile": False}
 
@@ -218,11 +219,18 @@ def test_adapters_of_projections_and_experts_are_merged_and_served(tmp_path: Pat
     torch.testing.assert_close(served, trained, atol=1e-3, rtol=1e-3)
 
 
-def test_make_trainable_takes_a_model_of_peft():
-    theirs, twin = make_pair()
-    adapted = peft.get_peft_model(theirs, peft.LoraConfig(target_modules=TARGETS, r=4))
+@pytest.mark.parametrize(
+    "of_head", [{}, {"modules_to_save": HEAD}, {"target_modules": HEAD}], ids=str
+)
+@pytest.mark.parametrize("family", ["qwen3_next_dense", "mamba2"])
+def test_make_trainable_takes_a_model_of_peft(family: str, of_head: dict[str, Any]):
+    theirs, twin = make_pair(family)
+    config = {"target_modules": ["in_proj", "in_proj_qkvz"], "r": 4, **of_head}
+    adapted = peft.get_peft_model(theirs, peft.LoraConfig(**config))
     assert th.make_trainable(adapted) is adapted
-    torch.testing.assert_close(loss_of(adapted), loss_of(twin))
+    sent = flattened(make_rows())
+    sent["labels"] = sent["input_ids"]
+    torch.testing.assert_close(adapted(**sent).loss, twin(**sent).loss)
 
 
 @pytest.mark.parametrize("family", OURS)

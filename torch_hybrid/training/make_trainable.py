@@ -130,10 +130,11 @@ def make_trainable(
             module.__class__ = in_front(frozen[module], theirs)
         elif frozen.get(children.get("base_layer")) is FrozenFP8Linear:
             module.merge = refuse_to_merge
-        elif type(head := children.get(head_of(children))) is nn.Linear:
+        elif (head := children.get(head_of(children))) is not None:
             ours = causal_lm_of(children)
             module.__class__ = in_front(ours, theirs)
-            if head.bias is None and head not in frozen:
+            # Others are of PEFT, whose adapters add to logits.
+            if type(head) is nn.Linear and head.bias is None and head not in frozen:
                 head.__class__ = LossHead
         elif type(module) is nn.Linear and has_own_products:
             module.__class__ = OwnLinear
