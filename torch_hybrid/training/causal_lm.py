@@ -218,6 +218,21 @@ class CausalLM(nn.Module):
         softcap = next((bound for bound in softcaps if bound is not None), None)
         return softcap, getattr(config, "unpadded_vocab_size", None)  # of Inkling
 
+    def lost_by_trl(self) -> str | None:
+        """Name what makes the loss, but is neither in the head nor where TRL reads a config."""
+        config: Any = self.config.get_text_config()
+        softcap, vocab_size = self._bounds()
+        is_padded = vocab_size is not None and vocab_size < config.vocab_size
+        if self.trains_head:
+            return "the loss of an MTP head"
+        if self.z_loss > 0:
+            return "the loss of the size of logits"
+        if softcap is not None and getattr(config, "final_logit_softcapping", None) is None:
+            return "the bound of logits"
+        if is_padded or config.model_type == "inkling_text":
+            return "the scale or the padding of logits"
+        return None
+
     def _balance(self, outputs: Any, attention_mask: Tensor | None) -> dict[str, Any]:
         """Hand out logits of routers, and the loss that balances experts, if a model has them."""
         logits = outputs.get("router_logits") or None
@@ -237,6 +252,18 @@ class CausalLM(nn.Module):
         """Factor on the loss that balances experts."""
         factor: float = self._router_sizes.router_aux_loss_coef
         return factor
+
+
+def refuse_losses_of_trl(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raise UnsupportedError for a call by which TRL's trainers compute another loss.
+
+    They do so by a head of their own (``add_fused_lm_head``), around the model's forward.
+    """
+    if options.get("fused_lm_head") and (lost := model.lost_by_trl()) is not None:
+        raise UnsupportedError(
+            f"TRL's own head leaves out {lost} of {type(model).__name__}: "
+            "train it by the Trainer of transformers"
+        )
 
 
 def _within_sequences(labels: Tensor, packing: Packing) -> Tensor:

@@ -34,6 +34,9 @@ def make_trainable(
     other calls with a cache run as transformers has them. A second call changes nothing. On a CPU,
     steps are shorter after ``torch_hybrid.host.malloc.tune_allocator()``.
 
+    TRL's trainers compute losses by a head of their own; where that leaves something out, as of
+    RecurrentGemma, xLSTM, Inkling and MTP heads, they are refused.
+
     A choice has no gradient, so indexers that pick blocks (Qwen4-Exp, GLM-5.3) never train, as in
     transformers: ``DistributedDataParallel`` is told ``static_graph=True``, or with images in some
     batches alone ``find_unused_parameters=True``.
@@ -74,7 +77,7 @@ def make_trainable(
             its own.
     """
     from torch_hybrid.ops.native.matrix_product import is_faster
-    from torch_hybrid.training.causal_lm import causal_lm_of, head_of
+    from torch_hybrid.training.causal_lm import causal_lm_of, head_of, refuse_losses_of_trl
     from torch_hybrid.training.decoder import (
         ATTENTION,
         hand_down_packing,
@@ -133,6 +136,7 @@ def make_trainable(
         elif (head := children.get(head_of(children))) is not None:
             ours = causal_lm_of(children)
             module.__class__ = in_front(ours, theirs)
+            module.register_forward_pre_hook(refuse_losses_of_trl, with_kwargs=True)
             # Others are of PEFT, whose adapters add to logits.
             if type(head) is nn.Linear and head.bias is None and head not in frozen:
                 head.__class__ = LossHead
@@ -163,7 +167,7 @@ def undo_make_trainable(model: nn.Module) -> None:
     """Give modules their own classes and attention back, in place; of other models, do nothing."""
     if "torch_hybrid.training.mixers" not in sys.modules:  # then no model was made trainable
         return
-    from torch_hybrid.training.causal_lm import CausalLM
+    from torch_hybrid.training.causal_lm import CausalLM, refuse_losses_of_trl
     from torch_hybrid.training.decoder import hand_down_packing, has_attention
     from torch_hybrid.training.experts import Experts
     from torch_hybrid.training.frozen_layers import FROZEN
@@ -177,11 +181,11 @@ def undo_make_trainable(model: nn.Module) -> None:
             module.__class__ = type(module).__bases__[-1]
             vars(module).pop("server", None)
         for number, hook in list(module._forward_pre_hooks.items()):
-            if hook is hand_down_packing:
+            if hook in (hand_down_packing, refuse_losses_of_trl):
                 del module._forward_pre_hooks[number]
                 del module._forward_pre_hooks_with_kwargs[number]
-                if has_attention(module):
-                    module.set_attn_implementation("sdpa")
+            if hook is hand_down_packing and has_attention(module):
+                module.set_attn_implementation("sdpa")
 
 
 def _layer_parts(module: nn.Module) -> Iterator[str]:
