@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import peft
 import pytest
 import torch
 import transformers as tf
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from safetensors.torch import load_file
 
 import torch_hybrid as th
@@ -231,6 +233,26 @@ def test_make_trainable_takes_a_model_of_peft(family: str, of_head: dict[str, An
     sent = flattened(make_rows())
     sent["labels"] = sent["input_ids"]
     torch.testing.assert_close(adapted(**sent).loss, twin(**sent).loss)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next_dense", "mamba2"])
+def test_hooks_of_accelerate_run_what_trains(family: str):
+    """As models have them whose parts lie on several devices, or are of bitsandbytes."""
+    theirs, twin = make_pair(family)
+    for module in list(theirs.modules()):
+        add_hook_to_module(module, AlignDevicesHook("cpu"))
+    sent = flattened(make_rows())
+    sent["labels"] = sent["input_ids"]
+    torch.testing.assert_close(th.make_trainable(theirs)(**sent).loss, twin(**sent).loss)
+
+
+def test_a_model_whose_forward_was_replaced_is_refused():
+    model = make_pair()[0]
+    model.forward = partial(model.forward)
+    with pytest.raises(th.UnsupportedError, match="forward of Qwen3NextForCausalLM was replaced"):
+        th.make_trainable(model)
+    del model.forward
+    th.make_trainable(model)
 
 
 @pytest.mark.parametrize("family", OURS)
