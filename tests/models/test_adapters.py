@@ -43,7 +43,7 @@ _SEEDS = {"granitemoehybrid": 3, "kimi_k3": 1}
 
 def targets(model: nn.Module, family: str) -> list[str]:
     """All linear layers of the text model that can have an adapter, and the embedding."""
-    barred = ["visual", "_res_proj"]  # of those, Kimi-K3 takes the weights alone
+    barred = ["visual", "_res_proj"]  # of Kimi-K3, which are refused
     barred += ["out_proj"] * (family in _NO_OUT_PROJ)
     embedding = model.get_input_embeddings()
     if family in _MERGED:  # which would change embedding and head, where they are one weight

@@ -24,6 +24,11 @@ TARGETS: dict[str, Any] = {
     "kimi_linear": {"target_modules": ["kv_b_proj", "kv_a_proj_with_mqa", "f_b_proj", "o_proj"]},
     "minimax": {"target_modules": ["qkv_proj", "output_gate", "o_proj"], "use_dora": True},
     "bamba": {"target_modules": ["in_proj", "down_proj"], "modules_to_save": ["lm_head"]},
+    "lfm2": {  # whose head is its embedding
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["lm_head"],
+        "ensure_weight_tying": True,
+    },
 }
 TEXTS = make_texts([20, 7])
 
@@ -96,8 +101,8 @@ def test_adapters_merged_before_count_once():
 
 
 def test_what_has_no_weights_to_merge_is_refused():
-    def refusal(config: Any) -> str:
-        model = peft.get_peft_model(make_model("qwen3_next_dense"), config)
+    def refusal(config: Any, family: str = "qwen3_next_dense") -> str:
+        model = peft.get_peft_model(make_model(family), config)
         return error_text(th.UnsupportedError, th.adapt, model)
 
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
@@ -107,6 +112,8 @@ def test_what_has_no_weights_to_merge_is_refused():
         task_type="CAUSAL_LM", target_modules=["in_proj_qkvz"], alora_invocation_tokens=[1]
     )
     assert refusal(activated).startswith("peft cannot merge its adapter of model.layers.0.linear")
+    normed = peft.LoraConfig(target_modules=["embed_tokens"])
+    assert "model.embed_tokens adds to normed rows" in refusal(normed, "inkling")
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])

@@ -70,7 +70,8 @@ def train_each(families: tuple[str, ...], mtp: str) -> dict[str, list[float]]:
     losses = {family: train(0, 2, family=family) for family in families}
     if dist.get_world_size() > 1:
         check_bits_of_a_server()
-    return {**losses, "with a head": train(0, 2, mtp=mtp)}
+    picking = train(0, 2, by="DDP", family="qwen4_exp")
+    return {**losses, "with a head": train(0, 2, mtp=mtp), "DDP of picked blocks": picking}
 
 
 def check_bits_of_a_server() -> None:
@@ -95,7 +96,8 @@ def check_bits_of_a_server() -> None:
 def spread(twin: Any, by: str) -> Any:
     """Spread a twin over all ranks; what several layers share goes with the rest of the model."""
     if by == "DDP":
-        return DistributedDataParallel(twin)
+        picks = any("indexer" in name for name, _ in twin.named_parameters())
+        return DistributedDataParallel(twin, static_graph=picks)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     layers = next(each for each in twin.modules() if isinstance(each, nn.ModuleList))
     for layer in layers if "compiled" in by else ():

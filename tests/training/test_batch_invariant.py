@@ -80,7 +80,9 @@ def test_outputs_of_layers_are_recorded_beside_a_server(family: str):
     made = th.make_trainable(twin, batch_invariant=EAGER)(row, **asked)
     torch.testing.assert_close(made.loss, expected.loss)
     torch.testing.assert_close(made.hidden_states, expected.hidden_states)
-    assert not any(module._forward_hooks for module in th.adapt(twin).modules())
+    adapted = th.adapt(twin)
+    assert not any(module._forward_hooks for module in adapted.modules())
+    assert not adapted.hf_model._forward_pre_hooks
 
 
 @DTYPES

@@ -118,7 +118,10 @@ def test_rows_padded_at_either_side(twin: Any, alone: torch.Tensor, side: str):
         ids[n, place], mask[n, place] = row[0], 1
     with torch.no_grad():
         logits = twin(ids, attention_mask=mask).logits
+        sent = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        losses = [twin.train(training)(ids, **sent).loss for training in (False, True)]
     torch.testing.assert_close(logits[mask.bool()], alone, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(*losses)
 
 
 def test_labels_do_not_reach_into_the_next_sequence(twin: Any):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import peft
 import pytest
 import torch
 import transformers as tf
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from safetensors.torch import load_file
 
 import torch_hybrid as th
-from tests.tiny_models import cast, make_model
+from tests.tiny_models import cast, in_double, make_model
 from tests.training.twins import (
     FAMILIES,
     OURS,
@@ -35,6 +37,7 @@ TARGETS_OF = {
     "rwkv": ["key", "value", "receptance", "output"],
 }
 each_kind = pytest.mark.parametrize("family", TARGETS_OF)
+HEAD = ["lm_head"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 SIZES = {"max_seqs": 1, "max_tokens": 32, "kv_tokens": 64, "compile": False}
 
@@ -218,11 +221,38 @@ def test_adapters_of_projections_and_experts_are_merged_and_served(tmp_path: Pat
     torch.testing.assert_close(served, trained, atol=1e-3, rtol=1e-3)
 
 
-def test_make_trainable_takes_a_model_of_peft():
-    theirs, twin = make_pair()
-    adapted = peft.get_peft_model(theirs, peft.LoraConfig(target_modules=TARGETS, r=4))
+@pytest.mark.parametrize(
+    "of_head", [{}, {"modules_to_save": HEAD}, {"target_modules": HEAD}], ids=str
+)
+@pytest.mark.parametrize("family", ["qwen3_next_dense", "mamba2"])
+def test_make_trainable_takes_a_model_of_peft(family: str, of_head: dict[str, Any]):
+    theirs, twin = make_pair(family)
+    config = {"target_modules": ["in_proj", "in_proj_qkvz"], "r": 4, **of_head}
+    adapted = peft.get_peft_model(theirs, peft.LoraConfig(**config))
     assert th.make_trainable(adapted) is adapted
-    torch.testing.assert_close(loss_of(adapted), loss_of(twin))
+    sent = flattened(make_rows())
+    sent["labels"] = sent["input_ids"]
+    torch.testing.assert_close(adapted(**sent).loss, twin(**sent).loss)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next_dense", "mamba2"])
+def test_hooks_of_accelerate_run_what_trains(family: str):
+    """As models have them whose parts lie on several devices, or are of bitsandbytes."""
+    theirs, twin = make_pair(family)
+    for module in list(theirs.modules()):
+        add_hook_to_module(module, AlignDevicesHook("cpu"))
+    sent = flattened(make_rows())
+    sent["labels"] = sent["input_ids"]
+    torch.testing.assert_close(th.make_trainable(theirs)(**sent).loss, twin(**sent).loss)
+
+
+def test_a_model_whose_forward_was_replaced_is_refused():
+    model = make_pair()[0]
+    model.forward = partial(model.forward)
+    with pytest.raises(th.UnsupportedError, match="forward of Qwen3NextForCausalLM was replaced"):
+        th.make_trainable(model)
+    del model.forward
+    th.make_trainable(model)
 
 
 @pytest.mark.parametrize("family", OURS)
@@ -236,6 +266,7 @@ def test_adapters_of_all_projections_train_as_those_of_transformers(family: str)
     mine = grads(adapted, adapted(input_ids=row, labels=row).loss)
     other = grads(theirs, theirs(input_ids=row, labels=row, use_cache=False).loss)
     assert furthest(mine, other) < 2e-4
+    assert mine.keys() == trained(adapted)
 
 
 ONCE = [(family, False) for family in OURS]
@@ -256,6 +287,12 @@ def test_activation_checkpointing_keeps_gradients(family: str, use_reentrant: bo
 UNTRAINED = ("indexer", "visual")  # a choice has no gradient; texts have no images
 
 
+def trained(model: Any) -> set[str]:
+    """Name the parameters that texts train."""
+    named = model.named_parameters()
+    return {n for n, p in named if p.requires_grad and not any(part in n for part in UNTRAINED)}
+
+
 @pytest.mark.parametrize("family", OURS)
 def test_autocast_is_near_float32(family: str):
     twin = make_twin(family)
@@ -263,14 +300,14 @@ def test_autocast_is_near_float32(family: str):
         loss = loss_of(twin)
     assert loss.dtype == torch.float32
     assert abs(loss - loss_of(twin)) < 0.05
-    trained = {n for n, _ in twin.named_parameters() if not any(part in n for part in UNTRAINED)}
-    assert grads(twin, loss).keys() == trained
+    assert grads(twin, loss).keys() == trained(twin)
 
 
 @pytest.mark.parametrize("family", OURS)
-def test_bfloat16_models_train(family: str):
+def test_models_of_other_dtypes_train(family: str):
     twin = make_twin(family)
-    exact = loss_of(twin)
+    exact = loss_of(in_double(twin))
+    assert abs(loss_of(twin) - exact) < 1e-4
     assert abs(loss_of(cast(twin, torch.bfloat16)) - exact) < 0.05
 
 
@@ -288,9 +325,12 @@ def test_auxiliary_loss_of_experts_is_that_of_transformers(family: str):
     assert furthest(grads(twin, mine.loss), grads(theirs, other.loss)) < 2e-4
 
 
-def test_models_without_an_auxiliary_loss_have_none():
-    twin = make_twin("kimi_linear")
-    assert torch.equal(loss_of(twin, output_router_logits=True), loss_of(twin))
+@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next_dense", "qwen3_5", "rwkv"])
+def test_models_without_an_auxiliary_loss_have_none(family: str):
+    twin = make_twin(family)
+    made = twin(**flattened(make_rows()), output_router_logits=True)
+    assert torch.equal(made.loss, loss_of(twin))
+    assert (made.get("router_logits") is None) == (family != "kimi_linear")
 
 
 def test_dropout_of_attention_is_of_training_alone():

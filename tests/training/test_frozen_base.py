@@ -25,13 +25,13 @@ def test_quantized_weights_are_refused():
         th.make_trainable(model)
 
 
-def make_fp8_pair() -> list[Any]:
+def make_fp8_pair(family: str = "qwen3_next_dense") -> list[Any]:
     """Make a LoRA over FP8 layers, and the same over their dequantized weights."""
-    return adapted(*make_fp8_bases())
+    return adapted(*make_fp8_bases(family))
 
 
-def make_fp8_bases() -> tuple[Any, Any]:
-    fp8 = make_model("qwen3_next_dense", num_hidden_layers=2)
+def make_fp8_bases(family: str = "qwen3_next_dense") -> tuple[Any, Any]:
+    fp8 = make_model(family, num_hidden_layers=2)
     for parent in list(fp8.model.modules()):
         for name, linear in list(parent.named_children()):
             if type(linear) is torch.nn.Linear:
@@ -72,9 +72,12 @@ def to_fp8(linear: torch.nn.Linear) -> Any:
     return layer
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_adapters_over_fp8_have_the_gradients_of_the_dequantized_base(compiled: bool):
-    fp8, plain = make_fp8_pair()
+@pytest.mark.parametrize(
+    ("family", "compiled"),
+    [("qwen3_next_dense", False), ("qwen3_next_dense", True), ("kimi_k3", False)],
+)
+def test_adapters_over_fp8_have_the_gradients_of_the_dequantized_base(family: str, compiled: bool):
+    fp8, plain = make_fp8_pair(family)
     want = grads(plain, loss_of(plain))
     step = torch.compile(fp8, fullgraph=True, backend="aot_eager") if compiled else fp8
     got = grads(fp8, loss_of(step))

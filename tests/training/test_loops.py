@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import transformers as tf
 
@@ -36,13 +37,14 @@ def test_a_step_whose_scaled_gradients_overflow_is_left_out():
     assert torch.equal(loss_of(twin), before)
 
 
-def test_trainer_accumulates_the_gradients_of_one_large_batch(tmp_path: Path):
+@pytest.mark.parametrize("family", ["qwen3_next_dense", "glm5_next"])
+def test_trainer_accumulates_the_gradients_of_one_large_batch(family: str, tmp_path: Path):
     """Batches have other numbers of labels, so each counts by these."""
     rows = [{"input_ids": list(range(8, 13 + 7 * n))} for n in range(8)]
     collate = tf.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     weights = []
     for batches in (1, 4):
-        twin = make_twin()
+        twin = make_twin(family)
         args = tf.TrainingArguments(
             str(tmp_path),
             max_steps=2,

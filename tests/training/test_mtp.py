@@ -277,6 +277,12 @@ def test_a_model_that_trains_takes_a_head_later(tmp_path: Path):
     assert [name for name in model.state_dict() if not name.startswith("mtp.")] == names
 
 
+def test_losses_without_that_of_the_head_are_refused(twin: Any):
+    [row] = make_rows([9])
+    with pytest.raises(th.UnsupportedError, match="TRL's own head leaves out the loss of an MTP"):
+        twin(row, labels=row, fused_lm_head=True)
+
+
 def test_what_is_refused(tmp_path: Path):
     full = tmp_path / "full"
     make_checkpoint("qwen3_next_dense", full)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import torch_hybrid as th
 from tests.tiny_tokenizers import byte_level
-from tests.training.twins import make_pair, make_rows
+from tests.training.twins import make_pair, make_rows, make_twin
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
+add_fused_lm_head = pytest.importorskip("trl.trainer.utils").add_fused_lm_head
 
 LENGTHS = [40, 3, 17, 25, 64, 9, 2, 31]
 
@@ -42,3 +45,23 @@ def test_packed_sequences_have_the_losses_of_single_ones(tmp_path: Path):
     total = sum(loss * count for loss, count in zip(single, labels, strict=True))
     assert losses[0] == pytest.approx(total / sum(labels), rel=1e-4)
     assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "lost"),
+    [
+        ("recurrent_gemma", {}, "the bound of logits of RecurrentGemmaForCausalLM"),
+        ("xlstm", {}, "the bound of logits"),
+        ("bamba", {"z_loss_coefficient": 0.1}, "the loss of the size"),
+        ("inkling", {}, "the scale or the padding"),
+        ("inkling2", {"unpadded_vocab_size": 190}, "the scale or the padding"),
+    ],
+)
+def test_losses_that_its_head_cannot_compute_are_refused(
+    family: str, options: dict[str, Any], lost: str
+):
+    twin, [row] = make_twin(family, **options), make_rows([9])
+    add_fused_lm_head(twin)
+    with pytest.raises(th.UnsupportedError, match=f"TRL's own head leaves out {lost}"):
+        twin(input_ids=row, labels=row, fused_lm_head=True)
+    assert twin(input_ids=row, labels=row).loss.isfinite()

@@ -27,8 +27,8 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         The transformers model within ``model``.
 
     Raises:
-        UnsupportedError: an adapter changes no weights (prompt tuning, activated LoRA), or
-            weights in block-FP8.
+        UnsupportedError: an adapter changes no weights (prompt tuning, activated LoRA), weights in
+            block-FP8, or rows behind a norm.
     """
     if "peft" not in sys.modules:  # then the model has no peft modules
         return model
@@ -82,6 +82,13 @@ def _merged(name: str, wrapper: Any) -> nn.Module:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     module: Any = wrapper
+    if isinstance(module, BaseTunerLayer):
+        base: Any = module.get_base_layer()
+        if isinstance(base, nn.Embedding) and any(base.children()):  # Inkling's has a norm
+            raise UnsupportedError(
+                f"the adapter of {name} adds to normed rows, which no weight does: "
+                "runner.load_adapter serves it"
+            )
     try:
         while isinstance(module, BaseTunerLayer):
             if module.disable_adapters:
@@ -94,6 +101,8 @@ def _merged(name: str, wrapper: Any) -> nn.Module:
                 module = module.original_module
             else:
                 module = module.unload_and_optionally_merge_module(True, False, None)
+                if isinstance(module, nn.Linear):  # peft swaps the sizes of a tied head's copy
+                    module.out_features, module.in_features = module.weight.shape
     except (NotImplementedError, ValueError) as error:
         raise UnsupportedError(f"peft cannot merge its adapter of {name}: {error}") from error
     merged: nn.Module = module

@@ -43,6 +43,7 @@ class CausalLM(nn.Module):
     leaves them out in evaluation too. The first token of a sequence is no label.
     """
 
+    accepts_loss_kwargs = True  # models with images say otherwise to Trainer
     base_model: nn.Module
     config: Any
     lm_head: nn.Module
@@ -136,10 +137,10 @@ class CausalLM(nn.Module):
         }
         kind: Any = CausalLMOutputWithPast
         if routes:
-            made |= self._balance(outputs.router_logits, attention_mask)
+            made |= self._balance(outputs, attention_mask)
+            kind = MoeCausalLMOutputWithPast
         if "aux_loss" in made:
             loss = loss + self._balance_coef * made["aux_loss"]
-            kind = MoeCausalLMOutputWithPast
         if self.trains_head:
             made["mtp_loss"] = self.head_loss(outputs[0], targets, inputs) / num_items_in_batch
             loss = loss + self.mtp_loss_weight * made["mtp_loss"]
@@ -174,7 +175,7 @@ class CausalLM(nn.Module):
             hidden = self._scaled(outputs[0])
             made = {name: outputs.get(name) for name in ("hidden_states", "attentions")}
             if routes:
-                made |= self._balance(outputs.router_logits, attention_mask)
+                made |= self._balance(outputs, attention_mask)
         logits = served_logits(self, hidden, inputs, server, *self._bounds())
         made["logits"] = kept_rows(logits, logits_to_keep)
         if labels is not None:
@@ -190,7 +191,7 @@ class CausalLM(nn.Module):
             if self.trains_head and hidden is not None:
                 made["mtp_loss"] = self.head_loss(outputs[0], targets, inputs) / count
                 made["loss"] += self.mtp_loss_weight * made["mtp_loss"]
-        kind: Any = MoeCausalLMOutputWithPast if "aux_loss" in made else CausalLMOutputWithPast
+        kind: Any = MoeCausalLMOutputWithPast if routes else CausalLMOutputWithPast
         return (MtpCausalLMOutput if "mtp_loss" in made else kind)(**made)
 
     def _hands_out(self, name: str, asked: bool | None) -> bool:
@@ -217,14 +218,30 @@ class CausalLM(nn.Module):
         softcap = next((bound for bound in softcaps if bound is not None), None)
         return softcap, getattr(config, "unpadded_vocab_size", None)  # of Inkling
 
-    def _balance(self, router_logits: Any, attention_mask: Tensor | None) -> dict[str, Any]:
-        """Compute the loss that balances experts, where a model has one."""
+    def lost_by_trl(self) -> str | None:
+        """Name what makes the loss, but is neither in the head nor where TRL reads a config."""
+        config: Any = self.config.get_text_config()
+        softcap, vocab_size = self._bounds()
+        is_padded = vocab_size is not None and vocab_size < config.vocab_size
+        if self.trains_head:
+            return "the loss of an MTP head"
+        if self.z_loss > 0:
+            return "the loss of the size of logits"
+        if softcap is not None and getattr(config, "final_logit_softcapping", None) is None:
+            return "the bound of logits"
+        if is_padded or config.model_type == "inkling_text":
+            return "the scale or the padding of logits"
+        return None
+
+    def _balance(self, outputs: Any, attention_mask: Tensor | None) -> dict[str, Any]:
+        """Hand out logits of routers, and the loss that balances experts, if a model has them."""
+        logits = outputs.get("router_logits") or None
         balance = vars(sys.modules[type(self).__module__]).get("load_balancing_loss_func")
-        if balance is None:
-            return {}
+        if logits is None or balance is None:
+            return {"router_logits": logits}
         sizes = self._router_sizes
-        made = balance(router_logits, sizes.num_experts, sizes.num_experts_per_tok, attention_mask)
-        return {"aux_loss": made, "router_logits": router_logits}
+        made = balance(logits, sizes.num_experts, sizes.num_experts_per_tok, attention_mask)
+        return {"aux_loss": made, "router_logits": logits}
 
     @property
     def _router_sizes(self) -> Any:
@@ -235,6 +252,18 @@ class CausalLM(nn.Module):
         """Factor on the loss that balances experts."""
         factor: float = self._router_sizes.router_aux_loss_coef
         return factor
+
+
+def refuse_losses_of_trl(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raise UnsupportedError for a call by which TRL's trainers compute another loss.
+
+    They do so by a head of their own (``add_fused_lm_head``), around the model's forward.
+    """
+    if options.get("fused_lm_head") and (lost := model.lost_by_trl()) is not None:
+        raise UnsupportedError(
+            f"TRL's own head leaves out {lost} of {type(model).__name__}: "
+            "train it by the Trainer of transformers"
+        )
 
 
 def _within_sequences(labels: Tensor, packing: Packing) -> Tensor:
@@ -280,13 +309,13 @@ class MaskedCausalLM(CausalLM):
         **options: Any,
     ) -> Any:
         """Run the forward of a causal language model."""
-        inputs = named(self, args, options, last="labels")
-        of_model = self.server is None and keeps_a_cache(self.base_model, inputs)
-        if of_model or asks_for_a_cache(inputs):
+        inputs = {"labels": labels, **named(self, args, options, last="labels")}
+        of_model = self.server is None and inputs["labels"] is None
+        if asks_for_a_cache(inputs) or (of_model and keeps_a_cache(self.base_model, inputs)):
             check_says_nothing(inputs)
         else:
             inputs["packing"] = inputs[self.place] = packing_of(inputs)
-        return super().forward(**{"labels": labels, "skip_logits": skip_logits, **inputs})
+        return super().forward(**{"skip_logits": skip_logits, **inputs})
 
 
 class StateCausalLM(MaskedCausalLM):

@@ -80,6 +80,7 @@ class SquaredExperts(Experts):
 EXPERTS: dict[str, type[Experts]] = {
     "Qwen3NextExperts": Experts,
     "Qwen3_5MoeExperts": Experts,
+    "LaraMiniExperts": Experts,
     "Qwen4ExpTextExperts": Experts,
     "KimiLinearExperts": Experts,
     "BailingHybridExperts": Experts,

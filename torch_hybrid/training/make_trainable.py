@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +34,13 @@ def make_trainable(
     transformers send. With ``labels=`` a training step makes no whole logits. ``generate`` and
     other calls with a cache run as transformers has them. A second call changes nothing. On a CPU,
     steps are shorter after ``torch_hybrid.host.malloc.tune_allocator()``.
+
+    TRL's trainers compute losses by a head of their own; where that leaves something out, as of
+    RecurrentGemma, xLSTM, Inkling and MTP heads, they are refused.
+
+    A choice has no gradient, so indexers that pick blocks (Qwen4-Exp, GLM-5.3) never train, as in
+    transformers: ``DistributedDataParallel`` is told ``static_graph=True``, or with images in some
+    batches alone ``find_unused_parameters=True``.
 
     With ``mtp``, the checkpoint's head that predicts further tokens becomes the model's ``mtp`` and
     trains too. Of calls with ``labels=`` in training, ``outputs.mtp_loss`` is its cross entropy, of
@@ -63,14 +71,19 @@ def make_trainable(
 
     Raises:
         ValueError: ``model`` is no module; or the checkpoint has no head, or one of another model.
-        UnsupportedError: the model has no mixer that is trained here, or its weights are quantized
-            and no frozen base under PEFT. Such a base is in block-FP8, or in a format of torchao or
-            bitsandbytes. Or ``mtp`` is given for a model of PEFT, one with images, or one whose
-            heads are not known here; or ``batch_invariant`` is for one that has no output head of
-            its own.
+        UnsupportedError: the model has no mixer that is trained here, or the forward of one of its
+            modules was replaced; or its weights are quantized and no frozen base under PEFT. Such a
+            base is in block-FP8, or in a format of torchao or bitsandbytes. Or ``mtp`` is given for
+            a model of PEFT, one with images, or one whose heads are not known here; or
+            ``batch_invariant`` is for one that has no output head of its own.
     """
     from torch_hybrid.ops.native.matrix_product import is_faster
-    from torch_hybrid.training.causal_lm import causal_lm_of, head_of
+    from torch_hybrid.training.causal_lm import (
+        CausalLM,
+        causal_lm_of,
+        head_of,
+        refuse_losses_of_trl,
+    )
     from torch_hybrid.training.decoder import (
         ATTENTION,
         hand_down_packing,
@@ -106,33 +119,40 @@ def make_trainable(
     _check_weights(model)
     found = ((module, frozen_class(module)) for module in modules)
     frozen: dict[Any, Any] = {module: ours for module, ours in found if ours is not None}
+    has_own_products = _is_float32_on_a_cpu(model) and is_faster()
+    kinds: dict[Any, Any] = {}
+    for module in modules:
+        children = dict(module.named_children())
+        theirs: Any = type(module)
+        ours: Any
+        if (twin := twins.get(theirs.__name__)) is not None:
+            kinds[module] = in_front(twin, theirs)
+        elif (experts := experts_class(module)) is not None:
+            ours = experts
+            kinds[module] = in_front(ours, theirs)
+        elif module in frozen:
+            kinds[module] = in_front(frozen[module], theirs)
+        elif frozen.get(children.get("base_layer")) is FrozenFP8Linear:
+            module.merge = refuse_to_merge
+        elif (head := children.get(head_of(children))) is not None:
+            ours = causal_lm_of(children)
+            kinds[module] = in_front(ours, theirs)
+            # Others are of PEFT, whose adapters add to logits.
+            if type(head) is nn.Linear and head.bias is None and head not in frozen:
+                kinds[head] = LossHead
+        elif type(module) is nn.Linear and has_own_products:
+            kinds.setdefault(module, OwnLinear)
+    _check_forwards(kinds)
+    for module, kind in kinds.items():
+        exchange(module, kind)
+        if isinstance(module, CausalLM):
+            module.register_forward_pre_hook(refuse_losses_of_trl, with_kwargs=True)
     register_attention()
     for decoder in decoders:
         if has_attention(decoder):
             decoder.set_attn_implementation(ATTENTION)
         decoder.register_forward_pre_hook(hand_down_packing, with_kwargs=True)
         _install_capturing_hooks(decoder)
-    has_own_products = _is_float32_on_a_cpu(model) and is_faster()
-    for module in modules:
-        children = dict(module.named_children())
-        theirs: Any = type(module)
-        ours: Any
-        if (twin := twins.get(theirs.__name__)) is not None:
-            module.__class__ = in_front(twin, theirs)
-        elif (experts := experts_class(module)) is not None:
-            ours = experts
-            module.__class__ = in_front(ours, theirs)
-        elif module in frozen:
-            module.__class__ = in_front(frozen[module], theirs)
-        elif frozen.get(children.get("base_layer")) is FrozenFP8Linear:
-            module.merge = refuse_to_merge
-        elif type(head := children.get(head_of(children))) is nn.Linear:
-            ours = causal_lm_of(children)
-            module.__class__ = in_front(ours, theirs)
-            if head.bias is None and head not in frozen:
-                head.__class__ = LossHead
-        elif type(module) is nn.Linear and has_own_products:
-            module.__class__ = OwnLinear
     return _served(model, batch_invariant)
 
 
@@ -158,7 +178,7 @@ def undo_make_trainable(model: nn.Module) -> None:
     """Give modules their own classes and attention back, in place; of other models, do nothing."""
     if "torch_hybrid.training.mixers" not in sys.modules:  # then no model was made trainable
         return
-    from torch_hybrid.training.causal_lm import CausalLM
+    from torch_hybrid.training.causal_lm import CausalLM, refuse_losses_of_trl
     from torch_hybrid.training.decoder import hand_down_packing, has_attention
     from torch_hybrid.training.experts import Experts
     from torch_hybrid.training.frozen_layers import FROZEN
@@ -169,14 +189,31 @@ def undo_make_trainable(model: nn.Module) -> None:
     modules: list[Any] = list(model.modules())
     for module in modules:
         if isinstance(module, (Twin, CausalLM, LossHead, OwnLinear, Experts, *FROZEN)):
-            module.__class__ = type(module).__bases__[-1]
+            exchange(module, type(module).__bases__[-1])
             vars(module).pop("server", None)
         for number, hook in list(module._forward_pre_hooks.items()):
-            if hook is hand_down_packing:
+            if hook in (hand_down_packing, refuse_losses_of_trl):
                 del module._forward_pre_hooks[number]
                 del module._forward_pre_hooks_with_kwargs[number]
-                if has_attention(module):
-                    module.set_attn_implementation("sdpa")
+            if hook is hand_down_packing and has_attention(module):
+                module.set_attn_implementation("sdpa")
+
+
+def exchange(module: Any, kind: Any) -> None:
+    """Give a module another class, whose forward a hook of accelerate runs, if it has one."""
+    module.__class__ = kind
+    if "_old_forward" in vars(module):
+        module._old_forward = MethodType(kind.forward, module)
+
+
+def _check_forwards(modules: Iterable[nn.Module]) -> None:
+    """Raise UnsupportedError for a module whose forward was replaced: no class changes that."""
+    for module in modules:
+        if "forward" in vars(module) and "_old_forward" not in vars(module):
+            raise UnsupportedError(
+                f"the forward of {type(module).__name__} was replaced, as a Trainer's accelerator "
+                "does: call make_trainable first"
+            )
 
 
 def _layer_parts(module: nn.Module) -> Iterator[str]:

@@ -26,7 +26,7 @@ from torch_hybrid.models.mtp import MtpHead, names_of, renamed, share_config, ta
 from torch_hybrid.packing import Packing
 from torch_hybrid.training.causal_lm import CausalLM
 from torch_hybrid.training.linear_cross_entropy import summed_loss
-from torch_hybrid.training.make_trainable import in_front, make_trainable
+from torch_hybrid.training.make_trainable import exchange, in_front, make_trainable
 
 M = TypeVar("M", bound=nn.Module)
 _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")  # of model and head
@@ -110,7 +110,7 @@ def make_trainable_with_head(model: M, path_or_id: str | Path, weight: float) ->
         return model
     head = _read_head(model, path_or_id)
     trained: Any = make_trainable(model)
-    trained.__class__ = in_front(MtpCausalLM, type(trained).__bases__[-1])
+    exchange(trained, in_front(MtpCausalLM, type(trained).__bases__[-1]))
     trained.mtp, trained.mtp_loss_weight = head, weight
     return model
 

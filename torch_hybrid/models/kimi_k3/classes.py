@@ -313,8 +313,12 @@ def mix(present: Tensor, blocks: Iterable[Tensor], projection: Any, norm: Any) -
     rows = torch.stack([*blocks, present], dim=-2)
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     keys = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.variance_epsilon)
-    query = norm.weight.to(wide.dtype) * projection.weight[0].to(wide.dtype)
-    chances = (keys * query).sum(-1).softmax(-1)
+    if type(projection) is nn.Linear:
+        query = norm.weight.to(wide.dtype) * projection.weight[0].to(wide.dtype)
+        scores = (keys * query).sum(-1)
+    else:  # of an adapter, which adds to products, or quantized
+        scores = projection((keys * norm.weight).to(present.dtype)).squeeze(-1)
+    chances = scores.softmax(-1, dtype=wide.dtype)
     mixed: Tensor = (wide * chances[..., None]).sum(-2).to(present.dtype)
     return mixed
 
