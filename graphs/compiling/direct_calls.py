@@ -1,8 +1,8 @@
 """Calls of this package's ops past torch's dispatcher, in the code that Inductor generates.
 
-A step of one sequence on a CPU calls a hundred ops, each of which reads so many weights that the
-code and the objects of the next call come from memory again. The dispatcher is half of a call, and
-has nothing to choose: an op's one kernel serves all devices.
+A step of one sequence on a CPU calls a hundred ops. Each reads so many weights that the code and
+the objects of the next call come from memory again. The dispatcher is half of a call, and has
+nothing to choose: an op's one kernel serves all devices.
 """
 
 from __future__ import annotations
