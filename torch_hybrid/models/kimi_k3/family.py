@@ -105,6 +105,7 @@ class _FinalNorm(nn.Module):
 
 class KimiK3Family(Family):
     model_types = ("kimi_k3", "kimi_k3_text")
+    hf_taken_modules = ("_res_proj",)
     swaps: ClassVar = {
         "kimi_delta_attention": Swap(
             attribute="self_attn", make=_mixer, adapter=LinearAttentionPairAdapter
