@@ -125,3 +125,14 @@ def test_measures_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
         > 1e8
     )
     assert build.cache_folder().is_dir()
+
+
+@pytest.mark.parametrize(("others", "streams"), [(0.99, 4), (0.9, 1)])
+def test_another_form_than_four_streams_is_clearly_faster(
+    monkeypatch: pytest.MonkeyPatch, others: float, streams: int
+) -> None:
+    def time(*contestants: object) -> list[float]:
+        return [others, 1.0, others + 0.01] if len(contestants) == 3 else [1.0, 1.0]
+
+    monkeypatch.setattr(cpu_tuning, "_fastest", time)
+    assert cpu_tuning._measure(torch.float32).streams == streams
