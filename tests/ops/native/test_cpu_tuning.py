@@ -109,7 +109,8 @@ def test_measures_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_tuning, "_TURNS", 2)
     found = cpu_tuning._measure(torch.float32)
     rates = {1: found.in_turn_rate, 4: found.four_rate, 8: found.eight_rate}
-    assert rates[found.streams] == max(rates.values())
+    gain = 1.0 if found.streams != 4 else cpu_tuning._STREAMS_GAIN
+    assert gain * rates[found.streams] >= max(rates.values())
     assert found.by_hardware == (found.hardware_rate > found.kernel_rate)
     assert (found.state_streams == 8) == (found.state_streams_rate > found.state_rate)
     assert (
