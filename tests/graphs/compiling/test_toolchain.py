@@ -9,7 +9,7 @@ import torch_hybrid as th
 from tests.errors import error_text
 from tests.tiny_models import make_hybrid
 from torch_hybrid.graphs.compiling import toolchain
-from torch_hybrid.ops.native.build import native_instructions
+from torch_hybrid.ops.native.build import compiler_missing, native_instructions
 
 CPU = torch.device("cpu")
 SIZES = {"max_seqs": 1, "max_tokens": 64, "kv_tokens": 64}
@@ -20,10 +20,13 @@ def no_compiler(monkeypatch, tmp_path):
     """As if g++ were not installed: Inductor looks for it in PATH."""
     from torch._inductor.cpp_builder import cpp_compiler_search
 
-    cpp_compiler_search.cache_clear()
+    known = (cpp_compiler_search, compiler_missing)
+    for function in known:
+        function.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
     yield
-    cpp_compiler_search.cache_clear()
+    for function in known:
+        function.cache_clear()
 
 
 @pytest.fixture
