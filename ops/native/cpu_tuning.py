@@ -195,11 +195,11 @@ def _measure(dtype: torch.dtype) -> CpuTuning:
     y = rows.new_empty(_NUM_ROWS, _WIDTH, dtype=torch.float32)
     y_of_row = rows.new_empty(1, len(memory), dtype=torch.float32)
     y_of_few = rows.new_empty(_FEW_ROWS, len(memory), dtype=torch.float32)
-    seconds = _fastest(*(partial(_run, row, memory, y_of_row, streams) for streams in _NAMES))
-    in_turn, four, eight = (memory.nbytes / each for each in seconds)
-    streams, fastest = min(zip(_NAMES, seconds, strict=True), key=lambda pair: pair[1])
-    if fastest * _STREAMS_GAIN > seconds[1]:
-        streams = 4
+    times = _fastest(*(partial(_run, row, memory, y_of_row, streams) for streams in _NAMES))
+    seconds = dict(zip(_NAMES, times, strict=True))
+    in_turn, four, eight = (memory.nbytes / each for each in times)
+    fastest = min(seconds, key=seconds.__getitem__)
+    streams = fastest if seconds[fastest] * _STREAMS_GAIN <= seconds[4] else 4
     kernel_seconds, hardware_seconds = _fastest(
         *(partial(_run, rows[:_FEW_ROWS], memory, y_of_few, by_hardware=by) for by in (False, True))
     )
