@@ -25,7 +25,7 @@
 // 4), and a CPU has hardly more than one load of 64 bytes for two multiply-adds.
 //
 // An element of y is two sums in the order of k, of even and of odd elements (one of pairs of bf16),
-// in stretches of DEPTH units (FEW_DEPTH of rows that may be few), which are then added: it depends
+// in pieces of PIECE units (FEW_PIECE of rows that may be few), which are then added: it depends
 // on its row of x and its row of W, never on M, N, the vectors asked for or the tiles.
 #pragma once
 
@@ -222,9 +222,10 @@ class LaneProduct {
   };
   static_assert(!AMX || Units<T>::PAIRS, "AMX multiplies pairs of bf16");
   static constexpr int SIZE = Units<T>::SIZE, FLOATS = Units<T>::FLOATS;
-  // Short stretches of floats where five rows come here too (skinny.h): their errors are to be small.
+  static constexpr int64_t DEPTH = AMX ? 256 : 512;  // units
+  // Short pieces of floats where five rows come here too (skinny.h): their errors are to be small.
   static constexpr bool SHORT = REGISTER_LANES < LANES && sizeof(T) == sizeof(float);
-  static constexpr int64_t DEPTH = AMX ? 256 : SHORT ? 128 : 512, FEW_DEPTH = 64;
+  static constexpr int64_t PIECE = SHORT ? 128 : DEPTH, FEW_PIECE = 64;
   static constexpr int64_t PANEL_STRIDE = DEPTH * FLOATS + LANES;
   static constexpr int64_t BLOCK = AMX ? 96 : detail::LANE_BLOCK;  // rows of W whose sums are kept
   static constexpr int64_t SMALL_BLOCK = AMX ? BLOCK : 48;  // whole tiles of any number of rows
@@ -270,9 +271,8 @@ class LaneProduct {
                 int64_t ldw, int rows, float* C, Place y) {
     // Rows of W are read as they lie where they are rows of units, which begin at floats.
     const bool in_units = SIZE * sizeof(U) == FLOATS * sizeof(float) && ldw * FLOATS % SIZE == 0;
-    const int64_t depth = !AMX && x.may_be_few() ? FEW_DEPTH : DEPTH;
-    for (int64_t k = first; k < last; k += depth) {
-      const int64_t units = std::min(depth, last - k), next = k + depth;
+    for (int64_t k = first; k < last; k += DEPTH) {
+      const int64_t units = std::min(DEPTH, last - k), next = k + DEPTH;
       const U* from = W + k * SIZE;
       const U* ahead = next < last ? W + next * SIZE : W + ROWS * ldw + first * SIZE;
       if (in_units && (k + units) * SIZE <= x.depth() && rows == ROWS) {
@@ -308,8 +308,8 @@ class LaneProduct {
       const int vectors = (count - i + num_tiles - tile - 1) / (num_tiles - tile);
       const NextRows ahead = share_of_next(next, ldw, ROWS, tile, num_tiles);
       y.fetch(i * LaneRows<T>::ROWS, vectors * LaneRows<T>::ROWS);
-      multiply<U, ROWS, TILE_VECTORS>(vectors, rows, stride, x.at(v + i, k), x.units() * LANES, units, C + i * LANES,
-                  k > 0, ahead);
+      multiply<U, ROWS, TILE_VECTORS>(vectors, rows, stride, x.at(v + i, k), x.units() * LANES, units,
+                                      x.may_be_few() ? FEW_PIECE : PIECE, C + i * LANES, k > 0, ahead);
       i += vectors;
     }
   }
@@ -324,14 +324,17 @@ class LaneProduct {
 
   template <typename U, int R, int V>
   static void multiply(int vectors, const float* rows, int64_t stride, const float* x,
-                       int64_t vector_stride, int64_t units, float* C, bool add,
+                       int64_t vector_stride, int64_t units, int64_t piece, float* C, bool add,
                        NextRows ahead) {
     if constexpr (AMX)
       return multiply_amx(rows, stride, x, vector_stride, vectors, units, C, LDC, add, ahead);
     if constexpr (V > 1)
       if (vectors < V)
-        return multiply<U, R, V - 1>(vectors, rows, stride, x, vector_stride, units, C, add, ahead);
-    detail::multiply_lanes<T, U, R, V>(rows, stride, x, vector_stride, units, C, LDC, add, ahead);
+        return multiply<U, R, V - 1>(vectors, rows, stride, x, vector_stride, units, piece, C, add,
+                                     ahead);
+    for (int64_t k = 0; k < units; k += piece, ahead.first += piece * SIZE * sizeof(U))
+      detail::multiply_lanes<T, U, R, V>(rows + k * FLOATS, stride, x + k * LANES, vector_stride,
+                                         std::min(piece, units - k), C, LDC, add || k > 0, ahead);
   }
 
   // y[m][n] of the sums.
