@@ -7,9 +7,9 @@ of one thread, user and system together, the least of a few runs by turns: other
 moves them little. Gradients of both are compared first.
 
 On a GPU: heads of Qwen3-Next and Kimi-Linear, the other recurrences that train, and experts, in
-bfloat16, beside flash-linear-attention, mamba-ssm and causal-conv1d where these are installed, and
-transformers' experts by ``torch._grouped_mm``; fla's gated rule is FlashQLA's where that is. Times
-are those in which a kernel runs.
+bfloat16, beside flash-linear-attention, attention-gym, mamba-ssm and causal-conv1d where these are
+installed, and transformers' experts by ``torch._grouped_mm``; fla's gated rule is FlashQLA's where
+that is. Times are those in which a kernel runs.
 """
 
 from __future__ import annotations
@@ -142,17 +142,33 @@ def contestants(rule: Rule, lengths: tuple[int, ...], device: str) -> dict[str, 
     def ours(*xs: Tensor) -> Tensor:
         return rule.function(*xs, packed, qk_l2norm=True, output_final_state=False)[0]
 
-    if importlib.util.find_spec("fla") is None:
-        return {"torch_hybrid": ours}
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    from fla.ops.kda import chunk_kda
+    by_whom: dict[str, Outputs] = {"torch_hybrid": ours}
+    if importlib.util.find_spec("fla") is not None:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.kda import chunk_kda
 
-    theirs = partial(
-        chunk_kda if rule.by_channel else chunk_gated_delta_rule,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=cu_seqlens.long() if len(lengths) > 1 else None,
-    )
-    return {"torch_hybrid": ours, "fla": lambda *xs: theirs(*(x[None] for x in xs))[0][0]}
+        rules = partial(
+            chunk_kda if rule.by_channel else chunk_gated_delta_rule,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=cu_seqlens.long() if len(lengths) > 1 else None,
+        )
+        by_whom["fla"] = lambda *xs: rules(*(x[None] for x in xs))[0][0]
+    if importlib.util.find_spec("attn_gym") is not None:
+        by_whom["attention-gym"] = of_attention_gym(rule, cu_seqlens if len(lengths) > 1 else None)
+    return by_whom
+
+
+def of_attention_gym(rule: Rule, cu_seqlens: Tensor | None) -> Outputs:
+    """Make its function of q, k, v, g and beta, whose unit rows are an op before the rule."""
+    from attn_gym.linear import chunk_gdn, chunk_kda, l2norm
+
+    chunks = chunk_kda if rule.by_channel else chunk_gdn
+
+    def theirs(q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
+        xs = l2norm(q[None]), l2norm(k[None]), *(x[None] for x in rest)
+        return chunks(*xs, cu_seqlens=cu_seqlens)[0][0]
+
+    return theirs
 
 
 def device_us(run: Callable[[], object], repeats: int) -> float:
