@@ -61,10 +61,12 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         pipes, processes = [], []
+        # CUDA does not go through a fork, and what is compiled beforehand starts it.
+        context = multiprocessing.get_context("spawn") if backend == "nccl" else FORKSERVER
         for rank in range(num_ranks):
-            ours, theirs = FORKSERVER.Pipe(duplex=False)
+            ours, theirs = context.Pipe(duplex=False)
             options = (theirs, store, rank, num_ranks, timeout_s, backend, function, args)
-            processes.append(FORKSERVER.Process(target=_run, args=options, daemon=True))
+            processes.append(context.Process(target=_run, args=options, daemon=True))
             processes[-1].start()
             theirs.close()
             pipes.append(ours)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,8 @@ def keep_bits(families: list[str]) -> None:
         assert_same_bits(th.Runner(th.shard(make(family)), **sizes))
 
 
+# A rank waits for another that still compiles.
+NCCL: dict[str, Any] = {"backend": "nccl", "timeout_s": 300.0}
 needs_two = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="there are fewer than two CUDA devices"
 )
@@ -75,7 +78,7 @@ needs_two = pytest.mark.skipif(
 @needs_two
 def test_the_same_bits_in_any_batch():
     families = ["qwen3_next", "kimi_linear", "falcon_h1"]
-    results(run_ranks(keep_bits, 2, families, limit_s=600, backend="nccl"))
+    results(run_ranks(keep_bits, 2, families, limit_s=600, **NCCL))
 
 
 @pytest.mark.cuda
@@ -85,7 +88,7 @@ def test_the_same_bits_in_any_batch():
     [("qwen3_next_dense", "tensor"), ("kimi_linear", "tensor"), ("qwen3_next", "all_to_all")],
 )
 def test_logits_are_those_of_one_process(family: str, experts: Experts):
-    ranks = results(run_ranks(share, 2, family, experts, limit_s=400, backend="nccl"))
+    ranks = results(run_ranks(share, 2, family, experts, limit_s=400, **NCCL))
     for overlap in ("off", "on"):
         first, second = (rank[overlap] for rank in ranks)
         assert first.error < 2e-5, f"{first.error:.1e} of the largest logit"
