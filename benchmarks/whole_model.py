@@ -127,9 +127,9 @@ def measure(model: HybridModel, results: Results, rates: Rates) -> None:
         chunks = [Row(min(MAX_TOKENS, length - a), a) for a in range(0, length, MAX_TOKENS)]
         floor = sum(rates.floor(*_costs(model, [chunk])) for chunk in chunks) / 1e3
         [prompt] = random_prompts(1, length, runner.vocab_size)
-        if not _prefill(runner, prompt).isfinite().all():
+        if not prefill(runner, prompt).isfinite().all():
             raise ValueError(f"prefill {length}: logits are not finite")
-        took = device_ms(partial(_prefill, runner, prompt))
+        took = device_ms(partial(prefill, runner, prompt))
         _line(results, f"prefill {length}", took, floor, length / took * 1e3)
 
 
@@ -142,7 +142,7 @@ def _line(results: Results, name: str, took: float, floor: float, rate: float) -
     _say(f"{name}: {took:.2f} ms, floor {floor:.2f} ms, {rate:.0f} tokens/s")
 
 
-def _prefill(runner: Runner, prompt: list[int]) -> Tensor:
+def prefill(runner: Runner, prompt: list[int]) -> Tensor:
     [seq] = runner.new_sequences(1)
     for first in range(0, len(prompt), MAX_TOKENS):
         logits = runner.extend([seq], [prompt[first : first + MAX_TOKENS]])

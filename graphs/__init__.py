@@ -24,7 +24,8 @@ The life of a step, and where each part of it stands:
       |                           and other choices of the largest (own_routers, own_top_k),
       |                           products of many small matrices (narrow_products), and those that
       |                           give each row the bits that it has alone (row_products, row_sums,
-      |                           ordered_sums); values stay up to date
+      |                           ordered_sums); in decode on several GPUs, sums over the ranks
+      |                           by one kernel (short_sums); values stay up to date
       |      regions              cut into regions, of which each distinct one is compiled by
       |                           Inductor (compile_region, keep_order, fixed_arithmetic), and none
       |                           may copy a pool (clone_check)

@@ -49,6 +49,7 @@ from torch_hybrid.graphs.options.measure_kv_tokens import (
 from torch_hybrid.graphs.options.measure_overlap import Trial, measure_overlap, policy_of
 from torch_hybrid.graphs.options.options import MakeTrial, Options, artefact_facts
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
+from torch_hybrid.graphs.passes.short_sums import can_sum_at_once
 from torch_hybrid.graphs.step import ADAPTERS, Caches, Model, kinds_of_head
 from torch_hybrid.graphs.stepping.adapters import Adapters, check_adapters, kinds_of
 from torch_hybrid.graphs.stepping.background import BackgroundSteps, check_compile
@@ -397,6 +398,7 @@ def _make_steps(
             modes,
             batch_invariant=batch_invariant,
             num_ranks=1 if model.ranks is None else model.ranks.size,
+            sums_at_once=can_sum_at_once(model.ranks, model.device),
         ),
         choices=choices,
         given=given,

@@ -31,7 +31,7 @@ def ordered_sums(graph: Graph, *, num_ranks: int) -> None:
         gather the parts; wait; add them up, the first rank's first
     """
     for node in list(graph.nodes):
-        if not _is_sum(node.target, node.args):
+        if not is_sum(node.target, node.args):
             continue
         part, _, group = node.args
         with graph.inserting_before(node):
@@ -59,7 +59,7 @@ def sums_in_order(num_ranks: int) -> Replacements:
     """
 
     def reduced(func: Any, *args: Any) -> Any:
-        if not _is_sum(func, args):
+        if not is_sum(func, args):
             return func(*args)
         part, _, group = args
         parts = _wait(_gather(part.contiguous(), num_ranks, group))
@@ -68,6 +68,6 @@ def sums_in_order(num_ranks: int) -> Replacements:
     return dict.fromkeys((_all_reduce, _all_reduce.default), reduced)
 
 
-def _is_sum(target: object, args: Sequence[Any]) -> bool:
+def is_sum(target: object, args: Sequence[Any]) -> bool:
     """Tell whether a call sums over the ranks."""
     return target in (_all_reduce, _all_reduce.default) and args[1] == "sum"

@@ -22,6 +22,7 @@ from torch_hybrid.graphs.passes.ordered_sums import ordered_sums
 from torch_hybrid.graphs.passes.own_linears import has_large_linears
 from torch_hybrid.graphs.passes.row_products import row_products
 from torch_hybrid.graphs.passes.row_sums import row_sums
+from torch_hybrid.graphs.passes.short_sums import short_sums
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Implementation, Need
 from torch_hybrid.ops.core.registration import REGISTERED
@@ -113,11 +114,14 @@ def passes_for(
     *,
     batch_invariant: bool = False,
     num_ranks: int = 1,
+    sums_at_once: bool = False,
 ) -> dict[Mode, Sequence[Pass]]:
     """Choose the graph passes of each mode.
 
     Linear layers are merged where the chosen implementation profits: always with "cpp", in steps of
     few rows with "triton". In steps of many rows, torch computes the products one after the other.
+
+    With ``sums_at_once``, steps of few rows get ``short_sums``.
 
     Batch-invariant steps also replace every product, and sums over ranks by sums in a fixed order.
     On a GPU they replace sums over a row, whose order Inductor would choose.
@@ -140,4 +144,11 @@ def passes_for(
         return impl == "cpp" or (impl == "triton" and mode.tokens_per_seq is not None)
 
     names = {graph_pass.name for graph_pass in passes} & {"merge_linears"}
-    return {mode: passes if merges(mode) else without(passes, names) for mode in modes}
+    short = (Pass("short_sums", short_sums),) if sums_at_once else ()
+    return {
+        mode: (
+            *(passes if merges(mode) else without(passes, names)),
+            *(short if mode.tokens_per_seq is not None else ()),
+        )
+        for mode in modes
+    }
