@@ -281,14 +281,20 @@ TH_INLINE To convert(const From& from) {
     std::memcpy(&to, halves, sizeof(to));
     return to;
   } else {
+    // GCC 12 widens eight bytes one by one, and two bytes each by halves.
 #if defined(__AVX2__)
     if constexpr (sizeof(Element<From>) == 1 && sizeof(From) == 8 && sizeof(To) == 32) {
-      // GCC 12 widens eight bytes one by one.
       const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(&from));
       const __m256i wide = std::is_signed_v<Element<From>> ? _mm256_cvtepi8_epi32(bytes)
                                                            : _mm256_cvtepu8_epi32(bytes);
       return __builtin_convertvector((Vector<int32_t, 8>)wide, To);
     }
+    if constexpr (std::is_same_v<Element<From>, uint16_t> && sizeof(From) == 16 && sizeof(To) == 32)
+      return __builtin_convertvector((Vector<int32_t, 8>)_mm256_cvtepu16_epi32((__m128i)from), To);
+#endif
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<Element<From>, uint16_t> && sizeof(From) == 32 && sizeof(To) == 64)
+      return __builtin_convertvector((Vector<int32_t, 16>)_mm512_cvtepu16_epi32((__m256i)from), To);
 #endif
     return __builtin_convertvector(from, To);
   }

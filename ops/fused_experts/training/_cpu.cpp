@@ -64,9 +64,9 @@ void row(const Call& call, int64_t at) {
     const Activated a = Activated::of(call, load(gates + i, n), load(ups + i, n));
     const f32x16 d = load(dweighted + i, n);
     dweight = fma(d, a.hidden, dweight);
-    store(weighted + i, a.hidden * weight, n);
-    if (call.has_gate) store(dgates + i, d * weight * a.by_gate, n);
     store(dgates + call.has_gate * I + i, d * weight * a.by_up, n);
+    if (call.has_gate) store(dgates + i, d * weight * a.by_gate, n);
+    store(weighted + i, a.hidden * weight, n);
   });
   store((W*)call.dweights + pair, splat(sum(dweight)), 1);
 }
