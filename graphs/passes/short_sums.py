@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.fx import Graph
 
 from torch_hybrid.graphs.passes.marks import half_of, keep_marks
@@ -63,13 +64,13 @@ def can_sum_at_once(ranks: Ranks | None, device: torch.device) -> bool:
 
 
 @cache
-def _shared_bytes(group_name: str) -> Tensor:
+def _shared_bytes(group: ProcessGroup) -> Tensor:
     """Make memory of this rank's device that all ranks of a group read; they call it together."""
     from torch.distributed import _symmetric_memory
 
     memory: Any = _symmetric_memory  # its annotations differ between versions of torch
     shared: Tensor = memory.empty(SHORT_BYTES, dtype=torch.uint8, device="cuda")
-    memory.rendezvous(shared, group_name)
+    memory.rendezvous(shared, group.group_name)
     return shared
 
 
@@ -78,7 +79,9 @@ def _sum_at_once(part: Tensor, group_name: str) -> Tensor:
         started = torch.ops._c10d_functional.all_reduce(part, "sum", group_name)
         total: Tensor = torch.ops._c10d_functional.wait_tensor(started)
         return total
-    shared = _shared_bytes(group_name)[: part.nbytes].view(part.dtype).view(part.shape)
+    groups: Any = distributed_c10d
+    group = groups._resolve_process_group(group_name)  # another one may have had this name
+    shared = _shared_bytes(group)[: part.nbytes].view(part.dtype).view(part.shape)
     args = (shared, part.contiguous(), "sum", group_name)
     summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(*args)
     return summed
