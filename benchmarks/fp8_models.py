@@ -18,8 +18,10 @@ from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.unread import Unread
 from torch_hybrid.models.families import architecture_of
 from torch_hybrid.models.scaled_weights import hold_scales
+from torch_hybrid.models.shard import cut
 from torch_hybrid.models.transformers_weights import make_unread
 from torch_hybrid.ops.formats.block_scales import BLOCK, DTYPE, num_blocks
+from torch_hybrid.ranks import Ranks
 
 # What the published checkpoint of Qwen3-Next leaves in 16 bits.
 KEPT = re.compile(r".*(embed_tokens|lm_head|norm|conv1d|gate|in_proj_ba)\.weight|.*(A_log|dt_bias)")
@@ -27,10 +29,12 @@ _SPREAD = 100.0  # of random numbers of 8 bits
 _FROM_ZERO = re.compile(r".*(layernorm|[qk]_norm|model\.norm)\.weight")  # 1 is added to these
 
 
-def make_fp8_model(config: Any, device: torch.device) -> HybridModel:
-    """Make a transformers model of that config in FP8, its mixers ours."""
+def make_fp8_model(config: Any, device: torch.device, ranks: Ranks | None = None) -> HybridModel:
+    """Make a transformers model of that config in FP8, its mixers ours; of ranks, a part."""
     checkpoint, architecture = random_checkpoint(config), architecture_of(config)
     model = adapted(make_unread(checkpoint, architecture, torch.bfloat16, device), architecture)
+    if ranks is not None:
+        cut(model, ranks, "tensor")
     hold_scales(model)
     fill_unread(model, device)
     return model

@@ -21,15 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from benchmarks.fp8_models import fill_unread, random_checkpoint
+from benchmarks.fp8_models import make_fp8_model
 from benchmarks.gpu.steps import CONFIG, decoding, random_prompts
 from benchmarks.whole_model import CONTEXT, MAX_TOKENS, NUM_LAYERS, PREFILLS, ROOM, prefill
 from torch_hybrid import HybridModel, Runner
-from torch_hybrid.models.adapt import adapted
-from torch_hybrid.models.families import architecture_of
-from torch_hybrid.models.scaled_weights import hold_scales
-from torch_hybrid.models.shard import cut, ranks_of
-from torch_hybrid.models.transformers_weights import make_unread
+from torch_hybrid.models.shard import ranks_of
 
 BATCHES = (1, 8, 32)
 ROUNDS = 11
@@ -40,13 +36,8 @@ def make_part(num_layers: int) -> HybridModel:
     from transformers import Qwen3NextConfig
 
     config = Qwen3NextConfig(**CONFIG | {"num_hidden_layers": num_layers})
-    checkpoint, architecture = random_checkpoint(config), architecture_of(config)
     device = torch.device("cuda", torch.cuda.current_device())
-    model = adapted(make_unread(checkpoint, architecture, torch.bfloat16, device), architecture)
-    cut(model, ranks_of(None), "tensor")
-    hold_scales(model)
-    fill_unread(model, device)
-    return model
+    return make_fp8_model(config, device, ranks_of(None))
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
