@@ -65,7 +65,10 @@ def can_sum_at_once(ranks: Ranks | None, device: torch.device) -> bool:
 
 @cache
 def _shared_bytes(group: ProcessGroup) -> Tensor:
-    """Make memory of this rank's device that all ranks of a group read; they call it together."""
+    """Make scratch memory that all ranks of a group read, on this rank's device.
+
+    They call it together. What a sum leaves there nobody reads.
+    """
     from torch.distributed import _symmetric_memory
 
     memory: Any = _symmetric_memory  # its annotations differ between versions of torch

@@ -5,6 +5,8 @@ from __future__ import annotations
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.library import opcheck
 
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
@@ -13,6 +15,8 @@ from tests.parallel.jobs import LENGTHS, SIZES, STEPS, make
 from tests.parallel.processes import results, run_ranks
 from torch_hybrid.graphs.options import assembly
 from torch_hybrid.graphs.passes.short_sums import can_sum_at_once
+
+sum_at_once = torch.ops.torch_hybrid.sum_at_once.default
 
 
 def graphs_with_collectives(two_batch_overlap: str) -> set[str]:
@@ -32,6 +36,8 @@ def graphs_with_collectives(two_batch_overlap: str) -> set[str]:
 
 
 def of_whole_steps_and_halves() -> list[set[str]]:
+    part = torch.randn(3, 8)
+    assert set(opcheck(sum_at_once, (part, dist.group.WORLD.group_name)).values()) == {"SUCCESS"}
     return [graphs_with_collectives(overlap) for overlap in ("off", "on")]
 
 
