@@ -49,7 +49,7 @@ matrix_product_forward = define(
     {
         "cpp": in_cpp(
             f"{_FOLDER}._cpu:matrix_product",
-            dtypes=frozenset({torch.float32}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
             checks_indices=False,
         ),
         "torch": in_torch(

@@ -1,7 +1,9 @@
-"""Products of matrices on a CPU: by torch, or of float32 in C++ where that was measured faster.
+"""Products of matrices on a CPU: by torch, or otherwise where that was measured faster.
 
 A linear layer's output and its gradients are three such products, whose factors lie by rows or by
-columns. On some CPUs torch's library multiplies float32 with half of each register.
+columns. On some CPUs torch's library multiplies float32 with half of each register: C++ does it.
+On those without instructions for BF16 it multiplies BF16 at a fraction of float32's rate: there
+BF16 is widened, and the float32 product rounded.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.native.cpu_tuning import tuning
+from torch_hybrid.ops.native.cpu_tuning import is_bf16_slow, tuning
 
 _RUN = kernel(
     "matrix_product",
@@ -24,10 +26,12 @@ _GAIN = 1.25  # of rates as measured, where nothing is transposed: that costs up
 _FEWEST = 32  # rows, columns and depth of a product that is not torch's
 
 
-def is_faster() -> bool:
-    """Tell whether float32 is multiplied faster in C++ than by torch, as this CPU measured."""
+def is_faster(dtype: torch.dtype) -> bool:
+    """Tell whether ``multiply`` is faster than torch's product, as this CPU measured."""
+    if dtype == torch.bfloat16:
+        return is_bf16_slow()
     measured = tuning(torch.float32)
-    return measured.ours_rate > _GAIN * measured.torch_rate
+    return dtype == torch.float32 and measured.ours_rate > _GAIN * measured.torch_rate
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Tensor:
@@ -40,15 +44,17 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Tensor
     """
     sizes = (*out.shape, a.shape[1])
     if (
-        a.dtype != torch.float32
-        or a.device.type != "cpu"
+        a.device.type != "cpu"
         or min(sizes) < _FEWEST
         or 1 not in a.stride()
         or 1 not in b.stride()
         or out.stride(1) != 1
-        or not is_faster()
+        or not is_faster(a.dtype)
     ):
         return out.addmm_(a, b) if adds else torch.mm(a, b, out=out)
+    if a.dtype == torch.bfloat16:
+        wide = out.float() if adds else out.new_empty(out.shape, dtype=torch.float32)
+        return out.copy_(multiply(a.float(), b.float(), wide, adds=adds))
     by_columns = int(a.stride(1) != 1), int(b.stride(1) != 1)
     strides = a.stride(by_columns[0]), b.stride(by_columns[1]), out.stride(0)
     _RUN(a, b, out, *sizes, *strides, *by_columns, adds, torch.get_num_threads())

@@ -33,7 +33,7 @@ def num_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         count.append(1)
         return run(*given)
 
-    monkeypatch.setattr(native, "is_faster", lambda: True)
+    monkeypatch.setattr(native, "is_faster", {torch.float32}.__contains__)
     monkeypatch.setattr(native, "_RUN", counted)
     return count
 
@@ -42,14 +42,14 @@ def make_twins(family: str) -> tuple[Any, Any]:
     """Make a trainer whose products are torch's, and one whose are its own."""
     theirs, ours = make_pair(family)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "is_faster", lambda: False)
+        patch.setattr(native, "is_faster", set().__contains__)
         return th.make_trainable(theirs), ours
 
 
 def plain_grads(model: Any, num_run: list[int], sent: dict[str, Any] = SENT) -> Any:
     """Compute gradients with products of torch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "is_faster", lambda: False)
+        patch.setattr(native, "is_faster", set().__contains__)
         made = grads(model, model(**sent).loss)
     num_run.clear()
     return made
@@ -64,6 +64,17 @@ def test_gradients_are_those_of_torch_in_a_graph_too(family: str, num_run: list[
     torch._dynamo.reset()
     step = torch.compile(own, fullgraph=True, backend="aot_eager")
     assert furthest(grads(own, step(**SENT).loss), expected) < 1e-4
+
+
+def test_bfloat16_is_widened_where_that_is_faster(
+    num_run: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    exact = plain_grads(make_twins("qwen3_5_moe")[0], num_run)
+    plain, own = (each.bfloat16() for each in make_twins("qwen3_5_moe"))
+    off = furthest(plain_grads(plain, num_run), exact)
+    monkeypatch.setattr(native, "is_faster", {torch.float32, torch.bfloat16}.__contains__)
+    assert furthest(grads(own, own(**SENT).loss), exact) < 1.2 * off
+    assert len(num_run) > 9
 
 
 def test_layers_are_checkpointed(num_run: list[int]):
@@ -110,7 +121,7 @@ def test_names_and_classes():
 
 
 def train_by_own_products(*given: Any, **options: Any) -> list[float]:
-    native.is_faster = lambda: True
+    native.is_faster = {torch.float32}.__contains__
     return sharded.train(*given, **options)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers whose float32 products on a CPU, forward and backward, are our own."""
+"""Linear layers whose products on a CPU, forward and backward, are our own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Map x [..., K] to [..., N] by a weight [N, K], rounded as autocast has it."""
     is_ours = (
         x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
+        and x.dtype == weight.dtype in (torch.float32, torch.bfloat16)
         and not isinstance(weight, DTensor)
         and not torch.is_autocast_enabled("cpu")
     )
@@ -27,7 +27,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class OwnLinear(nn.Linear):
-    """Linear layer on a CPU where torch multiplies float32 more slowly."""
+    """Linear layer on a CPU where torch multiplies its dtype more slowly."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., K] to [..., N]."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
@@ -119,7 +118,8 @@ def make_trainable(
     _check_weights(model)
     found = ((module, frozen_class(module)) for module in modules)
     frozen: dict[Any, Any] = {module: ours for module, ours in found if ours is not None}
-    has_own_products = _is_float32_on_a_cpu(model) and is_faster()
+    first = next(model.parameters())
+    has_own_products = first.device.type == "cpu" and is_faster(first.dtype)
     kinds: dict[Any, Any] = {}
     for module in modules:
         children = dict(module.named_children())
@@ -250,12 +250,6 @@ def _new_in_front(ours: Any, theirs: Any) -> Any:
     """Make an empty module to unpickle into."""
     both = in_front(ours, theirs)
     return both.__new__(both)
-
-
-def _is_float32_on_a_cpu(model: nn.Module) -> bool:
-    """Tell where and in what dtype a model's first weight is."""
-    first = next(model.parameters())
-    return first.device.type == "cpu" and first.dtype == torch.float32
 
 
 def _check_weights(model: Any) -> None:
