@@ -99,12 +99,18 @@ def test_frozen_weights_of_an_adapter_have_no_product(num_run: list[int]):
     assert adapted < len(num_run)
 
 
-def test_autocast_rounds_as_it_does_for_torch(num_run: list[int]):
+def test_autocast_rounds_as_it_does_for_torch(num_run: list[int], monkeypatch: pytest.MonkeyPatch):
     plain, own = make_twins("falcon_h1")
+    torch._dynamo.reset()
+    step = torch.compile(own, fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):
-        losses = [each(**SENT).loss for each in (plain, own)]
-    assert torch.equal(*losses)
-    assert not num_run
+        losses = [each(**SENT).loss for each in (plain, own, step)]
+        assert not num_run
+        monkeypatch.setattr(native, "is_faster", {torch.bfloat16}.__contains__)
+        widened = own(**SENT).loss
+    assert torch.equal(*losses[:2])
+    torch.testing.assert_close(losses[2], losses[0])
+    torch.testing.assert_close(widened, losses[0], rtol=1e-3, atol=1e-3)
 
 
 def test_names_and_classes():
@@ -113,7 +119,7 @@ def test_names_and_classes():
     layers = [each for each in own.modules() if isinstance(each, nn.Linear)]
     assert any(type(each) is OwnLinear for each in layers)
     assert not any(type(each) is nn.Linear for each in layers)
-    halves = th.make_trainable(copy.deepcopy(theirs).bfloat16())
+    halves = th.make_trainable(copy.deepcopy(theirs).half())
     assert not any(isinstance(each, OwnLinear) for each in halves.modules())
     assert th.make_trainable(own) is own
     row = make_rows([9])[0]

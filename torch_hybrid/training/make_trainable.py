@@ -95,7 +95,7 @@ def make_trainable(
         frozen_class,
         refuse_to_merge,
     )
-    from torch_hybrid.training.linear import OwnLinear
+    from torch_hybrid.training.linear import OWN_DTYPES, OwnLinear
     from torch_hybrid.training.linear_cross_entropy import LossHead
     from torch_hybrid.training.mixers import TWINS, Twin
 
@@ -119,7 +119,9 @@ def make_trainable(
     found = ((module, frozen_class(module)) for module in modules)
     frozen: dict[Any, Any] = {module: ours for module, ours in found if ours is not None}
     first = next(model.parameters())
-    has_own_products = first.device.type == "cpu" and is_faster(first.dtype)
+    # Autocast rounds float32 to the other.
+    is_ours = first.device.type == "cpu" and first.dtype in OWN_DTYPES
+    has_own_products = is_ours and any(map(is_faster, OWN_DTYPES))
     kinds: dict[Any, Any] = {}
     for module in modules:
         children = dict(module.named_children())
