@@ -97,7 +97,7 @@ def rounded_experts(x: FusedExperts) -> Tensor:
     """Launch the kernels that round tokens to FP8, where there are several."""
     if x.num_pairs == 0 or x.num_experts == 0:
         return x.x.new_zeros(x.x.shape)
-    if len(x.x) == 1:  # its products take no time: rounding would
+    if len(x.x) <= _FEW_TOKENS:  # products take no time: rounding would
         return fp8_few_tokens(x)
     return _many_tokens(x, fp8_hopper_products if suits_fp8(x) else rounded_products)
 

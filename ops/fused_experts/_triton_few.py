@@ -17,41 +17,26 @@ from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.launch import bind
 
 
-def multiply_few(
-    x: FusedExperts,
-    loader: Loader,
-    weights: tuple[Stored, Stored],
-    *,
-    block_n: int,
-    num_stages: int | None,
-) -> Tensor:
+def multiply_few(x: FusedExperts, loader: Loader, weights: tuple[Stored, Stored]) -> Tensor:
     """Launch a kernel for the hidden activations of all pairs, and one for tokens' outputs."""
     gate_up, down = weights
     out = x.x.new_empty(x.x.shape)
     hidden = x.x.new_empty(x.num_pairs, x.width)
-    constants = {
-        **sizes(x),
-        "BLOCK_N": block_n,
-        "STAGES": num_stages,
-        "num_warps": 4,
-        "enable_fp_fusion": True,
-    }
-    bind(_hidden_kernel, x, gate_up, loader)[(x.num_pairs, triton.cdiv(x.width, block_n))](
+    blocks = triton.cdiv(x.width, gate_up.few.rows)
+    bind(_hidden_kernel, x, gate_up, loader)[(x.num_pairs, blocks)](
         gate_up=gate_up.numbers,
         hidden=hidden,
         **activated(x),
-        SHAPE=(block_n, *gate_up.few_shape),
-        BLOCK_K=gate_up.few_block,
-        **constants,
+        **sizes(x),
+        **gate_up.few.constants(),
     )
-    bind(_out_kernel, x, down)[(len(out), triton.cdiv(x.dim, block_n))](
+    bind(_out_kernel, x, down)[(len(out), triton.cdiv(x.dim, down.few.rows))](
         hidden=hidden,
         down=down.numbers,
         out=out,
         MULTIPLY=loader.multiply_hidden,
-        SHAPE=(block_n, *down.few_shape),
-        BLOCK_K=down.few_block,
-        **constants,
+        **sizes(x),
+        **down.few.constants(),
     )
     return out
 
@@ -87,6 +72,7 @@ def _hidden_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute BLOCK_N hidden activations of one pair; grid: (pairs, blocks of I)."""
@@ -102,7 +88,7 @@ def _hidden_kernel(
     up_rows = ROWS(gate_up, scales, expert, first_n, HAS_GATE, 1 + HAS_GATE, I, D, BLOCK_N, FORM)
     gate = tl.zeros(SHAPE, dtype=tl.float32)
     up = tl.zeros(SHAPE, dtype=tl.float32)
-    for first in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+    for first in tl.range(0, D, BLOCK_K, num_stages=STAGES, loop_unroll_factor=UNROLL):
         if HAS_GATE:
             gate += MULTIPLY(gate_rows, p_x, first, D, BLOCK_K, FORM)
         up += MULTIPLY(up_rows, p_x, first, D, BLOCK_K, FORM)
@@ -131,6 +117,7 @@ def _out_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute BLOCK_N outputs of one token, weighted sums of k experts; grid: (T, blocks of D)."""
@@ -140,7 +127,7 @@ def _out_kernel(
     first_n = tl.program_id(1) * BLOCK_N
     index_n = first_n + tl.arange(0, BLOCK_N)
     acc = tl.zeros(SHAPE, dtype=tl.float32)
-    for step in tl.range(0, TOP_K * STEPS, num_stages=STAGES):
+    for step in tl.range(0, TOP_K * STEPS, num_stages=STAGES, loop_unroll_factor=UNROLL):
         pair = token * TOP_K + step // STEPS
         expert = tl.load(expert_ids + pair).to(tl.int64)
         weight = tl.where(expert < E, tl.load(expert_weights + pair).to(tl.float32), 0.0)

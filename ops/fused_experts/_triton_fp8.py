@@ -13,22 +13,20 @@ from torch import Tensor
 
 from torch_hybrid.ops.formats.block_scales import BLOCK
 from torch_hybrid.ops.fused_experts._triton_few import multiply_few
-from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored, unscaled
+from torch_hybrid.ops.fused_experts._triton_loader import FewTile, Loader, Stored, unscaled
 from torch_hybrid.ops.fused_experts._triton_scaled import Tile, scaled_products, share_of
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.fp8 import fp8_product, readable, widen
 
-_FEW_BLOCK_N = 16  # rows of weights that a program reads side by side, for few tokens
-_FEW_BLOCK_K = 512
-_FEW_STAGES = 1  # measured: 23 us of one token, 27 with 3
+_FEW_COLUMNS = 2048  # that a program reads at once, for few tokens
+_MOST_AT_ONCE = 10  # experts whose rows of ``down`` are on their way
 _FEW_PAIRS = 128  # up to so many, programs have half of the rows of weights, and are twice as many
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 
 
 def fp8_few_tokens(x: FusedExperts) -> Tensor:
     """Launch the kernels of few tokens."""
-    weights = _stored(x, rounds=False)
-    return multiply_few(x, _LOADER, weights, block_n=_FEW_BLOCK_N, num_stages=_FEW_STAGES)
+    return multiply_few(x, _LOADER, _stored(x, rounds=False))
 
 
 def fp8_products(
@@ -54,18 +52,15 @@ def rounded_products(x: FusedExperts, order: Tensor, starts: Tensor, results: Te
 def _stored(x: FusedExperts, *, rounds: bool) -> tuple[Stored, Stored]:
     """Describe both weights to the kernels."""
 
-    def stored(weight: Tensor, scales: Tensor | None) -> Stored:
+    def stored(weight: Tensor, scales: Tensor | None, **tile: int) -> Stored:
         assert scales is not None
-        block = min(_FEW_BLOCK_K, triton.next_power_of_2(weight.shape[-1]))
-        return Stored(
-            numbers=readable(weight),
-            scales=scales,
-            form=(rounds,),
-            few_block=block,
-            few_shape=(block,),
-        )
+        block = min(_FEW_COLUMNS, triton.next_power_of_2(weight.shape[-1]))
+        few = FewTile(columns=block, shape=(block,), num_stages=1, **tile)
+        return Stored(numbers=readable(weight), scales=scales, form=(rounds,), few=few)
 
-    return stored(x.gate_up, x.gate_up_scales), stored(x.down, x.down_scales)
+    gate_up = stored(x.gate_up, x.gate_up_scales, rows=4)
+    unroll = min(x.expert_ids.shape[1], _MOST_AT_ONCE)
+    return gate_up, stored(x.down, x.down_scales, rows=16, unroll=unroll, num_warps=16)
 
 
 def _tile(x: FusedExperts, share: int, *, rounds: bool) -> Tile:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.formats.integers import INT8, depth_of
 from torch_hybrid.ops.fused_experts._triton_few import multiply_few
-from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
+from torch_hybrid.ops.fused_experts._triton_loader import FewTile, Loader, Stored
 from torch_hybrid.ops.fused_experts._triton_scaled import Tile, scaled_products
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.devices import is_hopper
@@ -24,13 +24,12 @@ from torch_hybrid.ops.triton.integers import (
 )
 from torch_hybrid.ops.triton.products import dot
 
-_FEW_BLOCK_N = 4  # rows of weights that a program reads side by side, for few tokens
-_FEW_BYTES = 512
+_FEW_BYTES = 512  # of a row of weights that a program reads at once, for few tokens
 
 
 def integer_few_tokens(x: FusedExperts) -> Tensor:
     """Launch the kernels of few tokens."""
-    return multiply_few(x, _LOADER, _stored(x), block_n=_FEW_BLOCK_N, num_stages=None)
+    return multiply_few(x, _LOADER, _stored(x))
 
 
 def integer_products(
@@ -61,8 +60,11 @@ def _stored(x: FusedExperts) -> tuple[Stored, Stored]:
             numbers=numbers,
             scales=scales,
             form=(group, zeros, depth_of(weight)),
-            few_block=num_bytes * (1 if weight.dtype == INT8 else 2),
-            few_shape=(num_bytes // side_by_side, side_by_side),
+            few=FewTile(
+                rows=4,
+                columns=num_bytes * (1 if weight.dtype == INT8 else 2),
+                shape=(num_bytes // side_by_side, side_by_side),
+            ),
         )
 
     return stored(x.gate_up, x.gate_up_scales), stored(x.down, x.down_scales)

@@ -31,6 +31,39 @@ class Loader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FewTile:
+    """Tile of the kernels of few tokens.
+
+    Attributes:
+        rows: of the weight that a program reads side by side.
+        columns: that it reads at once.
+        shape: of a row's products.
+        num_stages: loads on their way at once through shared memory.
+        unroll: turns of the loop whose loads are on their way at once in registers.
+        num_warps: warps of a program.
+    """
+
+    rows: int
+    columns: int
+    shape: tuple[int, ...]
+    num_stages: int | None = None
+    unroll: int = 1
+    num_warps: int = 4
+
+    def constants(self) -> dict[str, object]:
+        """Name the constants of a kernel, and how it is launched."""
+        return {
+            "SHAPE": (self.rows, *self.shape),
+            "BLOCK_N": self.rows,
+            "BLOCK_K": self.columns,
+            "STAGES": self.num_stages,
+            "UNROLL": self.unroll,
+            "num_warps": self.num_warps,
+            "enable_fp_fusion": True,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """A weight as the kernels are given it.
 
@@ -38,15 +71,13 @@ class Stored:
         numbers: tensor of the weight.
         scales: tensor of its scales, where it has such.
         form: constants of the loader.
-        few_block: columns that a program reads at once, for few tokens.
-        few_shape: of their products, after the rows.
+        few: tile of the kernels of few tokens.
     """
 
     numbers: Tensor
     scales: Tensor | None
     form: tuple[int | bool, ...]
-    few_block: int
-    few_shape: tuple[int, ...]
+    few: FewTile
 
 
 @triton.jit

@@ -7,24 +7,22 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.fused_experts._triton_few import multiply_few
-from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored, unscaled
+from torch_hybrid.ops.fused_experts._triton_loader import FewTile, Loader, Stored, unscaled
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 
-_BLOCK_N = 8  # rows of weights that a program reads side by side
-_BLOCK_K = 256
-_NUM_STAGES = 4
+_FEW_COLUMNS = 256
 
 
 def few_tokens(x: FusedExperts) -> Tensor:
     """Launch the kernels of few tokens."""
-    weights = _stored(x.gate_up), _stored(x.down)
-    return multiply_few(x, _LOADER, weights, block_n=_BLOCK_N, num_stages=_NUM_STAGES)
+    return multiply_few(x, _LOADER, (_stored(x.gate_up), _stored(x.down)))
 
 
 def _stored(weight: Tensor) -> Stored:
     """Describe a weight to the kernels."""
-    block = min(_BLOCK_K, triton.next_power_of_2(weight.shape[-1]))
-    return Stored(numbers=weight, scales=None, form=(block,), few_block=block, few_shape=(block,))
+    block = min(_FEW_COLUMNS, triton.next_power_of_2(weight.shape[-1]))
+    few = FewTile(rows=8, columns=block, shape=(block,), num_stages=4)
+    return Stored(numbers=weight, scales=None, form=(block,), few=few)
 
 
 @triton.jit

@@ -52,8 +52,8 @@ class FusedExperts(Op):
     gate. Sums are float32.
 
     With scales, weights are FP8, INT8, INT4 or FP4, and dequantized as ``linear`` does it. Only the
-    implementation "triton_fp8" rounds anything else, where there is more than one token: tokens and
-    hidden activations, to FP8 with a scale for each row and 128 columns.
+    implementation "triton_fp8" rounds anything else, where there are more than four tokens: tokens
+    and hidden activations, to FP8 with a scale for each row and 128 columns.
 
     Args:
         x: [T, D] float; rows may lie any distance apart, one row is contiguous.

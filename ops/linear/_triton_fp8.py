@@ -35,6 +35,7 @@ MAX_ROUNDED_ROWS_OF_SEVERAL = 128
 # Few rows and columns are multiplied outside the tensor cores, which leaves more programs.
 _FEW_ROWS = 4
 _FEW_COLUMNS = 4096
+_FEW_DEPTH = 2048  # of several rounded rows
 # With more rows, programs have few columns, and their warps share the depth.
 _PART_ROWS = 32
 _PART_DEPTH = 1024
@@ -125,8 +126,7 @@ def _tile(x: Linear) -> Tile:
     """
     (num_rows, depth), num_columns = x.x.shape, sum(x.sizes)
     if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS:
-        block_m = triton.next_power_of_2(num_rows)
-        return Tile(block_m=block_m, block_n=8, block_k=512, num_stages=4)
+        return _tile_of_few(num_rows, depth)
     if num_rows <= _PART_ROWS and num_columns <= _FEW_COLUMNS and depth >= _PART_DEPTH:
         return _tile_in_parts(num_rows, num_stages=3)
     # Weights that are widened take registers.
@@ -136,11 +136,26 @@ def _tile(x: Linear) -> Tile:
 def _rounding_tile(x: Linear) -> Tile:
     """Choose the tile where x is rounded."""
     (num_rows, depth), num_columns = x.x.shape, sum(x.sizes)
-    if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS and depth < _PART_DEPTH:
-        return _tile(x)
+    is_shallow = num_rows == 1 or depth <= _FEW_DEPTH
+    if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS and is_shallow:
+        return _tile_of_few(num_rows, depth)
     if num_rows <= _PART_ROWS and num_columns <= _FEW_COLUMNS and depth >= _PART_DEPTH:
         return _tile_in_parts(num_rows, num_stages=4)
     return _tile_of_columns(num_rows, most_stages=4, most_warps=4)
+
+
+def _tile_of_few(num_rows: int, depth: int) -> Tile:
+    """Choose the tile of few rows and columns, whose loads are on their way at once in registers.
+
+    ``block_k`` is a multiple of 128, as ``rounded_row`` wants it.
+    """
+    return Tile(
+        block_m=triton.next_power_of_2(num_rows),
+        block_n=4,
+        block_k=1024 if depth > _FEW_DEPTH else max(BLOCK, triton.next_power_of_2(depth)),
+        num_stages=1,
+        num_warps=2 if depth <= 512 else 4,
+    )
 
 
 def _tile_in_parts(num_rows: int, num_stages: int) -> Tile:
