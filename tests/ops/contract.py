@@ -45,27 +45,32 @@ def rows_apart(x: Tensor) -> Tensor:
     return torch.cat([x, torch.full_like(x, torch.nan)], 1)[:, : x.shape[1]]
 
 
-def assert_within_budget(actual: Tensor, exact: Tensor, reference: Tensor) -> None:
+def assert_within_budget(
+    actual: Tensor, exact: Tensor, reference: Tensor, *, factor: int = 2
+) -> None:
     """The error against float64 is at most twice the reference's own, plus one rounding.
 
     Args:
         actual: what the implementation gave.
         exact: the reference run in float64.
         reference: the reference run in the implementation's dtype.
+        factor: instead of two, where a library sums and its order is not ours to choose.
     """
     assert actual.shape == exact.shape, f"shape {list(actual.shape)} != {list(exact.shape)}"
     assert actual.isfinite().all(), "the result is not finite"
     error = (actual.double() - exact).abs().max().item() if actual.numel() else 0.0
     allowed = (reference.double() - exact).abs().max().item() if actual.numel() else 0.0
     scale = exact.abs().max().item() if actual.numel() else 0.0
-    budget = 2 * allowed + torch.finfo(actual.dtype).eps * scale
+    budget = factor * allowed + torch.finfo(actual.dtype).eps * scale
     assert error <= budget, f"error {error:.3e} is over the budget {budget:.3e}"
 
 
-def assert_draws_within_budget(draws: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+def assert_draws_within_budget(
+    draws: Sequence[tuple[Tensor, Tensor, Tensor]], *, factor: int = 2
+) -> None:
     """The same of several draws of one case, as if they were one: in a single one the largest error
     of either may be far from what it is in others."""
-    assert_within_budget(*map(torch.cat, zip(*draws, strict=True)))
+    assert_within_budget(*map(torch.cat, zip(*draws, strict=True)), factor=factor)
 
 
 def impls_on(

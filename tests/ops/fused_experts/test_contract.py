@@ -174,7 +174,7 @@ BLOCKS = Case(num_tokens=20, num_experts=6, dim=300, width=330)
 
 def is_rounded(impl: str, case: Case) -> bool:
     """Whether an implementation rounds tokens, and hidden activations, to 8 bits."""
-    return impl == "triton_fp8" and case.num_tokens > 1
+    return impl == "triton_fp8" and case.num_tokens > 4
 
 
 @pytest.mark.parametrize("name", [*CASES, "blocks"])
@@ -188,8 +188,8 @@ def test_fp8_matches_the_exact_result(fp8_impl: str, name: str) -> None:
         exact = exact_of(inputs, scales, case.options(), rounds=rounds)
         options = {**case.options(), "rounds": rounds}
         draws.append((out, exact, expected_of(inputs, **scales, **options)))
-    if not rounds:
-        assert_draws_within_budget(draws)
+    if not rounds:  # MKL sums few rows in one chain, and the reference's one in many
+        assert_draws_within_budget(draws, factor=4 if fp8_impl == "torch" else 2)
         return
     for out, exact, _ in draws:  # of float32: a hidden activation may lie between two numbers
         assert_near(out, exact)
