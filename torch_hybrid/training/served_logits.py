@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.training.linear import linear
 from torch_hybrid.training.linear_cross_entropy import LossHead
 
 if TYPE_CHECKING:
@@ -312,8 +313,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if head is None:
         return grad, None, *others
     needs_hidden, needs_head = ctx.needs_input_grad[:2]
-    dhidden = grad @ head if needs_hidden else None
-    dhead = grad.flatten(0, -2).T @ hidden.flatten(0, -2) if needs_head else None
+    dhidden = linear(grad, head.T) if needs_hidden else None
+    dhead = linear(grad.flatten(0, -2).T, hidden.flatten(0, -2).T) if needs_head else None
     return dhidden, dhead, *others
 
 
