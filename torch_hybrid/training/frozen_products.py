@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.formats import block_scales
+from torch_hybrid.ops.native.matrix_product import multiply
 
 
 def dequantized(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -39,7 +40,10 @@ def frozen_product(
 ) -> Tensor:
     """Multiply x [..., K] by weight [N, K], or if ``of_output`` x [..., N] by its transpose."""
     worth = dequantized(weight, scales, zeros, x.dtype)
-    return x @ (worth if of_output else worth.T)
+    factor = worth if of_output else worth.T
+    rows = x.reshape(-1, x.shape[-1])
+    out = multiply(rows, factor, x.new_empty(len(rows), factor.shape[1]))
+    return out.view(*x.shape[:-1], factor.shape[1])
 
 
 @frozen_product.register_fake
