@@ -61,6 +61,24 @@ def test_a_copy_trains_as_the_model():
         assert torch.equal(loss_of(made), loss)
 
 
+def test_a_copy_of_a_compiled_model_computes_by_its_own_weights():
+    twin = make_twin()
+    twin.compile(backend="eager")
+    for made in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+        with torch.no_grad():
+            made.lm_head.weight.zero_()
+        torch.testing.assert_close(loss_of(made), torch.tensor(199.0).log())
+
+
+def test_rows_of_one_token_and_a_resized_head_make_no_logits():
+    twin = make_twin()
+    twin.resize_token_embeddings(210)
+    rows = torch.tensor([[205], [9]])
+    made = twin(rows, labels=rows, num_items_in_batch=torch.tensor(1))
+    assert made.logits is None
+    assert made.loss == 0
+
+
 def test_an_optimizer_made_before_trains_the_twin():
     model = make_model("qwen3_next_dense", num_hidden_layers=2).requires_grad_().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -74,6 +92,7 @@ def test_an_optimizer_made_before_trains_the_twin():
 def test_a_saved_twin_is_a_model_of_transformers(tmp_path: Path):
     theirs, twin = make_pair()
     twin.save_pretrained(tmp_path)
+    assert type(type(twin).from_pretrained(tmp_path)) is type(theirs)
     loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is type(theirs)
     row = make_rows([20])[0]

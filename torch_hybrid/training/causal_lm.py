@@ -20,7 +20,7 @@ from torch_hybrid.packing import Packing
 from torch_hybrid.sampling.logprobs import token_logprobs
 from torch_hybrid.training.boundaries import named, packing_of
 from torch_hybrid.training.decoder import asks_for_a_cache, check_says_nothing, keeps_a_cache
-from torch_hybrid.training.linear_cross_entropy import LossHead, summed_loss
+from torch_hybrid.training.linear_cross_entropy import LossHead, is_plain, summed_loss
 from torch_hybrid.training.published_names import with_names_of
 from torch_hybrid.training.served_logits import ServedLogits, served_logits
 
@@ -86,6 +86,13 @@ class CausalLM(nn.Module):
     def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
         """Load weights by their names in the model, or by those that ``save_pretrained`` writes."""
         return super().load_state_dict(with_names_of(self, state_dict), *args, **options)
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Set the output head, as ``resize_token_embeddings`` does, whose loss is by chunks too."""
+        if is_plain(new_embeddings):
+            new_embeddings.__class__ = LossHead
+        model: Any = super()
+        model.set_output_embeddings(new_embeddings)
 
     @property
     def z_loss(self) -> float:

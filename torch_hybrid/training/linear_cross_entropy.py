@@ -35,12 +35,17 @@ class LossHead(nn.Linear):
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         is_recording = torch.is_grad_enabled()
         return linear_cross_entropy_forward(
-            *(hidden.flatten(0, -2), weight, targets.flatten()),
+            *(hidden.flatten(0, -2), weight, targets.contiguous().flatten()),
             of_hidden=is_recording and hidden.requires_grad,
             of_weight=is_recording and weight.requires_grad,
             softcap=softcap,
             impl=first_impl("linear_cross_entropy_forward", hidden.device, hidden.dtype),
         )[0]
+
+
+def is_plain(head: nn.Module) -> bool:
+    """Tell whether an output head is one that may become a ``LossHead``."""
+    return type(head) is nn.Linear and head.bias is None
 
 
 def summed_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def make_trainable(
         refuse_to_merge,
     )
     from torch_hybrid.training.linear import OWN_DTYPES, OwnLinear
-    from torch_hybrid.training.linear_cross_entropy import LossHead
+    from torch_hybrid.training.linear_cross_entropy import LossHead, is_plain
     from torch_hybrid.training.mixers import TWINS, Twin
 
     if not isinstance(model, nn.Module):
@@ -140,7 +140,7 @@ def make_trainable(
             ours = causal_lm_of(children)
             kinds[module] = in_front(ours, theirs)
             # Others are of PEFT, whose adapters add to logits.
-            if type(head) is nn.Linear and head.bias is None and head not in frozen:
+            if is_plain(head) and head not in frozen:
                 kinds[head] = LossHead
         elif type(module) is nn.Linear and has_own_products:
             kinds.setdefault(module, OwnLinear)
@@ -231,20 +231,32 @@ def in_front(ours: Any, theirs: Any) -> Any:
     """Make a class under the name of ``theirs`` whose forward is that of ``ours``.
 
     Trainers read the arguments of a model from the signature of its forward. Modules are pickled
-    as ``ours`` and ``theirs``, since the class has no name of its own.
+    as ``ours`` and ``theirs``, since the class has no name of its own. What the class makes anew,
+    as in ``type(model).from_pretrained``, is of ``theirs``: its parts are.
     """
+
+    @wraps(theirs.__init__)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        self.__class__ = theirs
+        theirs.__init__(self, *args, **options)
 
     @wraps(theirs.forward)
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         return ours.forward(self, *args, **options)
 
     def reduce(self: Any) -> tuple[Any, ...]:
-        return _new_in_front, (ours, theirs), self.__dict__
+        # Without a compiled call, which is of this module and none of a copy.
+        return _new_in_front, (ours, theirs), self.__getstate__()
 
     return type(
         theirs.__name__,
         (ours, theirs),
-        {"__module__": theirs.__module__, "forward": forward, "__reduce__": reduce},
+        {
+            "__module__": theirs.__module__,
+            "__init__": init,
+            "forward": forward,
+            "__reduce__": reduce,
+        },
     )
 
 
