@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from torch_hybrid.ops.causal_conv1d.training import causal_conv1d_forward
 from torch_hybrid.ops.core.autograd import check_no_tangents
+from torch_hybrid.ops.core.recurrence import check_rows
 from torch_hybrid.ops.core.registration import (
     check_dtypes,
     check_groups,
@@ -204,9 +205,10 @@ def ssd(
     check_shapes({"dt": (dt, [num_tokens, num_heads]), **heads, **rows})
     check_dtypes({"B": (B, x.dtype), "C": (C, x.dtype)})
     check_groups("x must have", num_heads, B.shape[1], "groups of B")
+    check_rows(x=x, B=B, C=C)
     work = torch.promote_types(x.dtype, torch.float32)
     step = dt.to(work) if dt_bias is None else dt.to(work) + dt_bias.to(work)
-    step = _softplus(step).clamp(*dt_limit)
+    step = _softplus(step).clamp(*dt_limit).contiguous()
     y, final_state = ssd_forward(
         *(C, B, x, step * A.to(work), step, None if D is None else D.to(work)),
         *(_offsets(packing, x), initial_state),
@@ -349,7 +351,8 @@ def mlstm(
     work, v_dim = torch.promote_types(v.dtype, torch.float32), v.shape[-1]
     ones = (v_dim // 16 + 1) * 16 - v_dim  # of which one is read; the others align rows
     read, final_state = ssd_forward(
-        *(q, k, pad(v, (0, ones), value=1.0), -_softplus(-f.to(work)), i.to(work).exp(), None),
+        *(q, k, pad(v, (0, ones), value=1.0)),
+        *(-_softplus(-f.to(work).contiguous()), i.to(work).contiguous().exp(), None),
         *(_offsets(packing, q), initial_state),
         scale=k.shape[-1] ** -0.5 if scale is None else scale,
         output_final_state=output_final_state,

@@ -64,7 +64,7 @@ from torch_hybrid.ops.core.capability import (
     Implementation,
 )
 from torch_hybrid.ops.core.docs import complete_doc
-from torch_hybrid.ops.core.recurrence import has_dense_rows
+from torch_hybrid.ops.core.recurrence import fail_rows, has_dense_rows
 from torch_hybrid.ops.core.registration import (
     LAUNCHERS,
     check_contiguous,
@@ -829,10 +829,6 @@ def _fail_option(name: str, option: int, values: Sequence[int]) -> None:
     raise ValueError(f"{name} must be one of {list(values)}, got {option}")
 
 
-def _fail_rows(name: str, x: Tensor) -> None:
-    raise ValueError(f"{name} must have contiguous rows, got strides {list(x.stride())}")
-
-
 def _fail_last_dim(name: str, x: Tensor) -> None:
     raise ValueError(f"{name} must have a contiguous last dim, got {x.stride()}")
 
@@ -853,6 +849,6 @@ _SCOPE: dict[str, Any] = {
     "fail_floats": _fail_floats,
     "fail_dtype": _fail_dtype,
     "fail_option": _fail_option,
-    "fail_rows": _fail_rows,
+    "fail_rows": fail_rows,
     "fail_last_dim": _fail_last_dim,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -40,3 +41,15 @@ def has_dense_rows(tensor: Tensor, apart: int = 1) -> bool:
             return False
         dense *= size
     return True
+
+
+def check_rows(**tensors: Tensor) -> None:
+    """Raise ValueError for the first tensor whose rows are not dense."""
+    for name, tensor in tensors.items():
+        if not has_dense_rows(tensor):
+            fail_rows(name, tensor)
+
+
+def fail_rows(name: str, x: Tensor) -> NoReturn:
+    """Raise the ValueError for a tensor whose rows are not dense."""
+    raise ValueError(f"{name} must have contiguous rows, got strides {list(x.stride())}")

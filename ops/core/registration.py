@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import index
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -110,9 +111,16 @@ def load_traced(op: str, impl: str) -> bool:
     return True
 
 
-@_constant
 def first_impl(op: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> str:
-    """Find the first implementation of an op that serves and needs no plan, "torch" at last."""
+    """Find the first implementation of an op that serves and needs no plan, "torch" at last.
+
+    A graph is of these sizes alone, also one that ``dynamic=True`` asks for.
+    """
+    return _first_impl(op, device, dtype, **{name: index(size) for name, size in sizes.items()})
+
+
+@_constant
+def _first_impl(op: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> str:
     need = Need(device=device, dtype=dtype, sizes=sizes)
     names = (
         name

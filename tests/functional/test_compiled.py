@@ -89,3 +89,15 @@ def test_other_numbers_of_tokens_share_a_graph() -> None:
         xs = [x.requires_grad_() for x in rule.inputs((num_tokens,))[:5]]
         with torch.compiler.set_stance("fail_on_recompile" if n > 1 else "default"):
             torch.autograd.grad(compiled(*xs), xs)
+
+
+@pytest.mark.parametrize("name", ["gated", "ssd", "mlstm", "selective_scan"])
+def test_sizes_may_be_symbols_from_the_first_graph_on(name: str) -> None:
+    """What is computed before an op may come in any layout."""
+    torch._dynamo.reset()
+    of = RECURRENCES[name]
+    xs = of.inputs((9,))[:-1]
+    if of.op == "ssd":
+        xs = [x.T.contiguous().T if x.ndim == 2 else x for x in xs]
+    compiled = torch.compile(of.function, fullgraph=True, dynamic=True, backend="eager")
+    assert_same_bits(compiled(*xs)[0], of.function(*xs)[0])

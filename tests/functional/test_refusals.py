@@ -131,6 +131,10 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
         bad("ssd", 4, Tensor.double),
         "C must have dtype torch.float32, got torch.float64",
     ),
+    "layout of ssd": (
+        bad("ssd", 3, lambda B: B.mT.contiguous().mT),
+        "B must have contiguous rows, got strides [32, 1, 2]",
+    ),
     "states of ssd": (
         bad("ssd", 7, lambda s: s[:0]),
         "initial_state must have shape [1, 6, 24, 16], got [0, 6, 24, 16]",
