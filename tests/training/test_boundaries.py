@@ -257,6 +257,8 @@ def test_contradictions_are_refused_in_a_graph(case: str):
         plan_compiled({"input_ids": torch.ones(2, 6, dtype=torch.long), **said})
 
 
-def test_a_path_is_no_model():
+def test_a_path_is_no_model_nor_is_what_holds_one(twin: Any):
     with pytest.raises(ValueError, match="in memory, got str"):
         th.make_trainable("a/path")
+    with pytest.raises(ValueError, match="transformers or PEFT in memory, got Sequential"):
+        th.make_trainable(torch.nn.Sequential(twin))

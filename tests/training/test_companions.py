@@ -389,3 +389,9 @@ def test_other_models_are_refused_by_name():
         th.UnsupportedError, match=r"Qwen3ForCausalLM has no mixer .*Qwen3NextGated"
     ):
         th.make_trainable(make_model("qwen3"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next_dense", "kimi_linear", "mamba2"])
+def test_other_activations_are_refused_by_name(family: str):
+    with pytest.raises(ValueError, match=r"activation must be one of .*'silu'.*, got 'gelu'"):
+        loss_of(make_twin(family, hidden_act="gelu"))

@@ -69,13 +69,15 @@ def make_trainable(
         ``model``.
 
     Raises:
-        ValueError: ``model`` is no module; or the checkpoint has no head, or one of another model.
+        ValueError: ``model`` is neither; or the checkpoint has no head, or one of another model.
         UnsupportedError: the model has no mixer that is trained here, or the forward of one of its
             modules was replaced; or its weights are quantized and no frozen base under PEFT. Such a
             base is in block-FP8, or in a format of torchao or bitsandbytes. Or ``mtp`` is given for
             a model of PEFT, one with images, or one whose heads are not known here; or
             ``batch_invariant`` is for one that has no output head of its own.
     """
+    from transformers import PreTrainedConfig
+
     from torch_hybrid.ops.native.matrix_product import is_faster
     from torch_hybrid.training.causal_lm import (
         CausalLM,
@@ -99,7 +101,7 @@ def make_trainable(
     from torch_hybrid.training.linear_cross_entropy import LossHead, is_plain
     from torch_hybrid.training.mixers import TWINS, Twin
 
-    if not isinstance(model, nn.Module):
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         came = type(model).__name__
         raise ValueError(f"model must be one of transformers or PEFT in memory, got {came}")
     if mtp is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class Projected(NamedTuple):
 class DeltaRule(Twin):
     """Mixer of a delta rule; subclasses know how their families project tokens."""
 
+    activation: Literal["silu"]
     conv1d: nn.Conv1d
 
     def packed(self, x: Tensor, packing: Packing) -> Tensor:
@@ -76,7 +77,7 @@ class GatedDeltaNet(DeltaRule):
 
     def mix(self, x: Projected, packing: Packing) -> Tensor:
         widths = [self.key_dim, self.key_dim, self.value_dim]
-        q, k, v = convolved(self.conv1d, x.qkv, packing, "silu").split(widths, -1)
+        q, k, v = convolved(self.conv1d, x.qkv, packing, self.activation).split(widths, -1)
         q, k = (by_head(each, self.head_k_dim) for each in (q, k))
         v = by_head(v, self.head_v_dim)
         g, beta = x.g.to(work_dtype(v)), x.beta.to(work_dtype(v))
@@ -148,7 +149,7 @@ class KimiDeltaAttention(DeltaRule):
         return self.g_proj(x)
 
     def mix(self, x: Projected, packing: Packing) -> Tensor:
-        qkv = convolved(self.conv1d, x.qkv, packing, "silu")
+        qkv = convolved(self.conv1d, x.qkv, packing, self.activation)
         q, k, v = (by_head(y, self.head_dim) for y in qkv.split(self.qkv_dim, -1))
         g, beta = x.g.to(work_dtype(v)), x.beta.to(work_dtype(v))
         o, _ = kimi_delta_attention(
