@@ -94,12 +94,15 @@ def test_layers_compile_one_by_one_into_a_graph_of_each_kind():
     assert counters["stats"]["unique_graphs"] == len(kinds)
 
 
-def test_router_logits_in_a_graph():
-    twin = make_twin("qwen3_next", output_router_logits=True)
+@pytest.mark.parametrize("asked", ["router_logits", "hidden_states"])
+def test_what_layers_hand_out_in_a_graph(asked: str):
+    twin = make_twin("qwen3_next", **{f"output_{asked}": True})
     sent = flattened(make_rows([20, 9]))
-    made = torch.compile(twin, fullgraph=True, backend="aot_eager")(**sent)
-    torch.testing.assert_close(made.loss, twin(**sent).loss)
-    assert made.aux_loss > 0
+    backend = "aot_eager" if asked == "router_logits" else "eager"
+    made, plain = torch.compile(twin, fullgraph=True, backend=backend)(**sent), twin(**sent)
+    torch.testing.assert_close(made.loss, plain.loss)
+    torch.testing.assert_close(made[asked], plain[asked])
+    assert ("aux_loss" in made) == (asked == "router_logits")
 
 
 @pytest.mark.slow

@@ -288,12 +288,13 @@ def _check_weights(model: Any) -> None:
 
 
 def _install_capturing_hooks(decoder: Any) -> None:
-    """Install now the hooks by which transformers collects router logits, if its config asks.
+    """Install now the hooks by which transformers collects what layers make, if its config asks.
 
     It would do so in the first call, where a graph cannot have it. Layers with these hooks are not
     compiled one by one, so other models go without.
     """
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-    if decoder.config.to_dict().get("output_router_logits"):
+    config = decoder.config.to_dict()
+    if config.get("output_router_logits") or config.get("output_hidden_states"):
         maybe_install_capturing_hooks(decoder)
