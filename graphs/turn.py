@@ -35,6 +35,17 @@ class Turn:
         self._call: str | None = None  # call in progress, on the thread that holds the lock
         self._posted: deque[Callable[[], object]] = deque()
 
+    def __reduce__(self) -> str:
+        """Refuse to copy or pickle a runner, or an engine on it, of which a turn is a part.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a runner, or an engine on one, holds pools and locks of its process and cannot be "
+            "copied or pickled: copy or pickle its model, and make another runner of that"
+        )
+
     def run(self, name: str, call: Callable[[], ResultT]) -> ResultT:
         """Run a call, and actions posted before its end, each in an ``isolated`` context.
 

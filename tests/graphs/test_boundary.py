@@ -1,5 +1,8 @@
 """What is no model, no backends, no tokens is named, with what came; what means tokens is taken."""
 
+import copy
+import pickle
+
 import numpy
 import pytest
 import torch
@@ -34,6 +37,14 @@ def test_refuses_a_model_that_was_not_adapted():
         th.Runner(make_model("qwen3"), **SIZES)
     with pytest.raises(TypeError, match=r"th.from_pretrained or th.adapt, got str"):
         th.Runner("path", **SIZES)
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("make", [lambda runner: runner, th.Engine])
+def test_a_runner_says_that_its_model_is_what_can_be_copied(model, take, make):
+    with pytest.raises(TypeError, match="copy or pickle its model, and make another runner"):
+        take(make(th.Runner(model, **SIZES)))
+    take(model)
 
 
 @pytest.mark.parametrize(
