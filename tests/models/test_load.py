@@ -22,7 +22,7 @@ import torch_hybrid as th
 from tests.models.changes_of_file import walk_through_loading
 from tests.models.oracle import ask, assert_serves, make_texts
 from tests.models.oracle import whole as whole_texts
-from tests.tiny_models import LINEAR, MROPE, SIZES, VOCAB_SIZE, make_model, randomize
+from tests.tiny_models import FEWEST_LAYERS, LINEAR, MROPE, SIZES, VOCAB_SIZE, make_model, randomize
 from torch_hybrid.models.families import FAMILIES, NOT_SERVED
 from torch_hybrid.models.transformers_hooks import ATTENTION_NAME, register_attention
 
@@ -212,6 +212,23 @@ def test_adapt_refuses_what_is_no_causal_language_model():
     th.adapt(model)
     with pytest.raises(ValueError, match="was adapted before"):
         th.adapt(model)
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ([1], r"model\.layers must have the 2 layers of its config, got 1"),
+        ([1, 0], r"must have a linear_attn, as the model's config says, got \['self_attn', "),
+    ],
+)
+def test_adapt_refuses_other_layers_than_the_config_says(kept: list[int], message: str):
+    model = make_model("qwen3_5", **FEWEST_LAYERS["qwen3_5"])
+    layers = model.model.layers
+    model.model.layers = torch.nn.ModuleList([layers[number] for number in kept])
+    with pytest.raises(ValueError, match=message):
+        th.adapt(model)
+    model.model.layers = layers
+    th.adapt(model)  # nothing was changed
 
 
 def qwen3_5_of_two() -> tuple[Any, str]:

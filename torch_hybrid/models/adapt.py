@@ -53,7 +53,8 @@ def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
         UnsupportedError: the model type, or a field of its config, is not known here; an adapter
             cannot be merged; a module whose weights are taken is quantized, wrapped or hooked; or
             ``vision`` is asked of a model without a tower that is served.
-        ValueError: the model is no causal language model, was adapted before, or has NaN weights.
+        ValueError: the model is no causal language model, was adapted before, has other layers than
+            its config says, or NaN weights.
     """
     model = adapt_where_it_lies(hf_model, vision=vision)
     keep_weights(model)
@@ -134,6 +135,10 @@ def _check_taken_weights(hf_model: Any, architecture: Architecture) -> None:
     """Check every module that is swapped, or of which only the weights are taken."""
     family = architecture.family
     layers = f"{hf_model.base_model_prefix}.{family.hf_layers}"
+    expected = architecture.config.get_text_config().num_hidden_layers
+    found = len(hf_model.get_submodule(layers))
+    if found != expected:
+        raise ValueError(f"{layers} must have the {expected} layers of its config, got {found}")
     for layer_id, layer in enumerate(hf_model.get_submodule(layers)):
         for entry in architecture.table.layers[layer_id]:
             if entry.kind == LatentSpec.kind:
@@ -180,8 +185,13 @@ def _path_of(layer: nn.Module, attribute: str) -> str:
     """Find the mixer of this name in a decoder layer, or else in one of its children."""
     if attribute in layer._modules:
         return attribute
-    holders = (name for name, child in layer.named_children() if attribute in child._modules)
-    return f"{next(holders)}.{attribute}"
+    holders = [name for name, child in layer.named_children() if attribute in child._modules]
+    if not holders:
+        raise ValueError(
+            f"a {type(layer).__name__} must have a {attribute}, as the model's config says, got "
+            f"{[*layer._modules]}"
+        )
+    return f"{holders[0]}.{attribute}"
 
 
 def _swap_experts(hf_model: nn.Module, family: Family) -> None:
