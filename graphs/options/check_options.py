@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from inspect import getattr_static
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,8 @@ KvTokens = int | Literal["auto"]
 
 def check_types(model: Any, backends: Any) -> None:
     """Raise TypeError unless ``model`` is adapted and ``backends`` is a ``Backends`` or None."""
-    if not isinstance(getattr(model, "table", None), LayerTable):
+    own = getattr_static(model, "table", None)  # a compiled model shows the one that it wraps
+    if not isinstance(own, LayerTable):
         raise TypeError(
             f"model must come from th.from_pretrained or th.adapt, got {type(model).__name__}"
         )

@@ -31,12 +31,14 @@ def test_refuses_options_of_another_kind(model, options, error, message):
         th.Runner(model, **SIZES, **options)
 
 
-def test_refuses_a_model_that_was_not_adapted():
+def test_refuses_a_model_that_was_not_adapted(model):
     expected = "model must come from th.from_pretrained or th.adapt, got Qwen3ForCausalLM"
     with pytest.raises(TypeError, match=expected):
         th.Runner(make_model("qwen3"), **SIZES)
     with pytest.raises(TypeError, match=r"th.from_pretrained or th.adapt, got str"):
         th.Runner("path", **SIZES)
+    with pytest.raises(TypeError, match=r"th.from_pretrained or th.adapt, got OptimizedModule"):
+        th.Runner(torch.compile(model), **SIZES)
 
 
 @pytest.mark.parametrize("take", [copy.deepcopy, pickle.dumps])
