@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 import torch_hybrid as th
 from tests.models import ring_checkpoint
@@ -180,6 +183,35 @@ def test_what_is_held_is_of_the_old_weights(folders: tuple[Path, Path], tmp_path
         assert second.tokens == expected.tokens != first.tokens
     (third,) = engine.generate([[*longer, 6]], greedy)
     assert third.num_cached_tokens == len(PROMPT)
+
+
+class Logger:
+    """What counts calls, and cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+
+    def hook(self, *_: object) -> None: ...
+
+
+def test_a_model_that_a_logger_listens_to():
+    trained = make_model("qwen3_next", seed=1, **FEWEST_LAYERS["qwen3_next"])
+    runner = th.Runner(th.adapt(make_model("qwen3_next", **FEWEST_LAYERS["qwen3_next"])), **SIZES)
+    for layer in trained.model.layers:
+        layer.register_forward_hook(Logger().hook)
+    runner.update_weights(trained)
+    assert torch.equal(logits(runner), logits(th.Runner(th.adapt(trained), **SIZES)))
+
+
+def test_a_wrapper_around_a_model_is_named():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    runner = th.Runner(th.adapt(make_model("qwen3_next")), **SIZES, max_adapters=1)
+    model = peft.get_peft_model(
+        make_model("qwen3_next"), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    for take in (runner.update_weights, partial(runner.load_adapter, "a")):
+        with pytest.raises(ValueError, match=r"of transformers, got <class .*AveragedModel"):
+            take(AveragedModel(model))
 
 
 def test_models_that_take_none(folders: tuple[Path, Path]):

@@ -17,7 +17,7 @@ from torch_hybrid.models.architecture import Architecture
 from torch_hybrid.models.families import architecture_of
 from torch_hybrid.models.family import Family
 from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.models.merge_adapters import merge_adapters
+from torch_hybrid.models.merge_adapters import check_of_transformers, merge_adapters
 from torch_hybrid.models.mtp import MtpHead, put_back, take_head
 from torch_hybrid.models.quantized import refuse_modules
 from torch_hybrid.models.ring_2_5.config import ARCHITECTURE as RING_2_5
@@ -74,11 +74,8 @@ def adapt_where_it_lies(hf_model: Any, *, vision: bool = False) -> HybridModel:
     if isinstance(hf_model, nn.Module):
         undo_make_trainable(hf_model)
         _stop_recording(hf_model)
+    check_of_transformers(hf_model)
     is_causal = any(name.endswith("ForCausalLM") for name in names)
-    if not is_causal and "GenerationMixin" not in names:
-        raise ValueError(
-            f"hf_model must be a causal language model of transformers, got {type(hf_model)}"
-        )
     trained = dict(hf_model.named_children()).get("mtp")
     head = trained if isinstance(trained, MtpHead) else None
     architecture = architecture_of(hf_model.config, mtp=head is not None)

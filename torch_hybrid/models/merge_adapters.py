@@ -14,6 +14,17 @@ from torch import nn
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.formats import block_scales
 
+_KINDS = {"GenerationMixin", "PeftModel", "PeftMixedModel"}
+
+
+def check_of_transformers(model: object) -> None:
+    """Raise ValueError unless a model is of transformers or peft, without a wrapper."""
+    names = [base.__name__ for base in type(model).__mro__]
+    if not any(name in _KINDS or name.endswith("ForCausalLM") for name in names):
+        raise ValueError(
+            f"hf_model must be a causal language model of transformers, got {type(model)}"
+        )
+
 
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Merge the active adapters of a model in place, as peft's ``merge_and_unload`` does.

@@ -21,6 +21,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.adapter_sites import Factors
 from torch_hybrid.models.adapter_places import Part, Places
 from torch_hybrid.models.low_rank import LowRank, check_rank, named, read_factors
+from torch_hybrid.models.merge_adapters import check_of_transformers
 from torch_hybrid.models.read_experts import take_experts
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -129,6 +130,7 @@ def _of_model(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"a model must have one active adapter, got {type(model).__name__} with "
             f"{sorted(active)}"
         )
+    check_of_transformers(model)
     [name] = active
     inner = model.base_model.model if isinstance(model, PeftModel) else model
     config = _checked(inner.peft_config[name].to_dict(), f"the adapter {name!r}")

@@ -17,6 +17,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host.surroundings import in_isolation
 from torch_hybrid.models.adapt import adapt_where_it_lies
 from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.models.merge_adapters import check_of_transformers
 from torch_hybrid.ops.formats.stored_weights import WITH_SCALES
 
 
@@ -27,6 +28,7 @@ def adapt_shared(model: Any) -> HybridModel:
     Raises:
         UnsupportedError, ValueError: as ``adapt``.
     """
+    check_of_transformers(model)  # before the copy, which a wrapper may not survive
     # PEFT merges an adapter into a base. A detached tensor would count writes as the model's.
     own = {
         id(w): w.data.clone() if ".base_layer." in name else w.data
@@ -36,8 +38,14 @@ def adapt_shared(model: Any) -> HybridModel:
 
 
 def with_weights(model: Any, weights: Mapping[int, Tensor]) -> Any:
-    """Copy a model, with these tensors for weights of such ids; others stay the model's own."""
-    taken = {id(old): old for _, old in named_weights(model)}
+    """Copy a model, with these tensors for weights of such ids; others stay the model's own.
+
+    Hooks are called as they are: those of a logger cannot be copied.
+    """
+    taken: dict[int, Any] = {id(old): old for _, old in named_weights(model)}
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            taken |= {id(hook): hook for hook in hooks.values()}
     for number, new in weights.items():
         is_parameter = isinstance(taken[number], nn.Parameter)
         taken[number] = nn.Parameter(new, requires_grad=False) if is_parameter else new
