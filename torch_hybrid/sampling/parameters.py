@@ -119,9 +119,12 @@ class Sampling:
         _check_float(self, "temperature", "finite and at least 0", lambda value: value >= 0)
         _check_float(self, "top_p", "within (0, 1]", lambda value: 0 < value <= 1)
         _check_float(self, "min_p", "within [0, 1]", lambda value: 0 <= value <= 1)
-        _check_float(self, "repetition_penalty", "finite and above 0", lambda value: value > 0)
-        _check_float(self, "presence_penalty", "finite", math.isfinite)
-        _check_float(self, "frequency_penalty", "finite", math.isfinite)
+        # Within these, logits stay finite.
+        _check_float(
+            self, "repetition_penalty", "within [1e-6, 1e6]", lambda value: 1e-6 <= value <= 1e6
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_float(self, name, "within [-1e6, 1e6]", lambda value: abs(value) <= 1e6)
         self._check_seed()
         self._check_ends()
         _set(self, "logit_bias", _checked_bias(self.logit_bias))
@@ -256,7 +259,7 @@ def _checked_bias(bias: Any) -> dict[int, float]:
         if isinstance(value, bool) or not isinstance(value, Real):
             raise _wrong_type("logit_bias", "a mapping from token id to a number", bias)
         _check("logit_bias", "made of token ids of at least 0", token, int(token) >= 0)
-        _check("logit_bias", "finite or -inf for each token", value, value < math.inf)
+        _check("logit_bias", "at most 1e6 for each token", value, value <= 1e6)
     return {int(token): float(value) for token, value in bias.items()}
 
 
