@@ -117,6 +117,24 @@ def test_random_steps(runner: Runner, eager: Runner):
     both(runner, eager, [step for step in steps if any(step)])
 
 
+def test_weights_that_are_no_longer_the_models_are_refused(runner: Runner, model: th.HybridModel):
+    """As after ``load_state_dict(..., assign=True)``, and after ``bfloat16()``."""
+    embedding = model.hf_model.get_input_embeddings()
+    weight, data = embedding.weight, embedding.weight.data
+
+    def check_refusal() -> None:
+        seqs = runner.new_sequences(1)
+        with pytest.raises(ValueError, match="was converted, or given other weights, since its"):
+            runner.extend(seqs, [[1, 2, 3]])
+        runner.free(seqs)
+
+    embedding.weight = torch.nn.Parameter(data, requires_grad=False)
+    check_refusal()
+    embedding.weight, weight.data = weight, data.bfloat16()
+    check_refusal()
+    weight.data = data
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
