@@ -4,8 +4,8 @@ A kernel has a C interface and includes no torch header: it compiles in seconds.
 It uses OpenMP, and must share torch's own runtime: two OpenMP runtimes in a process keep two
 thread pools that fight over the same cores. So ``-fopenmp`` is given to the compiler but not to
 the linker, and the ``GOMP_*`` symbols resolve against the library that torch has loaded.
-clang's kernels call libomp instead, and on Linux load only where LD_PRELOAD names that library: it
-then serves torch as well.
+clang's kernels call libomp instead, which torch has on macOS. On Linux they load only where
+LD_PRELOAD names that library: it then serves torch as well.
 A wheel for one platform brings kernels that are built already (wheel.py), for the kinds of CPU of
 targets.py: they are taken as long as they were built from the sources that lie here.
 """
@@ -32,6 +32,7 @@ from torch_hybrid.ops.native.targets import lacking, targets_here
 HEADERS = Path(__file__).parent
 PREBUILT = HEADERS / "prebuilt"  # libraries by key; a source tree and a pure wheel have none
 COMPILERS = ("g++", "c++", "clang++")
+_IS_MACOS = sys.platform == "darwin"
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -39,12 +40,15 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fvisibility=hidden",
+    *(["-Xclang"] if _IS_MACOS else []),  # Apple's driver refuses what its compiler takes
     "-fopenmp",
     "-Wno-psabi",
     # What is fused is written down (fma in halves.h): where a compiler may choose, a row has other
     # bits in another loop, and so in another batch.
     "-ffp-contract=off",
 )
+# Apple's linker has to be told that a symbol may be torch's.
+LINKED = ("-shared", *(["-undefined", "dynamic_lookup"] if _IS_MACOS else []))
 # Which instructions kernels may use, as the compiler's -march takes it: "x86-64-v3" is AVX2 alone.
 # By default all that this CPU has, as far as kernels that came built make use of it; "native" is
 # built here.
@@ -346,7 +350,7 @@ def _build(compiler: str, source: Path, library: Path, march: str | None = None)
         unit, built = Path(folder, "unit.o"), Path(folder, "unit.so")
         _run([compiler, *_flags(march), f"-I{HEADERS}", "-c", str(source), "-o", str(unit)])
         checked = [flag for flag in _flags(march) if flag.startswith("-fsanitize=")]
-        _run([compiler, *checked, "-shared", str(unit), "-o", str(built)])
+        _run([compiler, *checked, *LINKED, str(unit), "-o", str(built)])
         built.replace(library)
 
 

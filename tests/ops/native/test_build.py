@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import platform
 import subprocess
@@ -213,6 +214,25 @@ def test_clang_calls_an_openmp_that_torch_has_not(cache_folder: Path, tmp_path: 
     source.write_text('extern "C" int __kmpc_no();\nextern "C" int f() { return __kmpc_no(); }\n')
     with pytest.raises(BuildError, match=r"__kmpc_no.*install g\+\+, or name libomp.so in LD_PREL"):
         load_library("by_clang", source)
+
+
+def test_apples_clang_is_told_of_openmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its driver refuses -fopenmp, it has no omp.h, and its linker wants every symbol defined."""
+    compiler, commands = tmp_path / "compiler", tmp_path / "commands"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {commands}\nfor last; do :; done\n: > "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    spec = importlib.util.spec_from_file_location("build_on_macos", build.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    on_macos = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(on_macos)
+    on_macos.build_for("native", build.HEADERS / "probe.cpp", tmp_path / "probe.so")
+    compiled, linked = commands.read_text().splitlines()
+    assert "-Xclang -fopenmp" in compiled
+    assert "-undefined dynamic_lookup" in linked
+    assert "omp.h" not in (build.HEADERS / "probe.cpp").read_text()
 
 
 @needs_compiler
