@@ -41,13 +41,12 @@ std::vector<int64_t> by_slot(const Call& call) {
   return order;
 }
 
-// out = base + the sum of h[r] * b[r], of N vectors of which the last has n lanes.
+// out = base + the sum of h[r] * b[r], of N vectors of which the last has n lanes. The base comes
+// last: beside a large one, each product would be rounded to its digits.
 template <int N, typename T>
 TH_INLINE void add(const T* base, const float* h, int rank, const T* b, int64_t stride, T* out,
                    int n) {
-  f32x16 sums[N];
-#pragma GCC unroll 8
-  for (int i = 0; i < N; ++i) sums[i] = load(base + i * LANES, i + 1 < N ? LANES : n);
+  f32x16 sums[N] = {};
   for (int r = 0; r < rank; ++r, b += stride) {
     const f32x16 factor = splat(h[r]);
 #pragma GCC unroll 8
@@ -55,7 +54,10 @@ TH_INLINE void add(const T* base, const float* h, int rank, const T* b, int64_t 
       sums[i] = fma(factor, load(b + i * LANES, i + 1 < N ? LANES : n), sums[i]);
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < N; ++i) store(out + i * LANES, sums[i], i + 1 < N ? LANES : n);
+  for (int i = 0; i < N; ++i) {
+    const int lanes = i + 1 < N ? LANES : n;
+    store(out + i * LANES, load(base + i * LANES, lanes) + sums[i], lanes);
+  }
 }
 
 template <typename T>
