@@ -10,7 +10,7 @@ from torch_hybrid.ops.fused_experts._triton_few import multiply_few
 from torch_hybrid.ops.fused_experts._triton_loader import FewTile, Loader, Stored, unscaled
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 
-_FEW_COLUMNS = 256
+_FEW_COLUMNS = 256  # that a program reads at once, for few tokens
 
 
 def few_tokens(x: FusedExperts) -> Tensor:
