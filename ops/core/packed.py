@@ -16,7 +16,8 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.core.capability import Capability, Implementation
-from torch_hybrid.ops.core.declare import Cpp, Declaration, Op, define, pair_made, several_made
+from torch_hybrid.ops.core.declaration import Declaration
+from torch_hybrid.ops.core.declare import Cpp, Op, define, pair_made, several_made
 from torch_hybrid.ops.core.registration import same_or_first_impl
 from torch_hybrid.ops.core.state_bounds import check_offsets
 

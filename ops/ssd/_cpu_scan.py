@@ -6,7 +6,7 @@ go that way too.
 
 from pathlib import Path
 
-from torch_hybrid.ops.core.declare import cpp_launcher
+from torch_hybrid.ops.core.cpp_launcher import cpp_launcher
 from torch_hybrid.ops.ssd.op import Ssd
 
 recurrent_ssd, chunk_ssd, trained_chunk_ssd = (

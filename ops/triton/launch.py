@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_hybrid.ops.core.declare import Declaration, compile_function
+from torch_hybrid.ops.core.declaration import Declaration, compile_function
 from torch_hybrid.ops.triton.devices import launches_early
 
 _Arguments = Callable[..., dict[str, Any]]

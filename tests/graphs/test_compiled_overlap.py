@@ -18,7 +18,8 @@ from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, keep_order, without
 from torch_hybrid.graphs.passes.schedule import Stage
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.core.declare import Declaration, Op
+from torch_hybrid.ops.core.declaration import Declaration
+from torch_hybrid.ops.core.declare import Op
 
 pytestmark = pytest.mark.slow
 SIZES = {"max_seqs": 6, "max_tokens": 160, "kv_tokens": 800}

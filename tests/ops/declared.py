@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.ops.pages import offsets
-from torch_hybrid.ops.core.declare import Declaration, Op, Pool
+from torch_hybrid.ops.core.declaration import Declaration
+from torch_hybrid.ops.core.declare import Op, Pool
 
 Out = TypeVar("Out")
 _OF_IMPL = {"impl", "chunk_size", "planned"}

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.ops.registered import public_ops
-from torch_hybrid.ops.core.declare import DECLARED, Declaration, Op, Rows
+from torch_hybrid.ops.core.declaration import Declaration
+from torch_hybrid.ops.core.declare import DECLARED, Op, Rows
 
 Backward = TypeVar("Backward", bound=Op)
 OPS = public_ops()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.ops.declared import RecurrentInputs
 from torch_hybrid.ops.core.capability import Implementation
-from torch_hybrid.ops.core.declare import Declaration
+from torch_hybrid.ops.core.declaration import Declaration
 
 
 class Inputs(RecurrentInputs):

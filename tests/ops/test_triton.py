@@ -21,7 +21,8 @@ from tests.ops.registered import public_ops
 from tests.ops.triton_compile import Launch, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_shapes_fit
-from torch_hybrid.ops.core.declare import DECLARED, Declaration, Pool
+from torch_hybrid.ops.core.declaration import Declaration
+from torch_hybrid.ops.core.declare import DECLARED, Pool
 
 OPS = Path(__file__).parent
 BF16 = torch.bfloat16

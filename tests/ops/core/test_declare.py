@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.errors import error_text
-from torch_hybrid.ops.core import declare
+from torch_hybrid.ops.core import cpp_launcher
 from torch_hybrid.ops.core.capability import NO_FEATURES, Capability, Implementation
+from torch_hybrid.ops.core.declaration import Declaration
 from torch_hybrid.ops.core.declare import (
     MUTATED,
     NO_DEFAULT,
     NOTHING,
     TRACED,
-    Declaration,
     Dense,
     Index,
     Op,
@@ -32,7 +32,6 @@ from torch_hybrid.ops.core.declare import (
     Rows,
     StatefulOp,
     Strided,
-    cpp_launcher,
     define,
     like,
     made,
@@ -303,8 +302,8 @@ def test_heads_may_lie_apart_and_sizes_be_of_a_later_field(changes: dict[str, Te
 
 def test_the_call_of_a_cpp_kernel(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(declare, "kernel", lambda *_, **__: lambda *call: [calls.append(call)])
-    launch = cpp_launcher(
+    monkeypatch.setattr(cpp_launcher, "kernel", lambda *_, **__: lambda *call: [calls.append(call)])
+    launch = cpp_launcher.cpp_launcher(
         DeclaredHeads,
         Path(),
         sizes="T=num_tokens H=num_heads D//H=head_dim",
@@ -323,7 +322,7 @@ def test_the_call_of_a_cpp_kernel(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_cpp_kernel_takes_no_more_than_there_is():
     with pytest.raises(TypeError, match=r"no\.cpp takes head_size, which no"):
-        cpp_launcher(DeclaredHeads, Path("no.cpp"), integers="head_size", out="x")
+        cpp_launcher.cpp_launcher(DeclaredHeads, Path("no.cpp"), integers="head_size", out="x")
 
 
 @dataclass(slots=True)

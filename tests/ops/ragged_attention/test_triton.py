@@ -20,7 +20,7 @@ from tests.ops.triton_compile import (
 )
 from tests.ops.triton_interpreter import interprets
 from tests.ops.triton_resources import assert_all_fit, resources_at, resources_of
-from torch_hybrid.ops.core.declare import Declaration
+from torch_hybrid.ops.core.declaration import Declaration
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse, reference
 from torch_hybrid.ops.ragged_attention.op import RaggedAttentionWithLse
 from torch_hybrid.ops.triton.devices import gluon_missing
