@@ -18,7 +18,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "aligned_floats.h"
@@ -121,7 +120,7 @@ void walk_channels(const Call& call, int64_t num_heads, int64_t head_dim) {
 template <typename T, typename Call>
 void clear_padding(const Call& call, T* rows, int64_t size) {
   const int64_t end = call.cu_seqlens[call.num_seqs];
-  std::memset(rows + end * size, 0, (call.num_tokens - end) * size * sizeof(T));
+  std::fill_n(rows + end * size, (call.num_tokens - end) * size, T());
 }
 
 }  // namespace th

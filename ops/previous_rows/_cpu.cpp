@@ -74,7 +74,7 @@ TH_EXPORT_CALL(previous_rows, previous::Call) {
 #pragma omp parallel for schedule(static) num_threads(int(call->num_threads)) \
     if (end * row > previous::MANY_BYTES)
   for (int64_t t = 1; t < end; ++t) std::memcpy(call->out + t * row, call->x + (t - 1) * row, row);
-  std::memset(call->out + end * row, 0, (call->num_tokens - end) * row);
+  std::fill_n(call->out + end * row, (call->num_tokens - end) * row, 0);
   // The slot of one sequence is no other's, so what one reads is written by none before it.
   for (int64_t n = 0; n < call->num_seqs; ++n) {
     const previous::Sequence sequence(*call, n);

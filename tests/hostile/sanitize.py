@@ -23,6 +23,7 @@ SUITES = (
     *(f"tests/ops/{family}" for family in FAMILIES),
     "tests/functional",
     "tests/hostile/test_indices.py",
+    "tests/ops/test_declared_op.py",
     "tests/host/test_surroundings.py",
     "-k",
     f"(cpp or hostile or state_copy or {TRAINED}) and not opcheck and not compile and not triton",

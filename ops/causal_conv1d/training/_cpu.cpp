@@ -169,8 +169,7 @@ void backward(const Sequence<T>& seq, Block& b) {
 template <typename T>
 void backward(const Call& call) {
   const int64_t end = call.cu_seqlens[call.num_seqs];
-  std::memset((T*)call.dx + end * call.channels, 0,
-              (call.num_tokens - end) * call.channels * sizeof(T));
+  std::fill_n((T*)call.dx + end * call.channels, (call.num_tokens - end) * call.channels, T());
 #pragma omp parallel num_threads(call.num_threads)
   {
     Block block;
