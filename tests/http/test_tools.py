@@ -134,6 +134,7 @@ def test_any_object(server):
         ({"structured_outputs": {"regex": "("}}, None, "the grammar (regex) is refused"),
         ({"structured_outputs": {"json": {"type": 3}}}, None, "(json_schema) is refused"),
         ({"structured_outputs": {"json": {"if": {}}}}, None, "(json_schema) is refused"),
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, None, "or recurses without end"),
         ({"tool_choice": "required"}, "tool_choice", "with tools 'required'"),
         ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice", "got 'some'"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "must be"),

@@ -112,8 +112,8 @@ class Compiler:
         from llguidance import LLMatcher, LLParserLimits
 
         source = _source(grammar)
-        if not TRIAL.passes(source):
-            raise _refusal(grammar, "it takes too long, as patterns do that must all hold")
+        if (fault := TRIAL.fault(source)) is not None:
+            raise _refusal(grammar, fault)
         limits = LLParserLimits(
             step_max_items=_STEP_ITEMS, precompute_large_lexemes=False, verbose_errors=False
         )

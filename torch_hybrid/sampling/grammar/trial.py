@@ -30,24 +30,27 @@ class Trial:
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def passes(self, source: str) -> bool:
-        """Tell whether a grammar, in the form of llguidance, compiles in ``MAX_SECONDS``."""
+    def fault(self, source: str) -> str | None:
+        """Tell what is wrong with a grammar, in the form of llguidance; None if nothing is.
+
+        A grammar that does not compile at all is left to who compiles it.
+        """
         if not self.is_needed:
-            return True
+            return None
         with self._lock:
             process = self._started()
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write(json.dumps(source).encode() + b"\n")
             process.stdin.flush()
-            if (
-                select.select([process.stdout], [], [], MAX_SECONDS)[0]
-                and process.stdout.readline()
+            if select.select([process.stdout], [], [], MAX_SECONDS)[0] and (
+                line := process.stdout.readline()
             ):
-                return True
+                told: str = json.loads(line)
+                return told or None
             process.kill()
             process.communicate()
-            return False
+            return "it takes too long, as patterns do that must all hold"
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -64,18 +67,22 @@ TRIAL = Trial()
 
 
 def serve() -> None:
-    """Compile each grammar of the standard input, and follow a text in it; answer with a line."""
+    """Compile each grammar of the standard input, and follow a text in it; answer with a fault."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     vocabulary = LLTokenizer("byte")
     limits = LLParserLimits(precompute_large_lexemes=False)
     for line in sys.stdin:
-        matcher = LLMatcher(vocabulary, json.loads(line), log_level=0, limits=limits)
+        matcher, fault = LLMatcher(vocabulary, json.loads(line), log_level=0, limits=limits), ""
+        compiles = not matcher.is_error()
         for _ in range(_NUM_BYTES):
             if matcher.is_stopped():
                 break
             matcher.consume_token(_first(matcher.compute_bitmask()))
-        print(flush=True)
+        if compiles and matcher.is_error():
+            error = matcher.get_error().partition("\n")[0]
+            fault = f"it has a place where nothing can follow, or recurses without end ({error})"
+        print(json.dumps(fault), flush=True)
 
 
 def _first(mask: bytes) -> int:
