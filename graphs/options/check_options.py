@@ -13,7 +13,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.stepping.model_choices import modules_of
 from torch_hybrid.layers.expert_parallel import TokensOfRank
 from torch_hybrid.ops.formats import fp8_kv
-from torch_hybrid.specs import KEPT_HIDDEN, LayerTable
+from torch_hybrid.specs import KEPT_HIDDEN, AttentionSpec, LatentSpec, LayerTable
 
 KvDtype = Literal["auto", "fp8"]
 KvTokens = int | Literal["auto"]
@@ -113,11 +113,12 @@ def kept_table(table: LayerTable, kv_dtype: KvDtype) -> LayerTable:
     """Make the layer table with keys, values and latents in FP8 if ``kv_dtype`` is "fp8".
 
     Raises:
-        UnsupportedError: no layer keeps any of them.
+        UnsupportedError: no layer can keep them so.
     """
     kept = table.keeping(fp8_kv.DTYPE if kv_dtype == "fp8" else None)
     if kv_dtype == "fp8" and kept == table:
         raise UnsupportedError(
-            "kv_dtype='fp8' is for keys, values and latents, and no layer of this model keeps some"
+            f"kv_dtype='fp8' needs {AttentionSpec.kind} or {LatentSpec.kind}, got layers of "
+            f"{', '.join(table.kinds)}"
         )
     return kept

@@ -204,7 +204,7 @@ kv_scales must be of the layers [1], got []
 kv_scales of layer 1 must have shape [2, 2], got [2]
 kv_scales of layer 1 must be positive, got [[0.0, 0.0], [0.0, 0.0]]
 kv_scales must be of the layers [], got [1]
-kv_dtype='fp8' is for keys, values and latents, and no layer of this model keeps some""",
+kv_dtype='fp8' needs paged_attention or latent_attention, got layers of lightning_attention""",
     )
     with pytest.raises(ValueError, match="at least one prompt"):
         th.kv_scales(model, [])
