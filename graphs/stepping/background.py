@@ -15,7 +15,6 @@ stay eager.
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -34,10 +33,10 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.compiling.compile import GraphRecord
 from torch_hybrid.graphs.compiling.forked import Forked, ForkedError, can_fork
-from torch_hybrid.graphs.compiling.signature import own_tensors
 from torch_hybrid.graphs.compiling.toolchain import check_cache, missing_tools
 from torch_hybrid.graphs.step import Inputs, Model, Variant
 from torch_hybrid.graphs.stepping.steps import Steps, be_alone, compiling
+from torch_hybrid.host.copies import copy_modules
 from torch_hybrid.host.progress import bar, tell
 from torch_hybrid.host.surroundings import isolated
 from torch_hybrid.ops.native.ahead import Builds
@@ -298,11 +297,7 @@ def _prepared(model: Model, store: StepStore) -> Iterator[None]:
 
 def _same_tensors(model: Model) -> Model:
     """Copy a model's modules but not its tensors: a trace takes layers out of the copy."""
-    if not isinstance(model, nn.Module):
-        return model
-    tensors = {id(t): t for module in model.modules() for _, t in own_tensors(module)}
-    copied: Model = copy.deepcopy(model, tensors)
-    return copied
+    return copy_modules(model, {}) if isinstance(model, nn.Module) else model
 
 
 def _in_one_line(error: Exception) -> str:

@@ -199,6 +199,7 @@ def test_a_model_that_a_logger_listens_to():
     runner = th.Runner(th.adapt(make_model("qwen3_next", **FEWEST_LAYERS["qwen3_next"])), **SIZES)
     for layer in trained.model.layers:
         layer.register_forward_hook(Logger().hook)
+        layer.loggers = {"own": Logger()}
     runner.update_weights(trained)
     assert torch.equal(logits(runner), logits(th.Runner(th.adapt(trained), **SIZES)))
 

@@ -6,7 +6,6 @@ scaled anew.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.host.copies import copy_modules
 from torch_hybrid.host.surroundings import in_isolation
 from torch_hybrid.models.adapt import adapt_where_it_lies
 from torch_hybrid.models.hybrid_model import HybridModel
@@ -38,18 +38,17 @@ def adapt_shared(model: Any) -> HybridModel:
 
 
 def with_weights(model: Any, weights: Mapping[int, Tensor]) -> Any:
-    """Copy a model, with these tensors for weights of such ids; others stay the model's own.
+    """Copy a model, with these tensors for weights of such ids; others stay the model's own."""
+    from transformers import PreTrainedConfig
 
-    Hooks are called as they are: those of a logger cannot be copied.
-    """
-    taken: dict[int, Any] = {id(old): old for _, old in named_weights(model)}
-    for module in model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-            taken |= {id(hook): hook for hook in hooks.values()}
-    for number, new in weights.items():
-        is_parameter = isinstance(taken[number], nn.Parameter)
-        taken[number] = nn.Parameter(new, requires_grad=False) if is_parameter else new
-    return copy.deepcopy(model, taken)
+    old = {id(weight): weight for _, weight in named_weights(model)}
+    instead = {
+        number: nn.Parameter(new, requires_grad=False)
+        if isinstance(old[number], nn.Parameter)
+        else new
+        for number, new in weights.items()
+    }
+    return copy_modules(model, instead, copied=(PreTrainedConfig,))
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
