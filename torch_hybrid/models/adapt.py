@@ -132,8 +132,7 @@ def _check_taken_weights(hf_model: Any, architecture: Architecture) -> None:
     """Check every module that is swapped, or of which only the weights are taken."""
     family = architecture.family
     layers = f"{hf_model.base_model_prefix}.{family.hf_layers}"
-    config = architecture.config.get_text_config()
-    expected = getattr(config, "num_blocks", config.num_hidden_layers)  # xLSTM has blocks
+    expected = getattr(architecture.config.get_text_config(), family.hf_num_layers)
     found = len(hf_model.get_submodule(layers))
     if found != expected:
         raise ValueError(f"{layers} must have the {expected} layers of its config, got {found}")

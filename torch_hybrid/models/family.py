@@ -75,6 +75,7 @@ class Family:
         vision: modalities of its tower; empty where it has none.
         mtp: place of the MTP head in checkpoints; None: no head is known.
         hf_layers: attribute of the headless model that has the decoder layers.
+        hf_num_layers: field of the config that counts them.
         hf_takes_masks: whether the model takes a mask for each type of layer.
         hf_step_argument: argument by which the model hands the step to its layers.
         hf_layer_step_arguments: arguments by which a decoder layer gets the step, and hands it to
@@ -90,6 +91,7 @@ class Family:
     vision: tuple[Modality, ...] = ()
     mtp: MtpLayout | None = None
     hf_layers: str = "layers"
+    hf_num_layers: str = "num_hidden_layers"
     hf_takes_masks: bool = True
     hf_step_argument: str = "step"
     hf_layer_step_arguments: tuple[str, ...] = ("step",)

@@ -85,7 +85,7 @@ class XlstmFamily(Family):
     swaps: ClassVar = {"mlstm": Swap(attribute="mlstm_layer", make=_mixer)}
     hf_takes_masks = False
     hf_taken_modules = (".ffn",)
-    hf_layers = "blocks"
+    hf_layers, hf_num_layers = "blocks", "num_blocks"
     hf_kernel_fields = ("chunkwise_kernel", "sequence_kernel", "step_kernel")
 
     def specs(self, config: Any) -> list[MlstmSpec]:
