@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import warnings
 from collections.abc import Callable
@@ -344,6 +345,16 @@ def test_a_text_model_warns_of_nothing(checkpoint: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         th.from_pretrained(checkpoint)
+
+
+@pytest.mark.parametrize("family", ["glm5_next", "inkling", "inkling2"])
+def test_a_model_of_a_class_that_transformers_lacks_is_pickled(family: str, tmp_path: Path):
+    make_model(family, **FEWEST_LAYERS[family]).save_pretrained(tmp_path)
+    model = th.from_pretrained(tmp_path)
+    made = pickle.loads(pickle.dumps(model))
+    assert type(made.hf_model) is type(model.hf_model)
+    for ours, theirs in zip(made.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_the_models_own_generate_says_what_to_use():

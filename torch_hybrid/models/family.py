@@ -127,6 +127,23 @@ class Family:
         return None
 
 
+class TextModel:
+    """Base of a ``text_class`` that a function makes: models are pickled by their model type."""
+
+    config: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new_text_model, (self.config.model_type,), self.__getstate__()
+
+
+def _new_text_model(model_type: str) -> Any:
+    """Make an empty text model to unpickle into."""
+    from torch_hybrid.models.families import family_of
+
+    text_class = family_of(model_type).text_class()
+    return text_class.__new__(text_class)
+
+
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:
     """Raise UnsupportedError, naming the config's field, unless ``value`` is one we know."""
     if value not in allowed:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.step import LayerStep
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.indexed_latent_attention import IndexedLatentAttention
-from torch_hybrid.models.family import Family, Swap, listed, require
+from torch_hybrid.models.family import Family, Swap, TextModel, listed, require
 from torch_hybrid.models.kimi_delta import kimi_delta_spec
 from torch_hybrid.models.kimi_linear import kimi_linear_mixer
 from torch_hybrid.models.tower import IMAGES_AND_VIDEOS_OF_IMAGES
@@ -59,7 +59,11 @@ def _text_class() -> type[nn.Module]:
     from transformers import GenerationMixin
     from transformers.models.glm5_next import modeling_glm5_next as theirs
 
-    class Glm5NextForCausalLM(theirs.Glm5NextPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    class Glm5NextForCausalLM(
+        TextModel,
+        theirs.Glm5NextPreTrainedModel,  # type: ignore[misc]
+        GenerationMixin,  # type: ignore[misc]
+    ):
         """The text model with its head, which transformers has only inside the multimodal model."""
 
         __module__ = theirs.__name__  # where transformers looks up what its experts can do

@@ -17,6 +17,7 @@ from torch_hybrid.models.family import (
     Family,
     Logits,
     Swap,
+    TextModel,
     joined_projection,
     listed,
     parameter,
@@ -165,7 +166,7 @@ def _text_class() -> type[nn.Module]:
     from transformers.core_model_loading import WeightRenaming
     from transformers.models.inkling import modeling_inkling as theirs
 
-    class InklingForCausalLM(theirs.InklingForCausalLM):  # type: ignore[misc]
+    class InklingForCausalLM(TextModel, theirs.InklingForCausalLM):  # type: ignore[misc]
         """The text model, which takes weights by the names of published checkpoints too."""
 
         __module__ = theirs.__name__  # where transformers looks up what its experts can do

@@ -27,6 +27,7 @@ from torch_hybrid.models.family import (
     Family,
     Logits,
     Swap,
+    TextModel,
     joined_projection,
     parameter,
     require,
@@ -284,7 +285,7 @@ def text_class_of(theirs: Any) -> type[nn.Module]:
     """Derive the text model's class that takes weights by names of multimodal checkpoints too."""
     from transformers.core_model_loading import WeightRenaming
 
-    class Text(theirs):  # type: ignore[misc]
+    class Text(TextModel, theirs):  # type: ignore[misc]
         __module__ = theirs.__module__  # where transformers looks up what its experts can do
 
         @staticmethod
