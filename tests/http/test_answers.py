@@ -172,6 +172,27 @@ def test_a_chat_is_answered_by_the_template(server, engine):
     assert (texts, roles) == ([expected.text] * 2, ["assistant"] * 2)
 
 
+def test_a_last_message_of_the_assistant_is_continued(server, engine):
+    talk = [
+        {"role": "user", "content": "<1> <2> w5 w6"},
+        {"role": "assistant", "content": "<2> w6"},
+    ]
+    (expected,) = engine.generate("<1> <2> w5 w6 <2> w6", Sampling(max_new_tokens=5))
+    ends = {"continue_final_message": True, "add_generation_prompt": False}
+    for body in ({}, ends):
+        answer = server.client.chat.completions.create(
+            model="demo", messages=talk, max_tokens=5, extra_body=body
+        )
+        assert answer.choices[0].message.content == expected.text
+    for messages, body in (
+        (talk, {"continue_final_message": True}),
+        (talk, {"add_generation_prompt": True}),
+        (talk[:1], ends),
+    ):
+        with pytest.raises(openai.BadRequestError, match="must be true and false where the last"):
+            server.client.chat.completions.create(model="demo", messages=messages, extra_body=body)
+
+
 def test_usage_tells_kept_tokens_of_the_second_turn(server):
     chat = server.client.chat.completions.create
     messages = [{"role": "user", "content": words(prompt_of(31, 20))}]

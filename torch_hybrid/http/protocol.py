@@ -37,6 +37,7 @@ _UNIONS = {
     "prompt": "must be a text or token ids, or a list of either",
     "stop": "must be a text of 1 to 256 characters, or a list of at most 8",
 }
+_ENDS = ("continue_final_message", "add_generation_prompt")  # of a chat's prompt
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 Count = Annotated[int, Field(ge=0)]
@@ -257,6 +258,8 @@ class ChatBody(Generation):
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -270,6 +273,14 @@ class ChatBody(Generation):
                 f"'function', 'function': {{'name': a tool's}}}}, got {self.tool_choice!r}"
             )
             raise HttpError(400, told, param="tool_choice")
+        continues = self.messages[-1].get("role") == "assistant"
+        given = self.continue_final_message, self.add_generation_prompt
+        if self.model_fields_set & {*_ENDS} and given != (continues, not continues):
+            told = (
+                f"{' and '.join(_ENDS)} must be true and false where the last message is the "
+                f"assistant's, else false and true, got {given[0]} and {given[1]}"
+            )
+            raise HttpError(400, told, param=_ENDS[0])
         return self
 
     @property
