@@ -72,6 +72,7 @@ def quantize(
 
     In INT8, each row of a weight has one scale; in INT4, each ``group`` numbers of a row have one;
     in MXFP4 each 32 have a power of two, in NVFP4 each 16 a scale in FP8, and a row has a factor.
+    Where ranks share a row, the part of each counts as a row: its scale is no coarser.
     Linear layers, embeddings and experts are quantized. Their GEMMs then read that much less
     memory; activations are not rounded.
 
