@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial, wraps
 from threading import RLock
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from torch_hybrid.host.surroundings import isolated
 
@@ -129,6 +129,7 @@ def _nothing() -> None:
     pass
 
 
+@runtime_checkable
 class HasTurn(Protocol):
     """Runner, or engine on one."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from inspect import getattr_static
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 
@@ -105,7 +105,7 @@ def check_head_drafts(max_drafts: int) -> None:
 
 def check_kv_tokens(kv_tokens: KvTokens) -> None:
     """Raise ValueError unless ``kv_tokens`` is a number or "auto"."""
-    if isinstance(kv_tokens, str) and kv_tokens != "auto":
+    if kv_tokens != "auto" and not isinstance(kv_tokens, SupportsIndex):
         raise ValueError(f"kv_tokens must be a number or 'auto', got {kv_tokens!r}")
 
 

@@ -11,7 +11,17 @@ import re
 import textwrap
 from dataclasses import MISSING, dataclass, field, fields
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Protocol,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+)
 
 if TYPE_CHECKING:  # nothing here imports torch: the command line shows its help without
     import os
@@ -198,6 +208,11 @@ class Options:
                 raise ValueError(
                     f"{each.name} must be {', '.join(others)} or {last}, got {given!r}"
                 )
+            is_int = isinstance(given, SupportsIndex) and not isinstance(given, bool)
+            if (each.type == "int" and not is_int) or (
+                each.type == "bool" and not isinstance(given, bool)
+            ):
+                raise TypeError(f"{each.name} must be of type {each.type}, got {given!r}")
 
 
 _OPTIONS = tuple(each for each in fields(Options) if each.default is not MISSING)

@@ -24,6 +24,13 @@ def model():
         ({"backends": "cpp"}, TypeError, "backends must be a th.Backends or None, got 'cpp'"),
         ({"two_batch_overlap": True}, ValueError, "must be 'off', 'on', 'auto' or .* got True"),
         ({"cuda_graphs": True}, ValueError, "must be 'auto', 'on' or 'off', got True"),
+        ({"page_size": 8.0}, TypeError, "page_size must be of type int, got 8.0"),
+        ({"prefill": "no"}, TypeError, "prefill must be of type bool, got 'no'"),
+        (
+            {"kv_dtype": "fp8", "kv_scales": [1.0]},
+            TypeError,
+            "kv_scales must map layer ids to scales, got",
+        ),
     ],
 )
 def test_refuses_options_of_another_kind(model, options, error, message):

@@ -202,8 +202,10 @@ def test_dtype(checkpoint: Path):
     assert th.from_pretrained(checkpoint, dtype=torch.float16).dtype is torch.float16
     assert_expected_inline(
         refusal(checkpoint, ValueError, dtype="float31"),
-        """dtype must be a torch.dtype of floats or one of ['auto', 'bfloat16', 'float16', 'float32'], got 'float31'""",  # noqa: E501
+        """dtype must be a torch.dtype of 16-bit floats or wider, or one of ['auto', 'bfloat16', 'float16', 'float32'], got 'float31'""",  # noqa: E501
     )
+    assert "got torch.float8_e4m3fn" in refusal(checkpoint, ValueError, dtype=torch.float8_e4m3fn)
+    assert refusal(checkpoint, TypeError, ranks=2).endswith("or None, got 2")
 
 
 def test_adapt_refuses_what_is_no_causal_language_model():

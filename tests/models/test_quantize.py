@@ -329,6 +329,10 @@ def test_what_is_refused(tmp_path: Path):
     assert refused(ValueError, model, "int3") == (
         "weights must be one of ['int8', 'int4', 'mxfp4', 'nvfp4'], got 'int3'"
     )
+    assert refused(TypeError, model.hf_model, "int8").endswith("got Qwen3_5ForCausalLM")
+    assert refused(TypeError, model, "int8", keep="*embed*") == (
+        "keep must be a list of patterns of names, got '*embed*'"
+    )
     assert refused(ValueError, model, "int4", group=48) == "group must be 32, 64 or 128, got 48"
     assert refused(ValueError, model, "int4") == (
         "hf_model.model.layers.0.mlp.down_proj has rows of 80 numbers, which groups of 32 do not "

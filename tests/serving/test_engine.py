@@ -293,6 +293,19 @@ def test_prompts_can_be_tensors():
         Engine(FakeRunner()).submit([1.5])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([torch.nn.Linear(1, 1)], "runner must be a th.Runner, got Linear"),
+        ([FakeRunner(), "path"], "tokenizer must be one of transformers, .* got 'path'"),
+        ([FakeRunner(), None, 5], "eos_token_ids must be a list of tokens, got 5"),
+    ],
+)
+def test_arguments_of_another_kind(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        Engine(*arguments)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")])
 def test_an_exception_in_the_compute_recomputes_the_running_requests(error):
     runner = FakeRunner()

@@ -17,8 +17,11 @@ def write_scales(own: Mapping[int, Tensor], scales: Mapping[int, Tensor]) -> Non
         scales: their new values.
 
     Raises:
+        TypeError: the scales are no mapping.
         ValueError: layers or shapes are not those of ``own``, or a scale is not positive.
     """
+    if not isinstance(scales, Mapping):
+        raise TypeError(f"kv_scales must map layer ids to scales, got {scales!r}")
     if scales.keys() != own.keys():
         raise ValueError(f"kv_scales must be of the layers {sorted(own)}, got {sorted(scales)}")
     for layer_id, given in scales.items():

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models.quantized import refuse_gguf
@@ -48,16 +49,27 @@ def checked_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
     """Look up the dtype of weights by torch's name or by a common alias ("bf16", "half").
 
     Raises:
-        ValueError: the name is unknown, or the dtype is not floating-point.
+        ValueError: the name is unknown, or the dtype has no floats as wide as float16.
     """
     if isinstance(dtype, str):
         name = dtype.lower().removeprefix("torch.")
         dtype = _ALSO.get(name, name if name in DTYPES else dtype)
-    if dtype in DTYPES or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if dtype in DTYPES or is_float:
         return dtype
     raise ValueError(
-        f"dtype must be a torch.dtype of floats or one of {sorted(DTYPES)}, got {dtype!r}"
+        f"dtype must be a torch.dtype of 16-bit floats or wider, or one of {sorted(DTYPES)}, "
+        f"got {dtype!r}"
     )
+
+
+def check_ranks(ranks: object) -> None:
+    """Raise TypeError unless ranks are a process group or None."""
+    if not isinstance(ranks, dist.ProcessGroup | None):
+        raise TypeError(
+            f"ranks must be a process group, as dist.group.WORLD is once torch.distributed is "
+            f"initialised, or None, got {ranks!r}"
+        )
 
 
 def check_tables(tables: str) -> None:

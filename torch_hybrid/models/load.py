@@ -19,6 +19,7 @@ from torch_hybrid.layers.ngram_embedding import NgramEmbedding
 from torch_hybrid.models.adapt import adapted
 from torch_hybrid.models.architecture import Architecture
 from torch_hybrid.models.arguments import (
+    check_ranks,
     check_tables,
     checked_device,
     checked_dtype,
@@ -110,6 +111,7 @@ def from_pretrained(
             meanwhile, has NaN weights, or no head where one is asked for; or another rank could not
             load it.
     """
+    check_ranks(ranks)
     label = "loading" if ranks is None else f"loading, rank {dist.get_rank(ranks)}"
     with Together(ranks):
         path_or_id = checked_path(path_or_id)

@@ -86,10 +86,15 @@ def quantize(
             default the head, the outputs of mixers, and keys and values of attention.
 
     Raises:
+        TypeError: ``model`` is another one, or ``keep`` or ``eight_bits`` is no list.
         ValueError: ``weights`` or ``group`` is none of these, or a group, or 32 of FP4, does not
             divide the rows of a weight.
         UnsupportedError: the model has quantized weights already.
     """
+    if not isinstance(model, HybridModel | Ring25):
+        raise TypeError(
+            f"model must come from th.from_pretrained or th.adapt, got {type(model).__name__}"
+        )
     check_weights(weights, group, others=())
     plan = plan_integers(model, weights, group=group, keep=keep, eight_bits=eight_bits)
     if plan.modules:
@@ -130,8 +135,11 @@ def plan_integers(
     """Choose the weights of a model to quantize, in memory or unread.
 
     Raises:
-        ValueError, UnsupportedError: as ``quantize``.
+        TypeError, ValueError, UnsupportedError: as ``quantize``.
     """
+    for what, names in (("keep", keep), ("eight_bits", eight_bits)):
+        if isinstance(names, str) or not isinstance(names, Sequence):
+            raise TypeError(f"{what} must be a list of patterns of names, got {names!r}")
     _refuse_with_scales(model)
     group = _BLOCKS.get(weights, group)
     stored = _Stored(WEIGHTS[weights], group, tuple(keep), tuple(eight_bits))

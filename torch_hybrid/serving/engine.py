@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args, overload
 
 from torch_hybrid.errors import CapacityError, UnsupportedError
-from torch_hybrid.graphs.turn import Turn, in_turn
+from torch_hybrid.graphs.turn import HasTurn, Turn, in_turn
 from torch_hybrid.host.shown import Shown
 from torch_hybrid.host.surroundings import in_isolation
 from torch_hybrid.sampling import GREEDY, Sampling
@@ -81,7 +81,7 @@ class Engine(Shown):
             runner needs ``max_adapters``. See ``Runner.load_adapter``.
 
     Raises:
-        TypeError: ``prefix_cache``, ``speculate`` or ``adapters`` is of another kind.
+        TypeError: an argument is of another kind.
         UnsupportedError: the runner serves decode steps alone.
         ValueError: ``max_waiting`` or ``run_ahead`` has a value that it cannot have. Or the model
             has states and the runner keeps no snapshots, or ``speculate`` asks for more drafts than
@@ -102,6 +102,15 @@ class Engine(Shown):
         speculate: Speculation | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     ) -> None:
+        if not isinstance(runner, HasTurn):
+            raise TypeError(f"runner must be a th.Runner, got {type(runner).__name__}")
+        if not isinstance(tokenizer, Tokenizer | None):
+            raise TypeError(
+                f"tokenizer must be one of transformers, as AutoTokenizer.from_pretrained(path) "
+                f"makes, or None, got {tokenizer!r}"
+            )
+        if not isinstance(eos_token_ids, Iterable | None):
+            raise TypeError(f"eos_token_ids must be a list of tokens, got {eos_token_ids!r}")
         if max_waiting is not None and max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1 or None, got {max_waiting}")
         if run_ahead not in get_args(RunAhead):

@@ -143,6 +143,7 @@ def checked_update(
         partial: whether some may be missing.
 
     Raises:
+        TypeError: the weights are of another kind.
         UnsupportedError: the model has no weights that can be written by these names.
         ValueError: a name is unknown or comes twice, or a shape or dtype is not the checkpoint's.
             Or values are not finite, weights are missing, or a shared weight comes with different
@@ -153,6 +154,8 @@ def checked_update(
             f"this model takes new weights by the names of its checkpoint, got a "
             f"{type(weights).__name__}"
         )
+    if isinstance(weights, str) or not isinstance(weights, Iterable):
+        raise TypeError(f"weights must be a model, or names and values, got {weights!r}")
     if origins is None:
         raise UnsupportedError(
             "new weights are written by the names of a checkpoint: the model must come from "
