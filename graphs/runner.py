@@ -29,6 +29,7 @@ from torch_hybrid.graphs.stepping.adapters import Adapters, AdapterUser, ReadAda
 from torch_hybrid.graphs.stepping.background import BackgroundSteps
 from torch_hybrid.graphs.stepping.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.stepping.embeds import Embeds
+from torch_hybrid.graphs.stepping.first_weight import FirstWeight
 from torch_hybrid.graphs.stepping.model_use import ModelUse
 from torch_hybrid.graphs.stepping.planner import Logits
 from torch_hybrid.graphs.turn import Turn, Within, in_turn
@@ -95,6 +96,7 @@ class Runner(Shown):
         self._planner, self._steps, self._execution = parts.planner, parts.steps, parts.execution
         self._beside = parts.steps if isinstance(parts.steps, BackgroundSteps) else None
         self._stepper, self._drafting = parts.stepper, parts.drafting
+        self._weight = FirstWeight.of(model) if self.compile or self.captures else None
 
     def within(self) -> Runner:
         """Copy the runner for calls within one that holds the lock: an engine's step."""
@@ -195,6 +197,7 @@ class Runner(Shown):
                 or no sequence can start at ``length``. Or no adapter of that name is loaded, or
                 ``start`` has another one.
         """
+        self._check_model()
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
         if start is None and length is not None:
@@ -283,6 +286,7 @@ class Runner(Shown):
             ValueError: the sequence is empty or broken, was freed, or belongs to another runner.
             CapacityError: ``max_snapshots`` are there already.
         """
+        self._check_model()
         self._cache.check_usable([seq])
         self._drafting.flush([seq])
         return self._cache.snapshot(seq)
@@ -518,12 +522,18 @@ class Runner(Shown):
 
         Code that copies or moves states needs it; all steps of the runner flush by themselves.
         """
+        self._check_model()
         self._cache.check_usable(seqs)
         self._drafting.flush(seqs)
 
     def wait(self) -> None:
         """Wait until the device has done all launched steps."""
         self._execution.wait()
+
+    def _check_model(self) -> None:
+        """Raise ValueError if compiled or captured steps would run on other weights."""
+        if self._weight is not None:
+            self._weight.check()
 
     def _check_extend(
         self,
@@ -534,6 +544,7 @@ class Runner(Shown):
         most_each: int | None = None,
         embeds: Embeds | None = None,
     ) -> None:
+        self._check_model()
         check_extend(
             tokens,
             positions,
@@ -631,6 +642,7 @@ class Runner(Shown):
             partial: keep the old values of weights that do not come.
 
         Raises:
+            TypeError: the weights are of another kind.
             UnsupportedError: the model is quantized. Or, for names, it was not read from a
                 checkpoint as it is; for a model, ranks share it.
             ValueError: sequences or snapshots are held, or another runner of the model keeps even

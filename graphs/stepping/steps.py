@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import RLock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Choice, impls_of
@@ -110,7 +109,6 @@ class Steps:
         self.layers = LayersOnce(model, cache.pools, factors)
         self._use = ModelUse.of(model)
         self._use.caches.add(cache)
-        self._weight = _FirstWeight.of(model)
         self._caches, self._planner, self._store = {**cache.pools, **given}, planner, store
         self._log = CompileLog()
         self._place: dict[str, int] = {}  # variant's name -> place of its graph in the log
@@ -167,15 +165,9 @@ class Steps:
         """Hold the model for a variant's step, which is ready, and yield the function that runs it.
 
         No other thread traces the model meanwhile.
-
-        Raises:
-            ValueError: the step is compiled, and the model has been converted or given other
-                weights since.
         """
         step = self.of[variant]
         runs_model = not isinstance(step, CompiledStep)
-        if not runs_model and self._weight is not None:
-            self._weight.check()
         choices = self._module_choices if runs_model else ()
         adapted = self._adapted if variant.has_adapters else None
         running = self._use.running(self._model, choices, adapted, runs_model=runs_model)
@@ -303,34 +295,6 @@ class Steps:
         tracing = self._use.tracing(self._model, self._module_choices, adapted)
         with compiling(), tracing, named_failures():
             yield
-
-
-@dataclass(frozen=True, slots=True)
-class _FirstWeight:
-    """A model's first weight, which stands for all: what converts a model converts each."""
-
-    holder: nn.Module
-    name: str
-    weight: Tensor
-    address: int
-
-    @classmethod
-    def of(cls, model: Model) -> _FirstWeight | None:
-        """Find it; None if the model has none."""
-        for module in modules_of(model):
-            for name, weight in module._parameters.items():
-                if weight is not None:
-                    return cls(module, name, weight, weight.data_ptr())
-        return None
-
-    def check(self) -> None:
-        """Raise ValueError unless the model has it where it was."""
-        found = self.holder._parameters[self.name]
-        if found is not self.weight or found.data_ptr() != self.address:
-            raise ValueError(
-                "the model was converted, or given other weights, since its runner was made: "
-                "change weights by runner.update_weights, and convert a model before"
-            )
 
 
 def _step_of(model: Model, variant: Variant, adapted: AdaptedLayers | None) -> StepFunction:

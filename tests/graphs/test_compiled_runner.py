@@ -121,18 +121,22 @@ def test_weights_that_are_no_longer_the_models_are_refused(runner: Runner, model
     """As after ``load_state_dict(..., assign=True)``, and after ``bfloat16()``."""
     embedding = model.hf_model.get_input_embeddings()
     weight, data = embedding.weight, embedding.weight.data
+    seqs = runner.new_sequences(1)
+    free = runner.free_slots, runner.free_pages
 
     def check_refusal() -> None:
-        seqs = runner.new_sequences(1)
-        with pytest.raises(ValueError, match="was converted, or given other weights, since its"):
-            runner.extend(seqs, [[1, 2, 3]])
-        runner.free(seqs)
+        for call in (lambda: runner.new_sequences(1), lambda: runner.extend(seqs, [[1, 2, 3]])):
+            with pytest.raises(ValueError, match="was converted, or given other weights, since"):
+                call()
+        assert (runner.free_slots, runner.free_pages) == free
 
     embedding.weight = torch.nn.Parameter(data, requires_grad=False)
     check_refusal()
     embedding.weight, weight.data = weight, data.bfloat16()
     check_refusal()
     weight.data = data
+    runner.extend(seqs, [[1, 2, 3]])
+    runner.free(seqs)
 
 
 @contextmanager
