@@ -224,6 +224,19 @@ def test_forms_and_whitespace():
     assert loose.startswith("[ ")
 
 
+def test_a_text_that_is_a_special_tokens_is_written_in_its_letters():
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<call>"]})
+    runner = FakeRunner(max_tokens=64, num_pages=64, vocab_size=VOCAB_SIZE)
+    by = th.Engine(runner, tokenizer, eos_token_ids=[END])
+    for grammar, text in (
+        (th.Grammar.regex("<call>a"), "<call>a"),
+        (th.Grammar.ebnf('root ::= "<call>a"'), "<call>a"),
+        (th.Grammar.json_schema({"const": "<call>"}), '"<call>"'),
+    ):
+        assert one(grammar, by).text == text
+
+
 def test_a_step_of_too_much_work_ends_its_request(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiler, "_STEP_ITEMS", 100)
     slow = th.Grammar.ebnf('start: start start | "a" | start start start')
@@ -326,8 +339,10 @@ def test_what_is_refused(grammar: th.Grammar, message: str):
 def test_a_grammar_that_takes_hours_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trial, "MAX_SECONDS", 1.0)
     by = engine()
-    with pytest.raises(ValueError, match="refused: it takes too long, as patterns do"):
-        by.submit([1], th.Sampling(grammar=ENDLESS))
+    pairs = "/(.*a.{20,2000}.*b.{30,3000}c)*/ & /(.*x.{20,2000}.*y.{30,3000}z)*/"
+    for endless in (ENDLESS, th.Grammar.ebnf(f"start: A\nA: {pairs}")):
+        with pytest.raises(ValueError, match="refused: it takes too long, as patterns do"):
+            by.submit([1], th.Sampling(grammar=endless))
     assert one(th.Grammar.ebnf("start: A\nA: /o./ & /.k/"), by).text == "ok"
 
 

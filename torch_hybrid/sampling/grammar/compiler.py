@@ -111,7 +111,7 @@ class Compiler:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        source = _source(grammar)
+        source = _unforced(_source(grammar))
         if (fault := TRIAL.fault(source)) is not None:
             raise _refusal(grammar, fault)
         limits = LLParserLimits(
@@ -148,6 +148,17 @@ def _source(grammar: Grammar) -> str:
         return grammar_from(grammar.kind, grammar.text)
     except (ValueError, RecursionError) as error:
         raise _refusal(grammar, str(error)) from None
+
+
+def _unforced(source: str) -> str:
+    """Have llguidance force no tokens where one text alone can follow.
+
+    It would encode that text, and fail where the tokenizer reads a special token in it.
+    """
+    lark = {"lark_grammar": source}
+    [inner] = json.loads(source)["grammars"] if source.startswith("{") else [lark]
+    outer = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @inner'}
+    return json.dumps({"grammars": [outer, {**inner, "name": "inner"}]})
 
 
 def _vocabulary(tokenizer: object, vocab_size: int) -> Vocabulary:

@@ -16,6 +16,8 @@ from threading import Lock
 
 MAX_SECONDS = 5.0
 _NUM_BYTES = 64  # of a text whose masks are made
+_TOO_LONG = "it takes too long, as patterns do that must all hold"
+_NO_END = "it has a place where nothing can follow, or recurses without end"
 
 
 class Trial:
@@ -50,7 +52,7 @@ class Trial:
                 return told or None
             process.kill()
             process.communicate()
-            return "it takes too long, as patterns do that must all hold"
+            return _TOO_LONG
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -81,7 +83,8 @@ def serve() -> None:
             matcher.consume_token(_first(matcher.compute_bitmask()))
         if compiles and matcher.is_error():
             error = matcher.get_error().partition("\n")[0]
-            fault = f"it has a place where nothing can follow, or recurses without end ({error})"
+            is_long = error.startswith("lexer error")
+            fault = f"{_TOO_LONG if is_long else _NO_END} ({error})"
         print(json.dumps(fault), flush=True)
 
 
