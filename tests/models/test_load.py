@@ -417,6 +417,7 @@ def test_a_device_that_is_not_there(tmp_path: Path, device: Any, error: Any, mes
         ({"model_type": ["qwen3_5"]}, "the config of PATH names no model_type, got ['qwen3_5']"),
         ({"hidden_size": "large"}, "cannot read a model config from PATH: "),
         ({"model_type": "bamba"}, "cannot read a model config from PATH: "),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "cannot read a model config from PATH: "),
     ],
 )
 def test_a_config_that_cannot_be_is_one_line(checkpoint: Path, fields: Any, message: str):
@@ -424,6 +425,18 @@ def test_a_config_that_cannot_be_is_one_line(checkpoint: Path, fields: Any, mess
     text = refusal(checkpoint, ValueError)
     assert text.startswith(message)
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot read PATH/generation_config.json: "),
+        ('{"eos_token_id": "<end>"}', "eos_token_id of the generation config must be tokens"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_is_named(checkpoint: Path, text: str, message: str):
+    (checkpoint / "generation_config.json").write_text(text)
+    assert refusal(checkpoint, ValueError).startswith(message)
 
 
 def test_few_changes_of_file():

@@ -274,4 +274,7 @@ def _eos_token_ids(hf_model: Any) -> tuple[int, ...]:
     eos = hf_model.generation_config.eos_token_id
     if eos is None:
         eos = hf_model.config.get_text_config().eos_token_id
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    tokens = () if eos is None else (eos,) if isinstance(eos, int | str) else tuple(eos)
+    if not all(isinstance(token, int) for token in tokens):
+        raise ValueError(f"eos_token_id of the generation config must be tokens, got {eos!r}")
+    return tokens

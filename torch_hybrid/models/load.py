@@ -266,6 +266,13 @@ def _transformers_config(
             config = CONFIG_MAPPING[model_type].from_dict({name: fields[name] for name in known})
             return family, config
         return family, AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        StrictDataclassError,
+    ) as error:
         told = " ".join(str(error).split())
         raise ValueError(f"cannot read a model config from {path_or_id}: {told}") from error

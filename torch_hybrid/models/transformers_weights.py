@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -99,8 +100,12 @@ def make_unread(
         except (OSError, RuntimeError) as error:
             told = f"cannot use the weights in {checkpoint.folder}: {error}"
             raise ValueError(told) from error
-        with suppress(OSError):  # there is none: it is as the config says
-            hf_model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+        path = Path(checkpoint.folder, "generation_config.json")
+        try:
+            if path.is_file():  # else it is as the config says
+                hf_model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
     hf_model.__class__ = model_class
     if info["unexpected_keys"]:
         warnings.warn(
