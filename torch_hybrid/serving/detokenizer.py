@@ -19,7 +19,6 @@ _RARE = "\U00100000"
 _OPEN_SPACES = re.compile(r"(?: {1,2}| {0,2}'| n ?'?| '[vr])\Z")
 
 
-@runtime_checkable
 class Tokenizer(Protocol):
     """Interface of a tokenizer, as the engine uses it; those of transformers have it."""
 

@@ -104,7 +104,7 @@ class Engine(Shown):
     ) -> None:
         if not isinstance(runner, HasTurn):
             raise TypeError(f"runner must be a th.Runner, got {type(runner).__name__}")
-        if not isinstance(tokenizer, Tokenizer | None):
+        if isinstance(tokenizer, str | os.PathLike):
             raise TypeError(
                 f"tokenizer must be one of transformers, as AutoTokenizer.from_pretrained(path) "
                 f"makes, or None, got {tokenizer!r}"
