@@ -80,7 +80,7 @@ class Packing:
             ValueError, CapacityError: as above.
         """
         check_form("position_ids", position_ids, (1, 2))
-        return cls.from_starts(after_first(position_ids.diff() != 1), capacity)
+        return cls.from_starts(after_first(position_ids.diff() != 1, position_ids), capacity)
 
     @classmethod
     def from_seq_idx(cls, seq_idx: Tensor, capacity: int | None = None) -> Packing:
@@ -94,7 +94,7 @@ class Packing:
             ValueError, CapacityError: as above.
         """
         check_form("seq_idx", seq_idx, (1, 2))
-        return cls.from_starts(after_first(seq_idx.diff() != 0), capacity)
+        return cls.from_starts(after_first(seq_idx.diff() != 0, seq_idx), capacity)
 
     @classmethod
     def from_attention_mask(cls, attention_mask: Tensor, capacity: int | None = None) -> Packing:
@@ -119,7 +119,7 @@ class Packing:
                 raise ValueError(
                     f"attention_mask must have one run of tokens in a row, got holes in rows {rows}"
                 )
-        return cls.from_starts(after_first(changes), capacity)
+        return cls.from_starts(after_first(changes, is_token), capacity)
 
     @classmethod
     def from_starts(cls, starts: Tensor, capacity: int | None = None) -> Packing:
@@ -134,7 +134,7 @@ class Packing:
             ValueError, CapacityError: as above.
         """
         check_form("starts", starts, (1, 2), or_bool=True)
-        starts = after_first(starts[..., 1:].bool()) if starts.numel() else starts.bool()
+        starts = after_first(starts[..., 1:].bool(), starts)
         is_first, num_tokens, device = starts.flatten(), starts.numel(), starts.device
         capacity = _default_capacity(num_tokens, device) if capacity is None else capacity
         ordinal = is_first.cumsum(0) - 1
@@ -173,9 +173,13 @@ class Packing:
         return _unflatten([each.to(device) for each in _flatten(self)[0]], None)
 
 
-def after_first(marks: Tensor) -> Tensor:
-    """Put a mark before each row of ``marks [..., T - 1]``: its first token begins a sequence."""
-    return torch.nn.functional.pad(marks, (1, 0), value=True)
+def after_first(marks: Tensor, rows: Tensor) -> Tensor:
+    """Put a mark before each row of ``marks [..., T - 1]``: its first token begins a sequence.
+
+    ``rows`` [..., T] has no tokens, perhaps, and then none is first.
+    """
+    before = rows.shape[-1] - marks.shape[-1]
+    return torch.nn.functional.pad(marks, (before, 0), value=True)
 
 
 _FIELDS = ("cu_seqlens", "positions", "sequences")

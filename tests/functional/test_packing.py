@@ -80,6 +80,12 @@ def test_empty_sequences_and_capacity() -> None:
     assert tables(th.Packing(torch.tensor([0]))) == ([0], [], [])
 
 
+def test_no_tokens_begin_no_sequence() -> None:
+    none = torch.zeros(2, 0, dtype=torch.int64)
+    for way in ("position_ids", "seq_idx", "attention_mask", "starts"):
+        assert tables(getattr(th.Packing, f"from_{way}")(none)) == ([0], [], [])
+
+
 def test_each_row_begins_a_sequence() -> None:
     starts = torch.tensor([[0, 1, 0], [0, 0, 0]])
     assert th.Packing.from_starts(starts, 3).cu_seqlens.tolist() == [0, 1, 3, 6]

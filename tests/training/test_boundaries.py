@@ -248,6 +248,9 @@ def test_calls_without_tokens_are_refused(twin: Any):
     for ids, came in ((None, "neither"), (MASK[0], r"shape \[6\]")):
         with pytest.raises(ValueError, match=f"must be given, got {came}"):
             twin(ids)
+    for ids in (MASK[:, :0], MASK[:0]):
+        with pytest.raises(ValueError, match="a token or more, got shape"):
+            twin(ids, labels=ids)
 
 
 @pytest.mark.parametrize("case", OF_VALUES)

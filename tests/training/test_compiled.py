@@ -94,10 +94,12 @@ def test_layers_compile_one_by_one_into_a_graph_of_each_kind():
     assert counters["stats"]["unique_graphs"] == len(kinds)
 
 
+@pytest.mark.parametrize("by_config", [True, False])
 @pytest.mark.parametrize("asked", ["router_logits", "hidden_states"])
-def test_what_layers_hand_out_in_a_graph(asked: str):
-    twin = make_twin("qwen3_next", **{f"output_{asked}": True})
-    sent = flattened(make_rows([20, 9]))
+def test_what_layers_hand_out_in_a_graph(asked: str, by_config: bool):
+    options = {f"output_{asked}": True}
+    twin = make_twin("qwen3_next", **options if by_config else {})
+    sent = flattened(make_rows([20, 9])) | ({} if by_config else options)
     backend = "aot_eager" if asked == "router_logits" else "eager"
     made, plain = torch.compile(twin, fullgraph=True, backend=backend)(**sent), twin(**sent)
     torch.testing.assert_close(made.loss, plain.loss)

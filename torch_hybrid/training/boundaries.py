@@ -34,6 +34,8 @@ def packing_of(inputs: Mapping[str, Any]) -> Packing:
         came = "neither" if x is None else f"shape {list(x.shape)}"
         raise ValueError(f"input_ids [B, T] or inputs_embeds [B, T, D] must be given, got {came}")
     num_rows, num_tokens = x.shape[:2]
+    if not num_rows * num_tokens:
+        raise ValueError(f"the inputs must have a token or more, got shape {list(x.shape)}")
     packing: Packing | None = inputs.get("packing")
     if packing is not None:
         if not isinstance(packing, Packing):
@@ -56,7 +58,7 @@ def _starts(inputs: Mapping[str, Any], row: Tensor) -> Tensor:
     mask = inputs.get("attention_mask")
     if position is not None:
         _check_rows("position_ids", position, row)
-        starts = starts | after_first(position.diff() != 1)
+        starts = starts | after_first(position.diff() != 1, position)
     if seq_idx is not None:
         _check_rows("seq_idx", seq_idx, row)
         starts = starts | _changes(seq_idx)
@@ -148,7 +150,7 @@ def _of_offsets(name: str, offsets: Tensor, starts: Tensor) -> Tensor:
 
 def _changes(x: Tensor) -> Tensor:
     """Mark values that differ from the one before, and the first of each row."""
-    return after_first(x.diff() != 0)
+    return after_first(x.diff() != 0, x)
 
 
 def _require(holds: Tensor, message: str, came: Tensor | None = None) -> None:

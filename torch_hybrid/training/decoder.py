@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from torch_hybrid.packing import Packing
 from torch_hybrid.training.boundaries import (
@@ -20,6 +21,7 @@ from torch_hybrid.training.boundaries import (
 from torch_hybrid.training.packed_attention import packed_attention
 
 ATTENTION = "torch_hybrid_packed"  # of our attention function in transformers
+COLLECTED = ("output_hidden_states", "output_router_logits")
 
 
 def hand_down_packing(
@@ -42,6 +44,8 @@ def hand_down_packing(
         check_says_nothing(inputs)
         return (), inputs
     inputs["use_cache"] = False
+    if any(inputs.get(name) for name in COLLECTED):
+        install_capturing_hooks(decoder)
     if has_attention(decoder) and decoder.config._attn_implementation != ATTENTION:
         raise ValueError(
             f"attention that keeps sequences apart is {ATTENTION!r}, "
@@ -60,6 +64,16 @@ def hand_down_packing(
         inputs["attention_mask"] = {**dict.fromkeys(kinds), **masks}
     inputs["state" if hands_states_down(decoder) else "packing"] = packing
     return (), {k: v for k, v in inputs.items() if k not in STATED}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def install_capturing_hooks(decoder: Any) -> None:
+    """Install the hooks by which transformers collects what layers make, if need be while tracing.
+
+    Transformers does so in the first call that asks, which no graph can have. Layers with these
+    hooks are not compiled one by one, so other models go without.
+    """
+    maybe_install_capturing_hooks(decoder)
 
 
 def hands_states_down(decoder: Any) -> bool:

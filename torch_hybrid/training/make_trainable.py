@@ -87,8 +87,10 @@ def make_trainable(
     )
     from torch_hybrid.training.decoder import (
         ATTENTION,
+        COLLECTED,
         hand_down_packing,
         has_attention,
+        install_capturing_hooks,
         register_attention,
     )
     from torch_hybrid.training.experts import experts_class
@@ -156,7 +158,9 @@ def make_trainable(
         if has_attention(decoder):
             decoder.set_attn_implementation(ATTENTION)
         decoder.register_forward_pre_hook(hand_down_packing, with_kwargs=True)
-        _install_capturing_hooks(decoder)
+        config = decoder.config.to_dict()
+        if any(map(config.get, COLLECTED)):
+            install_capturing_hooks(decoder)
     return _served(model, batch_invariant)
 
 
@@ -285,16 +289,3 @@ def _check_weights(model: Any) -> None:
             f"adapters train over weights of quant_method {' or '.join(QUANT_METHODS)}, "
             f"got {method!r}: load the weights in bfloat16, with a TorchAoConfig for INT8 or INT4"
         )
-
-
-def _install_capturing_hooks(decoder: Any) -> None:
-    """Install now the hooks by which transformers collects what layers make, if its config asks.
-
-    It would do so in the first call, where a graph cannot have it. Layers with these hooks are not
-    compiled one by one, so other models go without.
-    """
-    from transformers.utils.output_capturing import maybe_install_capturing_hooks
-
-    config = decoder.config.to_dict()
-    if config.get("output_router_logits") or config.get("output_hidden_states"):
-        maybe_install_capturing_hooks(decoder)
