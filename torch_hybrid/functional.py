@@ -103,7 +103,7 @@ def gated_delta_rule(
     check_no_tangents("gated_delta_rule", q, k, v, g, beta, initial_state)
     o, final_state = gated_delta_rule_forward(
         *(q, k, v, g, beta, _offsets(packing, q), initial_state),
-        scale=k.shape[-1] ** -0.5 if scale is None else scale,
+        scale=_scale(scale, k),
         qk_l2norm=qk_l2norm,
         output_final_state=output_final_state,
         impl=_first("gated_delta_rule_forward", k, v) if impl is None else impl,
@@ -141,7 +141,7 @@ def kimi_delta_attention(
     op = "kimi_delta_attention_forward"
     o, final_state = kimi_delta_attention_forward(
         *(q, k, v, g, beta, _offsets(packing, q), initial_state),
-        scale=k.shape[-1] ** -0.5 if scale is None else scale,
+        scale=_scale(scale, k),
         qk_l2norm=qk_l2norm,
         output_final_state=output_final_state,
         impl=_first(op, k, v) if impl is None else impl,
@@ -306,7 +306,7 @@ def lightning_attention(
     g = -slopes.to(torch.promote_types(v.dtype, torch.float32)).expand(v.shape[:2])
     o, final_state = ssd_forward(
         *(q, k, v, g, None, None, _offsets(packing, q), initial_state),
-        scale=k.shape[-1] ** -0.5 if scale is None else scale,
+        scale=_scale(scale, k),
         output_final_state=output_final_state,
         impl=_first("ssd_forward", k, v) if impl is None else impl,
     )
@@ -354,7 +354,7 @@ def mlstm(
         *(q, k, pad(v, (0, ones), value=1.0)),
         *(-_softplus(-f.to(work).contiguous()), i.to(work).contiguous().exp(), None),
         *(_offsets(packing, q), initial_state),
-        scale=k.shape[-1] ** -0.5 if scale is None else scale,
+        scale=_scale(scale, k),
         output_final_state=output_final_state,
         impl=_first("ssd_forward", k, v) if impl is None else impl,
     )
@@ -575,6 +575,13 @@ def _offsets(packing: Packing | None, rows: Tensor) -> Tensor:
             f"packing must be on {rows.device}, got {packing.cu_seqlens.device}; `to` moves it"
         )
     return packing.cu_seqlens
+
+
+def _scale(scale: float | None, k: Tensor) -> float:
+    """Return the factor on q, by default one over the root of a head's size."""
+    if isinstance(scale, Tensor):
+        raise ValueError("scale must be a number, got a tensor: multiply q by one that trains")
+    return k.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _softplus(x: Tensor) -> Tensor:

@@ -105,6 +105,10 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
         bad("gated", 0, Tensor.clone, impl="cuda"),
         "impl must be one of ['cpp', 'triton_rounded', 'triton', 'torch'], got 'cuda'",
     ),
+    "a scale that trains": (
+        bad("lightning", 0, Tensor.clone, scale=torch.ones((), requires_grad=True)),
+        "scale must be a number, got a tensor: multiply q by one that trains",
+    ),
     "packing": (
         lambda: kimi_delta_attention(*RECURRENCES["kimi"].inputs((5,))[:5], packing((3, 4))),
         "packing must be of the 5 tokens given, got 7",
