@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from torch_hybrid.functional import causal_conv1d
 from torch_hybrid.packing import Packing
-from torch_hybrid.training.mixers.twin import Twin, earlier
+from torch_hybrid.training.mixers.twin import Twin, earlier, filters_of
 
 
 class LayerWithNgrams(Twin):
@@ -45,7 +45,7 @@ class GatedNgrams(Twin):
             own: Any = super()
             return own._short_conv(hidden_states, past_key_values)
         apart = self.conv1d.dilation[0]
-        weight = pad(self.conv1d.weight.mT, (0, apart - 1)).flatten(1)
+        weight = pad(filters_of(self.conv1d).mT, (0, apart - 1)).flatten(1)
         weight = weight[:, : weight.shape[1] - apart + 1].to(hidden_states.dtype).contiguous()
         x, packing = hidden_states.flatten(0, 1), past_key_values
         out, _ = causal_conv1d(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.functional import causal_conv1d
 from torch_hybrid.ops.core.registration import first_impl
 from torch_hybrid.ops.gated_norm import gated_norm_forward
@@ -61,15 +62,34 @@ def convolved(
     conv: nn.Conv1d, x: Tensor, packing: Packing, activation: Literal["silu"] | None = None
 ) -> Tensor:
     """Convolve tokens [T, C] by a causal convolution of transformers."""
-    weight, bias = conv.weight.squeeze(1).to(x.dtype), conv.bias
+    weight, bias = filters_of(conv).squeeze(1).to(x.dtype), conv.bias
     bias = None if bias is None else bias.to(x.dtype)
     y, _ = causal_conv1d(x, weight, bias, packing, activation=activation, output_final_state=False)
     return y
 
 
+def filters_of(conv: nn.Conv1d) -> Tensor:
+    """Return the filters of a convolution, whose forward is not called.
+
+    Raises:
+        UnsupportedError: an adapter of PEFT, which adds to what a forward makes, would be left out.
+    """
+    if has_adapter(conv):
+        raise UnsupportedError(
+            "convolutions have no adapters: leave them out of target_modules, or have them trained "
+            "whole by modules_to_save"
+        )
+    return conv.weight
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Tell whether PEFT has put an adapter around a module."""
+    return "base_layer" in module._modules
+
+
 def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
     """Normalise and gate rows [R, D] by a norm of transformers: one pass over them on a CPU."""
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or has_adapter(norm):
         normed: Tensor = norm(x, gate)
         return normed
     width = x.shape[1]

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.packing import Packing
-from torch_hybrid.training.mixers.twin import Submodule, Twin, by_head, convolved, earlier
+from torch_hybrid.training.mixers.twin import (
+    Submodule,
+    Twin,
+    by_head,
+    convolved,
+    earlier,
+    filters_of,
+)
 
 
 class ConvolvedProjection(Twin):
@@ -57,7 +64,8 @@ class ConvolvedProjection(Twin):
         taps = [*(earlier(x, packing, step, before) for step in steps), x]
         # Dense by head: a product with rows that are not copies them in its backward.
         rows = torch.stack([by_head(tap, self.head_dim).transpose(0, 1) for tap in taps], 2)
-        weight = by_group.weight.unflatten(0, (-1, self.head_dim)).transpose(1, 3).flatten(1, 2)
+        filters = filters_of(by_group).unflatten(0, (-1, self.head_dim))
         bias = by_group.bias.view(-1, 1, self.head_dim)
-        made = torch.baddbmm(bias.to(x.dtype), rows.flatten(2), weight.to(x.dtype))
+        weight = filters.transpose(1, 3).flatten(1, 2).to(x.dtype)
+        made = torch.baddbmm(bias.to(x.dtype), rows.flatten(2), weight)
         return made.transpose(0, 1)
