@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import torch_hybrid as th
 from tests.tiny_tokenizers import byte_level
@@ -45,6 +46,18 @@ def test_packed_sequences_have_the_losses_of_single_ones(tmp_path: Path):
     total = sum(loss * count for loss, count in zip(single, labels, strict=True))
     assert losses[0] == pytest.approx(total / sum(labels), rel=1e-4)
     assert losses[-1] < losses[0] / 2
+
+
+def test_a_reference_that_grpo_loads_computes_as_transformers(tmp_path: Path):
+    """It is given the name of the policy's attention, and is no twin."""
+    theirs, twin = make_pair("qwen3_5")
+    twin.save_pretrained(tmp_path)
+    options = {"attn_implementation": twin.config._attn_implementation, "dtype": twin.dtype}
+    reference = trl.trainer.utils.create_model_from_path(str(tmp_path), **options)
+    ids = torch.cat([torch.zeros(1, 5, dtype=torch.long), make_rows([9])[0]], 1).expand(2, -1)
+    mask = (ids > 0).long()
+    made, expected = (model(ids, attention_mask=mask).logits for model in (reference, theirs))
+    torch.testing.assert_close(made[:, 5:], expected[:, 5:])
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ def make_trainable(
     steps are shorter after ``torch_hybrid.host.malloc.tune_allocator()``.
 
     TRL's trainers compute losses by a head of their own; where that leaves something out, as of
-    RecurrentGemma, xLSTM, Inkling and MTP heads, they are refused.
+    RecurrentGemma, xLSTM, Inkling and MTP heads, they are refused. A reference that they load
+    beside the model runs as transformers has it.
 
     A choice has no gradient, so indexers that pick blocks (Qwen4-Exp, GLM-5.3) never train, as in
     transformers: ``DistributedDataParallel`` is told ``static_graph=True``, or with images in some
