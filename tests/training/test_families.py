@@ -70,12 +70,13 @@ def test_names_shapes_and_flags_of_parameters_stay(family: str):
     assert isinstance(ours, type(theirs))
 
 
-@pytest.mark.parametrize("family", ["inkling2", "mamba2", "minimax", "xlstm"])
+@pytest.mark.parametrize("family", ["inkling2", "kimi_k3", "mamba2", "minimax", "xlstm"])
 def test_hidden_states_are_those_of_transformers(family: str):
     theirs, ours = make_pair(family)
     row = make_rows([9])[0]
     kept = [each(row, output_hidden_states=True, use_cache=False) for each in (theirs, ours)]
     torch.testing.assert_close(*(each.hidden_states for each in kept), atol=2e-4, rtol=2e-4)
+    assert len(kept[0].hidden_states) == theirs.config.num_hidden_layers + 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

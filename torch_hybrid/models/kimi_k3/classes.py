@@ -7,7 +7,7 @@ a runner serves it. Importing this registers the classes with transformers.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import (
     KimiLinearTopkRouter,
     eager_attention_forward,
 )
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from torch_hybrid.functional import causal_conv1d, kimi_delta_attention
 from torch_hybrid.models.whole_texts import causal_masks, packing_of_rows, take_whole_texts
@@ -328,6 +329,10 @@ class KimiK3Model(KimiLinearPreTrainedModel):  # type: ignore[misc]
 
     config_class = KimiK3TextConfig
     _can_set_experts_implementation_cached_value = False  # else Kimi-Linear's answer is taken
+    _can_record_outputs: ClassVar = {
+        "router_logits": OutputRecorder(KimiLinearTopkRouter, index=0),
+        "hidden_states": KimiK3DecoderLayer,
+    }
 
     def __init__(self, config: KimiK3TextConfig) -> None:
         super().__init__(config)
@@ -343,6 +348,7 @@ class KimiK3Model(KimiLinearPreTrainedModel):  # type: ignore[misc]
         self.norm = KimiLinearRMSNorm(dim, eps)
         self.post_init()
 
+    @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
