@@ -49,6 +49,7 @@ FLAGS = (
 )
 # Apple's linker has to be told that a symbol may be torch's.
 LINKED = ("-shared", *(["-undefined", "dynamic_lookup"] if _IS_MACOS else []))
+LIBRARY = "-lc++" if _IS_MACOS else "-lstdc++"  # which CXX=gcc, as some set it, would not link
 # Which instructions kernels may use, as the compiler's -march takes it: "x86-64-v3" is AVX2 alone.
 # By default all that this CPU has, as far as kernels that came built make use of it; "native" is
 # built here.
@@ -350,7 +351,7 @@ def _build(compiler: str, source: Path, library: Path, march: str | None = None)
         unit, built = Path(folder, "unit.o"), Path(folder, "unit.so")
         _run([compiler, *_flags(march), f"-I{HEADERS}", "-c", str(source), "-o", str(unit)])
         checked = [flag for flag in _flags(march) if flag.startswith("-fsanitize=")]
-        _run([compiler, *checked, *LINKED, str(unit), "-o", str(built)])
+        _run([compiler, *checked, *LINKED, str(unit), LIBRARY, "-o", str(built)])
         built.replace(library)
 
 

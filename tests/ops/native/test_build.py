@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,16 @@ def run_python(code: str, **environment: str) -> str:
         command, capture_output=True, text=True, check=True, env={**os.environ, **environment}
     )
     return done.stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
+def test_a_c_compiler_builds_what_a_cpp_compiler_does(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One adapter of PEFT leaves CXX=gcc in a process."""
+    monkeypatch.setenv("CXX", "gcc")
+    assert compiler_missing() is None
+    assert libraries(cache_folder)
 
 
 @needs_compiler
