@@ -32,8 +32,10 @@ from torch_hybrid.graphs.stepping.embeds import Embeds
 from torch_hybrid.graphs.stepping.first_weight import FirstWeight
 from torch_hybrid.graphs.stepping.model_use import ModelUse
 from torch_hybrid.graphs.stepping.planner import Logits
+from torch_hybrid.graphs.stepping.reachable import reachable
 from torch_hybrid.graphs.turn import Turn, Within, in_turn
 from torch_hybrid.host.malloc import trim
+from torch_hybrid.host.progress import bar, tell
 from torch_hybrid.host.shown import Shown
 from torch_hybrid.sampling import Draw
 
@@ -594,11 +596,20 @@ class Runner(Shown):
             seqs, tokens, mode, logits=logits, positions=positions, embeds=embeds
         )
 
-    def warm_up(self, on_variant: Callable[[str], None] | None = None) -> None:
-        """Compile every variant that is not compiled yet, and wait for the C++ kernels.
+    def warm_up(
+        self, on_variant: Callable[[str], None] | None = None, *, capture: bool = True
+    ) -> None:
+        """Make ready for serving: compile every variant, wait for the C++ kernels, capture steps.
 
-        ``on_variant`` is called with the name of each variant before it is compiled. With
-        compile="background" the call waits, and other threads may run steps meanwhile.
+        On a GPU, Triton builds kernels for some sizes when they first come, and each size of a step
+        is captured. Here that is done for all sizes that an engine's steps have, as far as memory
+        lasts; others are captured when they come.
+
+        With compile="background" the call waits, and other threads may run steps meanwhile.
+
+        Args:
+            on_variant: called with the name of each variant before it is compiled.
+            capture: False leaves all captures to the steps.
 
         Raises:
             UnsupportedError: background compilation failed.
@@ -608,6 +619,8 @@ class Runner(Shown):
         if self._beside is not None:
             self._beside.wait()
         self.turn.run("Runner.warm_up", partial(self._warm_up, num_before, on_variant))
+        if capture and self._capture is not None:
+            self.turn.run("Runner.warm_up", self._capture_ahead)
 
     def _warm_up(self, num_before: int, on_variant: Callable[[str], None] | None) -> None:
         for variant in self._planner.forms:
@@ -617,6 +630,21 @@ class Runner(Shown):
         self._stepper.builds.wait()
         if len(self._steps.graphs) > num_before:
             trim()
+
+    def _capture_ahead(self) -> None:
+        """Capture the buckets of all steps, as far as memory lasts on every rank."""
+        assert self._capture is not None
+        tell("capturing steps")
+        with bar("capturing steps") as advance:
+            for variant, inputs in reachable(self._planner):
+                has_room = self._capture.has_room
+                if self.model.ranks is not None:
+                    has_room = bool(self.model.ranks.least(has_room, self._device))
+                if not has_room:
+                    tell("memory would not last: other steps are captured when they come")
+                    return
+                advance(0, f"capturing {variant.name} of {inputs.parts[0].batch.num_seqs}")
+                self._execution.capture_ahead(variant, inputs)
 
     @in_turn
     def update_weights(

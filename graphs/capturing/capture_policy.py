@@ -13,7 +13,6 @@ from torch_hybrid.graphs.capturing.cuda_graph import CapturedSteps, why_not_capt
 from torch_hybrid.graphs.capturing.launch import StepInputs
 from torch_hybrid.graphs.capturing.static_inputs import StaticInputs
 from torch_hybrid.graphs.step import Inputs, Variant, map_tensors
-from torch_hybrid.sampling import DrawKind
 
 CudaGraphs = Literal["auto", "on", "off"]
 
@@ -85,6 +84,21 @@ class CapturePolicy:
         if reasons:
             self._refused[variant.name] = reasons
 
+    def captures(self, variant: Variant) -> bool:
+        """Tell whether steps of a compiled variant can be captured."""
+        return variant.name not in self._refused
+
+    @property
+    def has_room(self) -> bool:
+        """False where another bucket might take the memory that later steps need."""
+        return self._steps.has_room
+
+    def holds(
+        self, variant: Variant, static: StaticInputs, value: StepInputs, planned: StepInputs
+    ) -> bool:
+        """Tell whether the bucket of a step, given as to ``run``, is captured."""
+        return _key(variant, static, value, planned) in self._steps
+
     def run(
         self,
         variant: Variant,
@@ -92,32 +106,33 @@ class CapturePolicy:
         static: StaticInputs,
         value: StepInputs,
         planned: StepInputs,
-        kind: DrawKind | None = None,
     ) -> Tensor:
         """Replay the captured graph of a step's bucket; capture the graph first if there is none.
 
         Args:
-            variant: variant of the step.
-            step: function to capture; it is called if the variant cannot be captured.
+            variant: variant of the step, which can be captured.
+            step: function to capture.
             static: static storage of the inputs.
             value: inputs as views of ``static``, which holds them now.
             planned: the same inputs on the host.
-            kind: kind of the draws, if the step samples tokens; None if it returns logits.
 
         Returns:
-            A copy of the logits, or the sampled tokens; the next replay overwrites the tokens.
+            The logits; the next replay overwrites them.
         """
-        if variant.name in self._refused:
-            return step(value)
-        # The captured step keeps ``value`` alive: no other object gets its id.
-        key = (variant, kind, id(value), static.host_values(planned))
+        key = _key(variant, static, value, planned)
         if key not in self._steps:
             static.refresh(map_tensors(torch.zeros_like, planned))
-            name = _bucket_name(variant, value.inputs) + (f", {kind}" if kind else "")
+            name = _bucket_name(variant, value.inputs)
             self._steps.capture(key, lambda: step(value), name=name)
             static.refresh(planned)
-        result = self._steps.replay(key)
-        return result.clone() if kind is None else result
+        return self._steps.replay(key)
+
+
+def _key(
+    variant: Variant, static: StaticInputs, value: StepInputs, planned: StepInputs
+) -> tuple[object, ...]:
+    """Identify a bucket. The captured step keeps ``value`` alive: no other object gets its id."""
+    return variant, id(value), static.host_values(planned)
 
 
 def _bucket_name(variant: Variant, inputs: Inputs) -> str:

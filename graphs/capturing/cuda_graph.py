@@ -21,6 +21,8 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.registration import REGISTERED
 
+# Free memory below which nothing is captured ahead: what a runner holds may grow a little.
+_SPARE = 256 << 20
 _CAPTURING = RLock()  # for the process: steps of all runners are captured on one stream
 
 
@@ -44,7 +46,7 @@ class CapturedSteps:
         self._device = device
         self._steps: dict[Hashable, _Captured] = {}
         self._pool: torch.cuda.MemPool | None = None
-        self._nbytes = 0
+        self._nbytes = self._largest = 0
         if device.type == "cuda":
             with torch.cuda.device(device):
                 self._pool = torch.cuda.MemPool()
@@ -64,6 +66,14 @@ class CapturedSteps:
     def nbytes(self) -> int:
         """Device memory that capturing took, for all graphs together."""
         return self._nbytes
+
+    @property
+    def has_room(self) -> bool:
+        """True if the device has room for as much again as the largest graph took."""
+        if self._pool is None:
+            return True
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free > self._largest + _SPARE
 
     def capture(
         self, key: Hashable, step: Callable[[], Tensor], *, name: str | None = None
@@ -98,7 +108,8 @@ class CapturedSteps:
             with _nothing_collected(), torch.cuda.graph(graph, pool=pool, stream=stream):
                 output = step()
             torch.cuda.synchronize()
-            self._nbytes += torch.cuda.memory_reserved() - before
+            taken = torch.cuda.memory_reserved() - before
+            self._nbytes, self._largest = self._nbytes + taken, max(self._largest, taken)
         self._steps[key] = _Captured(name, step, graph, output)
 
     def replay(self, key: Hashable) -> Tensor:

@@ -4,12 +4,15 @@
     tokens   of a step: an id, or -p for last[p], which the host has not read yet
     draws    places: where last gets each row's token (0: none is drawn); settings: how it is drawn
 
-    a launched step, all of it captured:
+    a launched step; its first two lines are captured, and serve ``Runner.extend`` too:
         tokens = last[-tokens] where tokens < 0
-        logits = the compiled step, as ``Runner.extend`` runs it
+        logits = the compiled step
         drawn = draw_tokens(logits, settings)
         last[places] = drawn
     then drawn is copied to the host; ``Launched.result`` waits for that
+
+Draws are two kernels of their own, whatever their kind: were they captured, each kind would take a
+graph of each bucket.
 
 Place 0 is null: padding reads and writes it.
 """
@@ -158,26 +161,26 @@ class LastTokens:
         """Forget sequences that were freed, or went on with tokens of the host."""
         self._known.difference_update(seq.id for seq in seqs)
 
-    def wrap(
-        self, step: Callable[[Inputs], Tensor], kind: DrawKind | None
-    ) -> Callable[[StepInputs], Tensor]:
-        """Add the work of a launch to a step: fill in last tokens, sample, and store the tokens.
+    def reading(self, step: Callable[[Inputs], Tensor]) -> Callable[[StepInputs], Tensor]:
+        """Make a step read last tokens where its tokens stand for them."""
 
-        Returns:
-            A function that returns the tokens, [R] int64. Without a ``kind``, it runs the step
-            alone and returns its logits.
-        """
-
-        def launched(value: StepInputs) -> Tensor:
-            if kind is None:
-                return step(value.inputs)
+        def run(value: StepInputs) -> Tensor:
             for part in value.inputs.parts:
                 self._fill_in(part.batch.tokens)
-            drawn = draw_tokens(step(value.inputs), value.draws.settings, kind)
-            self._of_place.scatter_(0, value.draws.places, drawn.clamp(min=0))
-            return drawn
+            return step(value.inputs)
 
-        return launched
+        return run
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, draws: Draws, kind: DrawKind) -> Tensor:
+        """Sample a token from each row of logits, and keep it as its sequence's last.
+
+        Returns:
+            [R] int64.
+        """
+        drawn: Tensor = draw_tokens(logits, draws.settings, kind)
+        self._of_place.scatter_(0, draws.places, drawn.clamp(min=0))
+        return drawn
 
     def _fill_in(self, tokens: Tensor) -> None:
         """Put last tokens in the place of their markers, in the step's own input."""

@@ -365,12 +365,13 @@ def _step_sizes(decided: Decided, num_pages: int, grid: int, *, decodes: bool) -
         # The cut may lie half a chunk grid off the middle.
         "half_tokens": -(-(options.max_tokens + grid) // 2),
         "num_pages": num_pages,
+        "page_size": options.page_size,
     }
     if decided.capture is None:
         return StepSizes.fine(**sizes)
     # A token-serial kernel goes by tokens per sequence: null sequences would make them look few.
     small_extends = not decodes or decided.backends.batch_invariant
-    return StepSizes.coarse(**sizes, page_size=options.page_size, small_extends=small_extends)
+    return StepSizes.coarse(**sizes, small_extends=small_extends)
 
 
 def _make_steps(

@@ -54,6 +54,7 @@ class StepSizes:
         tokens: tokens of an extend step.
         half_tokens: tokens of each half of a step that is cut in two.
         pages: width of the page table.
+        page_size: tokens of a page.
         chunk_rows: rows of the tables of layers that read a prefix in chunks; None leaves these
             tables unpadded.
     """
@@ -63,10 +64,13 @@ class StepSizes:
     tokens: tuple[int, ...]
     half_tokens: tuple[int, ...]
     pages: tuple[int, ...]
+    page_size: int
     chunk_rows: tuple[int, ...] | None
 
     @classmethod
-    def fine(cls, *, max_seqs: int, max_tokens: int, half_tokens: int, num_pages: int) -> StepSizes:
+    def fine(
+        cls, *, max_seqs: int, max_tokens: int, half_tokens: int, num_pages: int, page_size: int
+    ) -> StepSizes:
         """Choose many sizes, for little padding: for graphs that serve every size."""
         return cls(
             decode_seqs=None,
@@ -74,6 +78,7 @@ class StepSizes:
             tokens=token_sizes(max_tokens),
             half_tokens=token_sizes(half_tokens),
             pages=geometric(2, max(num_pages, 2)),
+            page_size=page_size,
             chunk_rows=None,
         )
 
@@ -103,5 +108,6 @@ class StepSizes:
             tokens=geometric(1 if small_extends else min(64, max_tokens), max_tokens),
             half_tokens=geometric(min(64, half_tokens), half_tokens),
             pages=geometric(64, max(num_pages, 2), 4),
+            page_size=page_size,
             chunk_rows=geometric(64, max(64, num_pages * page_size)),
         )

@@ -11,13 +11,11 @@ from torch import Tensor
 from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy
 from torch_hybrid.graphs.capturing.launch import Draws, LastTokens, Launched, StepInputs, num_logits
 from torch_hybrid.graphs.capturing.static_inputs import StaticInputs
-from torch_hybrid.graphs.step import Inputs, Variant
+from torch_hybrid.graphs.step import Inputs, Variant, map_tensors
 from torch_hybrid.graphs.stepping.background import BackgroundSteps
 from torch_hybrid.graphs.stepping.planner import StepPlanner
 from torch_hybrid.graphs.stepping.steps import Steps
-from torch_hybrid.sampling import Draw, DrawKind
-
-_NO_DRAWS = Draws.nothing(0)
+from torch_hybrid.sampling import USUAL_KINDS, Draw, DrawKind
 
 
 @dataclass(eq=False)
@@ -32,7 +30,8 @@ class Execution:
     device: torch.device  # device on which steps run
 
     def __post_init__(self) -> None:
-        draws = Draws.nothing(max(self.max_seqs, 2))
+        self._most_draws = max(self.max_seqs, 2)
+        draws = Draws.nothing(self._most_draws)
         self._inputs = {
             variant: StaticInputs(
                 StepInputs(inputs=self.planner.largest(variant), draws=draws), self.device
@@ -53,7 +52,8 @@ class Execution:
 
     def logits(self, variant: Variant, inputs: Inputs) -> Tensor:
         """Run a step whose inputs are on the host, and return its logits, padding included."""
-        return self._run(variant, StepInputs(inputs=inputs, draws=_NO_DRAWS), None)
+        logits, _, is_replay = self._run(variant, self._without_draws(inputs))
+        return logits.clone() if is_replay else logits
 
     def launch(
         self,
@@ -72,9 +72,26 @@ class Execution:
         """
         kind = DrawKind.of(draws)
         made = Draws.of(places, draws, kind, num_logits(inputs))
-        drawn = self._run(variant, StepInputs(inputs=inputs, draws=made), kind)
-        self._under_way = Launched(drawn, len(draws))
+        logits, value, _ = self._run(variant, StepInputs(inputs=inputs, draws=made))
+        self._under_way = Launched(self.last.draw(logits, value.draws, kind), len(draws))
         return self._under_way
+
+    def capture_ahead(self, variant: Variant, inputs: Inputs) -> None:
+        """Capture the bucket of a step, if it can be and is not, and look up kernels of its draws.
+
+        All of the step is padding.
+        """
+        if self.capture is None or not self.captures(variant):
+            return
+        self.join()
+        static = self._inputs[variant]
+        step = map_tensors(torch.zeros_like, self._without_draws(inputs))
+        if self.capture.holds(variant, static, static.refresh(step), step):
+            return
+        logits, value, _ = self._run(variant, step)
+        may_draw = len(logits) == len(value.draws.places) and not variant.mode.num_chained
+        for kind in USUAL_KINDS if may_draw else ():
+            self.last.draw(logits, value.draws, kind)
 
     def wait(self) -> None:
         """Wait for the step that was launched last, and so for all steps before it."""
@@ -86,17 +103,30 @@ class Execution:
         if self._under_way is not None:
             self._under_way.join(self.device)
 
-    def _run(self, variant: Variant, planned: StepInputs, kind: DrawKind | None) -> Tensor:
+    def _run(self, variant: Variant, planned: StepInputs) -> tuple[Tensor, StepInputs, bool]:
         """Run a step.
 
         Returns:
-            Its logits, or with a ``kind`` the sampled tokens. The next step overwrites them.
+            Its logits, its inputs on the device, and whether the next replay overwrites both.
         """
         self.join()
         static = self._inputs[variant]
         value = static.refresh(planned)
         with self.steps.running(variant) as step:
-            run = self.last.wrap(step, kind)
-            if self.capture is None or not self.steps.is_final(variant):
-                return run(value)
-            return self.capture.run(variant, run, static, value, planned, kind)
+            # A draft head's tokens stand for nothing that was sampled last.
+            fills = not variant.mode.num_chained
+            run = self.last.reading(step) if fills else lambda value: step(value.inputs)
+            if not self.captures(variant):
+                return run(value), value, False
+            assert self.capture is not None
+            return self.capture.run(variant, run, static, value, planned), value, True
+
+    def captures(self, variant: Variant) -> bool:
+        """Tell whether a variant's steps are captured and replayed."""
+        can = self.capture is not None and self.capture.captures(variant)
+        return can and self.steps.is_final(variant)
+
+    def _without_draws(self, inputs: Inputs) -> StepInputs:
+        """Make the inputs of a step that draws nothing, of the sizes of one that draws."""
+        draws = Draws.nothing(min(num_logits(inputs), self._most_draws))
+        return StepInputs(inputs=inputs, draws=draws)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
+from operator import add
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.step import BatchPart, Inputs, Variant
 from torch_hybrid.graphs.stepping.buckets import Bucket, StepSizes, round_up
 from torch_hybrid.graphs.two_batch import OverlapPolicy, plan_split, rows_in_halves
+from torch_hybrid.host.ints import int_tensor
 
 Logits = Literal["last", "all"]
 # Sizes of the step that is traced; they differ, so that no two symbols are taken for one.
@@ -121,6 +123,17 @@ class StepPlanner:
         padding, so it reads and writes no state."""
         nothing = self._null_batch(Bucket(num_seqs=0, num_tokens=0, num_pages=2), self._idle)
         return self.plan(nothing, self._idle, "last")
+
+    def null_batch(
+        self, mode: Mode, width: int, lengths: Sequence[int], held: Sequence[int]
+    ) -> Batch:
+        """Build a batch of null sequences with these lengths of new tokens, after those held."""
+        bucket = Bucket(num_seqs=len(lengths), num_tokens=sum(lengths), num_pages=width)
+        return replace(
+            self._null_batch(bucket, mode),
+            cu_seqlens=int_tensor(accumulate(lengths, initial=0), torch.int32),
+            seq_lens=int_tensor(map(add, lengths, held), torch.int32),
+        )
 
     def largest(self, variant: Variant) -> Inputs:
         """Build an all-padding step of a variant; each tensor has its largest possible size."""

@@ -28,6 +28,7 @@ def planner_of(runner: Runner, *, in_halves: bool) -> StepPlanner:
     backends = make_backends(model.table, cache.sizes, None, [VERIFY])
     grid = chunk_grid(backends)
     sizes = {"max_seqs": 6, "max_tokens": 64, "half_tokens": 48, "num_pages": cache.num_pages}
+    sizes["page_size"] = runner.page_size
     return StepPlanner(
         backends,
         sizes=StepSizes.fine(**sizes),

@@ -83,6 +83,7 @@ def make_planner(overlap: OverlapPolicy, *, axes: int = 1, family: str = "qwen3"
             max_tokens=SIZES["max_tokens"],
             half_tokens=-(-(SIZES["max_tokens"] + 32) // 2),
             num_pages=50,
+            page_size=16,
         ),
         num_position_axes=axes,
         overlap=overlap,

@@ -230,7 +230,7 @@ def open_for_serving(
     engine = _engine(
         options, model, tokenizer, prefix_cache, speculate, processor, max_waiting, loras=loras
     )
-    compile_ahead(engine.runner)
+    compile_ahead(engine.runner, capture=True)
     return engine
 
 
@@ -338,7 +338,7 @@ def explain_command(
         _check_writable(trace)
     model = options.load()
     runner = options.compiled_first().runner(model, two_batch_overlap=overlap, passes=chosen)
-    runner.warm_up()
+    runner.warm_up(capture=False)
     print_model(options.model, model)
     sections = explain.explain(runner)
     if runner.compile:

@@ -407,10 +407,12 @@ def load_processor(path_or_id: str) -> Any:
     return processor
 
 
-def compile_ahead(runner: Runner) -> None:
-    """Compile every kind of step before the first one, unless that happens in the background."""
+def compile_ahead(runner: Runner, *, capture: bool = False) -> None:
+    """Compile every kind of step before the first one, unless that happens in the background.
+
+    ``capture`` also captures every size of steps, which pays for a server."""
     if runner.compile is True:
-        runner.warm_up()
+        runner.warm_up(capture=capture)
 
 
 def finish_artefact(options: ModelOptions, runner: Runner) -> None:
@@ -418,7 +420,7 @@ def finish_artefact(options: ModelOptions, runner: Runner) -> None:
     if options.artefact is None or runner.compile != "background":
         return
     try:
-        runner.warm_up()
+        runner.warm_up(capture=False)
     except UnsupportedError as error:
         note(f"nothing is written to {options.artefact}: {error}")
 

@@ -5,13 +5,21 @@ from torch_hybrid.sampling.draw import Draw, candidates
 from torch_hybrid.sampling.grammar import Grammar
 from torch_hybrid.sampling.logprobs import TokenLogprob, logprobs_of, token_logprobs
 from torch_hybrid.sampling.numbers import RandomNumbers
-from torch_hybrid.sampling.on_device import DrawKind, draw_tokens, no_settings, sample, settings_of
+from torch_hybrid.sampling.on_device import (
+    USUAL_KINDS,
+    DrawKind,
+    draw_tokens,
+    no_settings,
+    sample,
+    settings_of,
+)
 from torch_hybrid.sampling.parameters import GREEDY, LogitsProcessor, Sampling
 from torch_hybrid.sampling.rules import LogitsRules
 
 __all__ = [
     "GREEDY",
     "NOT_FINITE",
+    "USUAL_KINDS",
     "Draw",
     "DrawKind",
     "Grammar",

@@ -50,6 +50,15 @@ class DrawKind:
         return " ".join(["drawn", *filters])
 
 
+# Kinds of most steps; one with a larger top-k differs in a number.
+USUAL_KINDS = (
+    DrawKind(),
+    DrawKind(draws=True),
+    DrawKind(draws=True, num_ranked=_FEWEST_RANKED),
+    DrawKind(draws=True, has_wide_top_p=True),
+)
+
+
 def settings_of(draws: Sequence[Draw | None], num_rows: int) -> Tensor:
     """Pack [5, num_rows] float64 on the host: temperature, number, top-k, top-p, min-p of each row.
 
