@@ -209,8 +209,12 @@ def ops_on(
     """Yield each op's name and inputs, which of them its outputs are like, and who computes it."""
     for name, rule in RULES_ON_A_GPU.items():
         inputs = rule.inputs(lengths, torch.bfloat16)[:5]
-        inputs[3] = logsigmoid(torch.rand_like(inputs[3]))  # without extremes, as peers time theirs
-        yield name, inputs, 2, contestants(rule, lengths, device)
+        g = logsigmoid(torch.rand_like(inputs[3]))  # without extremes, as peers time theirs
+        rates = {"": 1.0, ", states last": 1e-3, ", a state lasts": torch.ones(rule.num_v_heads)}
+        rates[", a state lasts"][0] = 1e-3
+        for kind, rate in ({"": 1.0} if rule.by_channel else rates).items():
+            xs = [*inputs[:3], g * rate, inputs[4]]
+            yield name + kind, xs, 2, contestants(rule, lengths, device)
     packed = th.Packing(offsets(lengths).to(device), len(lengths), num_tokens=sum(lengths))
     T, H, P, G, N = sum(lengths), 64, 64, 8, 128
     x, B, C = (torch.randn(T, *dims).bfloat16() for dims in ((H, P), (G, N), (G, N)))
