@@ -25,6 +25,8 @@ class Report(Shown):
         graph_breaks: number of graph breaks; it should be 0.
         captured_graphs: name of each captured bucket.
         captured_bytes: device memory that capturing took.
+        captured_seconds: time that it took, with the kernels that were built for it; ``seconds`` of
+            a graph's record is the time of its tracing and compiling.
         not_captured: reasons why a variant is not captured.
         pool_bytes: bytes of all pools.
         static_input_bytes: bytes of the static inputs of steps.
@@ -38,6 +40,7 @@ class Report(Shown):
     graph_breaks: int
     captured_graphs: tuple[str, ...]
     captured_bytes: int
+    captured_seconds: float
     not_captured: Mapping[str, tuple[str, ...]]
     pool_bytes: int
     static_input_bytes: int

@@ -719,6 +719,7 @@ class Runner(Shown):
             graph_breaks=steps.graph_breaks,
             captured_graphs=() if capture is None else capture.names,
             captured_bytes=0 if capture is None else capture.nbytes,
+            captured_seconds=0.0 if capture is None else capture.seconds,
             not_captured={} if capture is None else capture.refused,
             pool_bytes=sum(pool.nbytes for pool in self._cache.pool_tensors()),
             static_input_bytes=self._execution.nbytes,

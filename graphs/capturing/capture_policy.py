@@ -61,6 +61,11 @@ class CapturePolicy:
         return self._steps.nbytes
 
     @property
+    def seconds(self) -> float:
+        """Time that capturing took."""
+        return self._steps.seconds
+
+    @property
     def refused(self) -> Mapping[str, tuple[str, ...]]:
         """Reasons why variants are not captured, by variant."""
         return dict(self._refused)

@@ -9,6 +9,7 @@ inputs, so that the code around it is the same.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class CapturedSteps:
         self._steps: dict[Hashable, _Captured] = {}
         self._pool: torch.cuda.MemPool | None = None
         self._nbytes = self._largest = 0
+        self._seconds = 0.0
         if device.type == "cuda":
             with torch.cuda.device(device):
                 self._pool = torch.cuda.MemPool()
@@ -66,6 +68,11 @@ class CapturedSteps:
     def nbytes(self) -> int:
         """Device memory that capturing took, for all graphs together."""
         return self._nbytes
+
+    @property
+    def seconds(self) -> float:
+        """Time that capturing took, with the kernels that were built for it."""
+        return self._seconds
 
     @property
     def has_room(self) -> bool:
@@ -97,6 +104,7 @@ class CapturedSteps:
         if self._pool is None:
             self._steps[key] = _Captured(name, step)
             return
+        start = time.perf_counter()
         with _CAPTURING, torch.cuda.device(self._device):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # torch.cuda.graph would, amid the count
@@ -110,6 +118,7 @@ class CapturedSteps:
             torch.cuda.synchronize()
             taken = torch.cuda.memory_reserved() - before
             self._nbytes, self._largest = self._nbytes + taken, max(self._largest, taken)
+        self._seconds += time.perf_counter() - start
         self._steps[key] = _Captured(name, step, graph, output)
 
     def replay(self, key: Hashable) -> Tensor:
