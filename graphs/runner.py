@@ -511,6 +511,7 @@ class Runner(Shown):
         """Commit the first drafts of sequences, each by its own count; call it once after a verify.
 
         Raises:
+            TypeError: counts are no integers.
             ValueError: a sequence has fewer drafts, was freed, is another runner's or comes twice;
                 or there is not one count for each.
         """

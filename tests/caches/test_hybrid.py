@@ -213,6 +213,22 @@ def test_texts():
     )
 
 
+def test_lengths_grow_in_one_place():
+    """A count may be of a tensor, which adds in place."""
+    cache = HybridCache(LayerTable.from_specs([FULL]), max_seqs=3, kv_tokens=64, page_size=4)
+    [seq] = cache.allocate(1)
+    cache.reserve([seq], [9])
+    cache.commit([seq], torch.tensor([5]))
+    cache.commit_drafts([seq], [3])
+    cache.accept([seq], torch.tensor([2]))
+    kept = cache.snapshot(seq)
+    fork, other = cache.allocate(2, kept, torch.tensor(8))
+    cache.commit([seq, fork], [1, 2])
+    assert [kept.num_tokens, *map(cache.length, [seq, fork, other])] == [8, 9, 10, 8]
+    with pytest.raises(TypeError, match=r"num_new must be integers, got \[1.0\]"):
+        cache.commit([seq], [1.0])
+
+
 def test_a_slot_reused_is_another_sequence():
     cache = make_cache(max_seqs=1)
     [old] = cache.allocate(1)

@@ -22,7 +22,7 @@ from torch_hybrid.caches.scales import write_scales
 from torch_hybrid.caches.sequence import Sequence, SequenceState
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
 from torch_hybrid.caches.snapshot import Snapshot, Snapshots, SnapshotState
-from torch_hybrid.host.ints import int_tensor
+from torch_hybrid.host.ints import counts_of, int_tensor
 from torch_hybrid.specs import SCALES, LayerTable
 
 
@@ -129,6 +129,8 @@ class HybridCache:
             ValueError: ``start`` is foreign, was released, has another adapter, or cannot be cut to
                 ``length`` tokens.
         """
+        if length is not None:
+            (length,) = counts_of("length", [length])
         kept = None if start is None else self.snapshots.find(start, length)
         if kept is not None and kept.adapter is not adapter:
             own, wanted = (None if x is None else x.name for x in (kept.adapter, adapter))
@@ -338,7 +340,7 @@ class HybridCache:
         Tokens accepted before have been replayed, and other drafts are forgotten. With
         ``are_read``, the model's head has read the new tokens.
         """
-        for seq, n in zip(seqs, num_new, strict=True):
+        for seq, n in zip(seqs, counts_of("num_new", num_new), strict=True):
             held = self._held[seq.id]
             held.length += n
             held.num_unread += 0 if are_read else n
@@ -374,7 +376,7 @@ class HybridCache:
             ValueError: a sequence has fewer drafts, or a handle is foreign, freed or given twice.
         """
         self.check(seqs)
-        owners = [self._held[seq.id] for seq in seqs]
+        owners, counts = [self._held[seq.id] for seq in seqs], counts_of("counts", counts)
         for seq, held, n in zip(seqs, owners, counts, strict=True):
             if not 0 <= n <= held.num_drafts:
                 raise ValueError(

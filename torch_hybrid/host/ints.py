@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from operator import index as index_of
 from struct import error as StructError
 from struct import pack
 from typing import Any
@@ -69,6 +70,18 @@ def has_bools(values: Sequence[Any], packed: array[int]) -> bool:
     if ints.min() > 1:
         return False
     return any(type(values[place]) is bool for place in (ints <= 1).nonzero().flatten().tolist())
+
+
+def counts_of(name: str, values: Iterable[Any]) -> list[int]:
+    """Convert counts to ints: a tensor that is kept as a count grows in each place that keeps it.
+
+    Raises:
+        TypeError: a value is no integer.
+    """
+    try:
+        return list(map(index_of, values))
+    except TypeError:
+        raise TypeError(f"{name} must be integers, got {values!r}") from None
 
 
 def joined(rows: Sequence[Sequence[int]]) -> Tensor:
