@@ -207,6 +207,7 @@ pytree.register_pytree_node(
     serialized_type_name="torch_hybrid.Packing",
     flatten_with_keys_fn=_flatten_with_keys,
 )
+torch.serialization.add_safe_globals([Packing])  # an exported program has example inputs
 
 
 def check_form(name: str, given: Tensor, ndims: tuple[int, ...], *, or_bool: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable
 
@@ -100,6 +101,14 @@ def test_a_pytree_of_tensors() -> None:
     assert tables(packing.to("cpu")) == EXPECTED
     other = pytree.tree_flatten(th.Packing(offsets((8,))))[0]
     assert [x.shape for x in other] == [x.shape for x in leaves]
+
+
+def test_a_file_with_a_packing_is_read_as_data() -> None:
+    """So are an exported program's example inputs."""
+    file = io.BytesIO()
+    torch.save(th.Packing(offsets(LENGTHS)), file)
+    file.seek(0)
+    assert tables(torch.load(file, weights_only=True)) == EXPECTED
 
 
 BAD: dict[str, tuple[Callable[[], th.Packing], type[Exception], str]] = {
