@@ -206,6 +206,14 @@ def test_texts():
         error_text(ValueError, cache.free, make_cache().allocate(1)),
         """Sequence(id=1) belongs to another runner""",
     )
+    assert_expected_inline(
+        error_text(TypeError, cache.free, seqs[1]),
+        """expected a list of sequences, got Sequence(id=2)""",
+    )
+    assert_expected_inline(
+        error_text(TypeError, cache.allocate, 1, seqs[1]),
+        """expected what Runner.snapshot returned, got Sequence(id=2)""",
+    )
     cache.mark_broken(seqs[1:2])
     assert_expected_inline(
         error_text(ValueError, cache.check_usable, seqs[1:]),

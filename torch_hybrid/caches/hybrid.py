@@ -227,9 +227,16 @@ class HybridCache:
         return self.pages.count_firm_once(self._held[seq.id].pages)
 
     def check(self, seqs: Many[Sequence]) -> None:
-        """Raise ValueError unless every handle is live, ours, and given once."""
+        """Raise ValueError unless every handle is live, ours, and given once.
+
+        Raises TypeError for what is no list of sequences.
+        """
         owner, held = self._owner, self._held
-        for seq in [seq for seq in seqs if seq.owner is not owner or seq.id not in held]:
+        try:
+            unknown = [seq for seq in seqs if seq.owner is not owner or seq.id not in held]
+        except (AttributeError, TypeError):
+            raise TypeError(f"expected a list of sequences, got {seqs!r}") from None
+        for seq in unknown:
             what = "was freed" if seq.owner is owner else "belongs to another runner"
             raise ValueError(f"{seq} {what}")
         if len({seq.id for seq in seqs}) != len(seqs):

@@ -107,9 +107,12 @@ class Snapshots:
         """Find the slot and pages of a snapshot.
 
         Raises:
+            TypeError: it is no snapshot.
             ValueError: the snapshot is foreign or was released, or cannot be cut to ``length``
                 tokens.
         """
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"expected what Runner.snapshot returned, got {snapshot!r}")
         if snapshot.owner is not self.owner or snapshot.id not in self._kept:
             is_ours = snapshot.owner is self.owner
             what = "was released" if is_ours else "belongs to another runner"
