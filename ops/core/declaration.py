@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import wraps
+from inspect import formatannotation
 from typing import Any, get_args, get_type_hints
 
 import torch
@@ -113,7 +114,13 @@ class Declaration:
                 hint = self._hints[each.name]
                 is_bare = each.default is MISSING or NO_DEFAULT in _metadata(hint)
                 default = "" if is_bare else f"={each.default!r}".replace("'", '"')
-                written = _SCHEMA_TYPES[_bare(hint)]
+                written = _SCHEMA_TYPES.get(_bare(hint))
+                if written is None:
+                    known = ", ".join(map(formatannotation, _SCHEMA_TYPES))
+                    raise TypeError(
+                        f"field {each.name} of {self.cls.__name__} must be of {known}, or a tensor "
+                        f"like Annotated[Tensor, Rows('D')], got {formatannotation(hint)}"
+                    )
                 if MUTATED in _metadata(hint):
                     written = written.replace("Tensor", f"Tensor({next(letters)}!)")
                 return f"{written} {each.name}{default}"

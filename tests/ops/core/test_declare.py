@@ -780,6 +780,16 @@ def test_a_compiler_sees_within_a_traced_implementation():
 
 
 @pytest.mark.usefixtures("is_registered")
+def test_a_field_of_a_type_that_no_schema_has():
+    @dataclass(slots=True)
+    class OfWords(StatefulOp):
+        x: Annotated[Tensor, Rows("D")]
+        words: list[str]
+
+    with pytest.raises(TypeError, match=r"^field words of OfWords must .*, got list\[str\]$"):
+        define(OfWords, IMPLEMENTATIONS, returns=like("x"))
+
+
 def test_a_value_is_a_call_with_all_its_fields():
     value: Any = DeclaredTwice(torch.ones(3, 5), impl="seen", times=4)
     assert torch.equal(declared_twice(value), torch.full((3, 5), 4.0))
