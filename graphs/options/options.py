@@ -256,6 +256,7 @@ def takes_options(
         taken = inspect.signature(options).parameters.values()
         __init__.__signature__ = inspect.Signature([own, *taken])  # type: ignore[attr-defined]
         del __init__.__wrapped__  # type: ignore[attr-defined]
+        options.__init__.__qualname__ = init.__qualname__  # type: ignore[misc]  # Python's errors
         return __init__
 
     return decorate
