@@ -103,6 +103,15 @@ class Declaration:
         sizes = {n: x.shape[self.bound[n][1]] for n, x in tensors.items() if x is not None}
         return int(eval(expression, {**sizes, "x": call}))
 
+    def sizes_of(self, name: str) -> Callable[[Any], tuple[int, ...]]:
+        """Compile what computes a tensor's sizes after the first from a call's other tensors."""
+        letters = {letter: f"x.{of}.shape[{axis}]" for letter, (of, axis) in self.bound.items()}
+        dims = (
+            re.sub(r"[A-Za-z]\w*", lambda found: letters[found[0]], dim)
+            for dim in self.kinds[name].dims[1:]
+        )
+        return compile_function(f"def sizes(x): return ({', '.join(dims)},)", "sizes", {})
+
     def schema(self, returns: Returns[Any]) -> str:
         """Write the schema, in which pools are marked as mutated."""
         letters = iter("abcdefghijklmnop")

@@ -7,9 +7,9 @@ is given what its forward was given.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import Field, fields, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, cast
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -22,23 +22,35 @@ from torch_hybrid.ops.core.registration import same_or_first_impl
 from torch_hybrid.ops.core.state_bounds import check_offsets
 
 P = ParamSpec("P")
-Q = ParamSpec("Q")
 
 
+@dataclass(slots=True, repr=False, eq=False)
 class PackedOp(Op):
-    """Arguments that a forward and its backward have.
+    """Arguments that a forward and its backward have; ``define_pair`` makes the classes of both.
 
     Args:
         cu_seqlens: [N + 1] int32, from 0 to at most T.
         output_final_state: whether a forward makes final states.
+        dout: gradient of the outputs, like these.
+        dfinal_state: gradient of the final states, like initial ones, or None for zeros.
+
+    Attributes:
+        like: field that the outputs have shape and dtype of.
     """
 
-    __slots__ = ()
+    like: ClassVar[str]
 
     if TYPE_CHECKING:
-        cu_seqlens: Tensor
-        initial_state: Tensor | None
-        output_final_state: bool  # of a forward alone
+        output_final_state: bool = field(kw_only=True)  # of a forward alone
+
+        @property
+        def cu_seqlens(self) -> Tensor: ...
+        @property
+        def initial_state(self) -> Tensor | None: ...
+        @property
+        def dout(self) -> Tensor: ...  # of a backward alone, as the next one
+        @property
+        def dfinal_state(self) -> Tensor | None: ...
 
         def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> Op:
             """Give a forward's arguments of the op with a pool.
@@ -56,7 +68,7 @@ class PackedOp(Op):
     @property
     def rows(self) -> Tensor:
         """Tensor that the outputs have shape and dtype of."""
-        rows: Tensor = getattr(self, _positional(self)[0].name)
+        rows: Tensor = getattr(self, self.like)
         return rows
 
     @property
@@ -65,32 +77,25 @@ class PackedOp(Op):
         return torch.promote_types(self.rows.dtype, torch.float32)
 
     def states(self, num_states: int) -> Tensor:
-        """Allocate so many states; a packing has room for many more sequences than there are."""
-        raise NotImplementedError
+        """Allocate so many states, like initial ones; a packing has room for many more sequences
+        than there are."""
+        op: Any = type(self)
+        sizes, is_wide = _declared_states(op)
+        dtype = self.work if is_wide else self.rows.dtype
+        return self.rows.new_empty(num_states, *sizes(self), dtype=dtype)
 
     def check_indices(self) -> None:
         """Raise ValueError unless sequences are among the tokens."""
         check_offsets(self.cu_seqlens, num_tokens=self.rows.shape[0])
 
 
-class PackedRecurrence(PackedOp):
-    """Arguments of a recurrence whose value heads have states [V, K]."""
-
-    __slots__ = ()
-
-    if TYPE_CHECKING:
-        k: Tensor  # [T, H, K]
-        v: Tensor  # [T, HV, V]
-
-    @property
-    def rows(self) -> Tensor:
-        """Tensor that the outputs have shape and dtype of."""
-        return self.v
-
-    def states(self, num_states: int) -> Tensor:
-        """Allocate so many states [HV, V, K]."""
-        _, num_heads, v_dim = self.v.shape
-        return self.v.new_empty(num_states, num_heads, v_dim, self.k.shape[2], dtype=self.work)
+@cache
+def _declared_states(op: type[Any]) -> tuple[Callable[[PackedOp], tuple[int, ...]], bool]:
+    """Compile the sizes of one state, and tell whether states are float32 at least."""
+    declaration = Declaration(op)
+    return declaration.sizes_of("initial_state"), (
+        declaration.kinds["initial_state"].dtype == "work"
+    )
 
 
 def by_pool(
@@ -119,8 +124,7 @@ def empty_gradients(x: PackedOp) -> tuple[Tensor, ...]:
 
     They are like the forward's arguments, but for offsets; empty where an argument is None.
     """
-    names = (each.name for each in _positional(x) if each.name not in _NO_GRADIENTS)
-    *given, initial_state = (getattr(x, name) for name in names)
+    *given, initial_state = (getattr(x, name) for name in _differentiable(x))
     states = x.states(0 if initial_state is None else x.num_seqs)
     like = [x.rows.new_empty(0) if each is None else each for each in given]
     return *(each.new_empty(each.shape) for each in like), states
@@ -149,36 +153,39 @@ def run_on_pool(x: PackedOp, *, by: Implementation) -> tuple[Tensor, Tensor]:
 
 
 def define_pair(
-    forward: Callable[P, PackedOp],
+    arguments: Callable[P, PackedOp],
     forwards: Mapping[str, Implementation],
-    backward: Callable[Q, PackedOp],
     backwards: Mapping[str, Implementation],
     *,
     cpp: Cpp | None = None,
     limited: Mapping[str, str] | None = None,
     flops: tuple[str, str] = ("0", "0"),
-) -> tuple[Callable[P, tuple[Tensor, Tensor]], Callable[Q, tuple[Tensor, ...]]]:
+) -> tuple[Callable[P, tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, ...]]]:
     """Define a forward and the backward that it goes through.
 
+    ``TrainedWkv`` has the arguments of ``wkv_forward`` and of ``wkv_backward``. The former is also
+    told whether to make final states, the latter is also given gradients of results.
+
     Args:
-        forward, backward: classes of their arguments; the backward has those of the forward first.
+        arguments: class of what both take. Its docstring is the forward's.
         forwards, backwards: their implementations, by name.
         cpp: names of the backward's C++ kernel; see ``define``.
         limited: letters of sizes that implementations of either may limit.
         flops: of the forward, and of the backward.
     """
-    bound = Declaration(cast(type[Op], forward)).bound
+    trained = cast(type[PackedOp], arguments)
+    bound = Declaration(trained).bound
     sizes = {name: bound[letter] for name, letter in (limited or {}).items()}
-    count = sum(each.name not in _NO_GRADIENTS for each in _positional(forward))
-    back = define(
+    forward, backward = _forward_of(trained), _backward_of(trained)
+    back: Callable[..., tuple[Tensor, ...]] = define(
         backward,
         backwards,
-        returns=several_made(count, empty_gradients),
+        returns=several_made(len(_differentiable(trained)), empty_gradients),
         limited=limited,
         flops=flops[1],
         cpp=cpp,
     )
-    run = define(
+    run: Callable[..., tuple[Tensor, Tensor]] = define(
         forward,
         forwards,
         returns=pair_made(empty_results),
@@ -186,11 +193,43 @@ def define_pair(
         flops=flops[0],
         backward=partial(_gradients, forward, back, sizes),
     )
-    return run, back
+    return cast(Callable[P, tuple[Tensor, Tensor]], run), back
 
 
-def _positional(op: Any) -> list[Field[Any]]:
-    return [each for each in fields(op) if not each.kw_only]
+def _forward_of(trained: type[PackedOp]) -> type[PackedOp]:
+    """Make the class of a forward's arguments."""
+    own = [("output_final_state", bool, field(kw_only=True))]
+    return _derived(trained, "Forward", own, trained.__doc__)
+
+
+def _backward_of(trained: type[PackedOp]) -> type[PackedOp]:
+    """Make the class of a backward's arguments: those of its forward, and gradients of results."""
+    hints = get_type_hints(trained, include_extras=True)
+    own = [("dout", hints[trained.like]), ("dfinal_state", hints["initial_state"])]
+    forward = f"{Declaration(trained).name.removeprefix('trained_')}_forward"
+    given = ", ".join(each.name for each in fields(trained) if each.name != "impl")
+    doc = f"""Gradients of :func:`{forward}`, in fixed orders of sums.
+
+    Args:
+        {given}: those of the forward.
+
+    Returns:
+        Gradients of {", ".join(_differentiable(trained))}; empty where these are None.
+    """
+    return _derived(trained, "Backward", own, doc)
+
+
+def _derived(trained: type[PackedOp], suffix: str, own: Any, doc: str | None) -> type[PackedOp]:
+    name = f"{trained.__name__.removeprefix('Trained')}{suffix}"
+    namespace = {"__module__": trained.__module__, "__doc__": doc}
+    options = {"slots": True, "repr": False, "eq": False}
+    return make_dataclass(name, own, bases=(trained,), namespace=namespace, **options)
+
+
+def _differentiable(op: Any) -> list[str]:
+    """Name the tensors among a forward's arguments, also given those of its backward."""
+    positional = (each.name for each in fields(op) if not each.kw_only)
+    return [name for name in positional if name not in _NO_GRADIENTS]
 
 
 def _gradients(

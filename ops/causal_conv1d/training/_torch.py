@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.causal_conv1d.training.op import CausalConv1dBackward
+from torch_hybrid.ops.causal_conv1d.training.op import TrainedCausalConv1d
 from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.pointwise import sigmoid
 
 
 @without_autocast
-def causal_conv1d_backward(x: CausalConv1dBackward) -> tuple[Tensor, ...]:
+def causal_conv1d_backward(x: TrainedCausalConv1d) -> tuple[Tensor, ...]:
     """Put each sequence behind its state in one long array, as the forward does.
 
     A tap is a shift there. So gradients of taps are sums over tokens, and those of inputs are taps

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.causal_conv1d.training.op import CausalConv1dBackward
+from torch_hybrid.ops.causal_conv1d.training.op import TrainedCausalConv1d
 from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import sequences_of_tokens
@@ -28,7 +28,7 @@ _FETCHED = 4
 
 
 @without_autocast
-def causal_conv1d_backward(x: CausalConv1dBackward) -> tuple[Tensor, ...]:
+def causal_conv1d_backward(x: TrainedCausalConv1d) -> tuple[Tensor, ...]:
     """Compute the gradients of x, the filters, the bias and the initial state."""
     num_tokens, channels = x.x.shape
     width = x.weight.shape[1]

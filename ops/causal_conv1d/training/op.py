@@ -7,7 +7,7 @@ own, which is given what the forward was given, and convolves again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
@@ -28,8 +28,19 @@ BACKWARD: dict[str, Implementation] = {
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class TrainedConv1d(PackedOp):
-    """Arguments that the forward and its backward have."""
+class TrainedCausalConv1d(PackedOp):
+    """Short causal convolution without a pool; ``torch_hybrid.functional`` states it.
+
+    Args:
+        x: [T, C], float dtype; weight [C, W] and bias [C] or None in that dtype.
+        initial_state: [N, W - 1, C] in x's dtype, or None for zeros.
+        activation: "none" or "silu".
+
+    Returns:
+        [T, C] outputs, and final states like initial ones, or [0, W - 1, C].
+    """
+
+    like: ClassVar[str] = "x"
 
     x: Annotated[Tensor, Rows("C")]
     weight: Annotated[Tensor, Dense("C", "W")]
@@ -43,11 +54,6 @@ class TrainedConv1d(PackedOp):
         """Flag of the activation SiLU."""
         return self.activation == "silu"
 
-    def states(self, num_states: int) -> Tensor:
-        """Allocate so many states [W - 1, C]."""
-        channels, width = self.weight.shape
-        return self.x.new_empty(num_states, width - 1, channels)
-
     def check(self) -> None:
         """Raise ValueError for filters or an activation that no implementation takes."""
         check_activation(self.activation)
@@ -55,49 +61,15 @@ class TrainedConv1d(PackedOp):
         if not MIN_WIDTH <= width <= MAX_WIDTH:
             raise ValueError(f"weight must have width {MIN_WIDTH} to {MAX_WIDTH}, got {width}")
 
-
-@dataclass(slots=True, repr=False, eq=False)
-class CausalConv1dForward(TrainedConv1d):
-    """Short causal convolution without a pool; ``torch_hybrid.functional`` states it.
-
-    Args:
-        x: [T, C], float dtype; weight [C, W] and bias [C] or None in that dtype.
-        initial_state: [N, W - 1, C] in x's dtype, or None for zeros.
-        activation: "none" or "silu".
-
-    Returns:
-        [T, C] outputs, and final states like initial ones, or [0, W - 1, C].
-    """
-
-    output_final_state: bool = field(kw_only=True)
-
     def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> CausalConv1d:
         """Give the arguments of the op with a pool."""
         given = (self.x, self.weight, self.bias, pool, self.cu_seqlens, initial, final)
         return CausalConv1d(*given, activation=self.activation, impl=self.impl)
 
 
-@dataclass(slots=True, repr=False, eq=False)
-class CausalConv1dBackward(TrainedConv1d):
-    """Gradients of :func:`causal_conv1d_forward`, in fixed orders of sums.
-
-    Args:
-        x, weight, bias, cu_seqlens, initial_state, activation: those of the forward.
-        dout: [T, C] gradient of the outputs, in x's dtype.
-        dfinal_state: [N, W - 1, C] gradient of the final states, or None for zeros.
-
-    Returns:
-        Gradients of x, weight, bias and the initial state; empty where these are None.
-    """
-
-    dout: Annotated[Tensor, Rows("C")]
-    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "W - 1", "C")]
-
-
 causal_conv1d_forward, causal_conv1d_backward = define_pair(
-    CausalConv1dForward,
+    TrainedCausalConv1d,
     FORWARD,
-    CausalConv1dBackward,
     BACKWARD,
     cpp=Cpp("num_offsets-1=num_seqs C=channels W=width"),
     flops=("2 * T * C * W", "6 * T * C * W"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_hybrid.ops.delta_rule._hopper import CHUNK, HEAD_DIM_K, ROWS_OF_V
 from torch_hybrid.ops.delta_rule.training._triton_unit_rows import UnitRows
 from torch_hybrid.ops.delta_rule.training._triton_walks import Rows, Walked
-from torch_hybrid.ops.delta_rule.training.op import GatedDeltaRuleBackward
+from torch_hybrid.ops.delta_rule.training.op import TrainedGatedDeltaRule
 from torch_hybrid.ops.triton.devices import PROCESSORS, rows_are_aligned, runs_gluon
 from torch_hybrid.ops.triton.hopper_attention import rows_by_tiles
 from torch_hybrid.ops.triton.launch import bind
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
-def serves(x: GatedDeltaRuleBackward, q: Tensor, k: Tensor) -> bool:
+def serves(x: TrainedGatedDeltaRule, q: Tensor, k: Tensor) -> bool:
     """Tell whether a launch has this form: heads of 128 in bfloat16; TMA finds the rows."""
     fits = q.dtype == torch.bfloat16 and q.shape[2] == x.v.shape[2] == HEAD_DIM_K
     return fits and runs_gluon(q.device) and all(map(rows_are_aligned, (q, k, x.v, x.dout)))
 
 
 def hopper_walks(
-    x: GatedDeltaRuleBackward, rows: Rows, walked: Walked, grads: tuple[Tensor, ...]
+    x: TrainedGatedDeltaRule, rows: Rows, walked: Walked, grads: tuple[Tensor, ...]
 ) -> None:
     """Fill in states, errors and their gradients, as both walks of ``_triton_walks.py`` do."""
     from torch_hybrid.ops.delta_rule.training._hopper_walks import (
@@ -78,7 +78,7 @@ def hopper_walks(
 
 
 def hopper_inputs(
-    x: GatedDeltaRuleBackward,
+    x: TrainedGatedDeltaRule,
     unit: UnitRows,
     rows: Rows,
     walked: Walked,

@@ -20,10 +20,7 @@ from torch_hybrid.ops.delta_rule.training._torch_pairs import (
     PairsByChannel,
     PairsByHead,
 )
-from torch_hybrid.ops.delta_rule.training.op import (
-    GatedDeltaRuleBackward,
-    KimiDeltaAttentionBackward,
-)
+from torch_hybrid.ops.delta_rule.training.op import TrainedDeltaRule
 from torch_hybrid.ops.delta_rule.unit_rows import gradient_before, inverse_length, l2_normalize
 from torch_hybrid.ops.ragged_chunks import (
     Chunks,
@@ -35,8 +32,6 @@ from torch_hybrid.ops.ragged_chunks import (
     packed_sequences,
     scatter_rows,
 )
-
-DeltaRuleBackward = GatedDeltaRuleBackward | KimiDeltaAttentionBackward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +59,7 @@ class _Given:
 
 
 @without_autocast
-def delta_rule_backward(x: DeltaRuleBackward) -> tuple[Tensor, ...]:
+def delta_rule_backward(x: TrainedDeltaRule) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, g, beta and the initial state."""
     seqs = packed_sequences(x)
     chunks = chunk_table(seqs, DEFAULT_CHUNK_SIZE)
@@ -78,7 +73,7 @@ def delta_rule_backward(x: DeltaRuleBackward) -> tuple[Tensor, ...]:
     return *(scatter_rows(grad, like, chunks) for grad, like in grads), dinitial
 
 
-def _gather(x: DeltaRuleBackward, chunks: Chunks) -> _Given:
+def _gather(x: TrainedDeltaRule, chunks: Chunks) -> _Given:
     """Gather the rows of all chunks, and solve their systems."""
     is_real, group = chunks.is_real[:, None, :, None], x.v.shape[1] // x.k.shape[1]
 
@@ -120,7 +115,7 @@ def _gather(x: DeltaRuleBackward, chunks: Chunks) -> _Given:
 
 
 def _scan_states(
-    x: DeltaRuleBackward, seqs: Sequences, chunks: Chunks, given: _Given
+    x: TrainedDeltaRule, seqs: Sequences, chunks: Chunks, given: _Given
 ) -> tuple[Tensor, Tensor]:
     """Recompute the state at the start of each chunk, and what each row adds to it."""
     states = given.u.new_empty(len(chunks.token), *x.states(0).shape[1:])
@@ -135,7 +130,7 @@ def _scan_states(
 
 
 def _scan_gradients(
-    x: DeltaRuleBackward, seqs: Sequences, chunks: Chunks, given: _Given
+    x: TrainedDeltaRule, seqs: Sequences, chunks: Chunks, given: _Given
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of the state at the end of each chunk, of v_new, and of the first."""
     dv_new = given.pairs.qk.mT @ given.dout

@@ -40,7 +40,7 @@ from torch_hybrid.ops.delta_rule.training._triton_walks import (
     walk_gradients,
     walk_states,
 )
-from torch_hybrid.ops.delta_rule.training.op import GatedDeltaRuleBackward
+from torch_hybrid.ops.delta_rule.training.op import TrainedGatedDeltaRule
 from torch_hybrid.ops.triton.decays import (
     cumulate,
     decay_between,
@@ -56,7 +56,7 @@ _LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 
 @without_autocast
-def gated_delta_rule_backward(x: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
+def gated_delta_rule_backward(x: TrainedGatedDeltaRule) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, g, beta and the initial state."""
     unit = unit_rows(x)
     q, k, v, g, beta, dout = unit.q, unit.k, x.v, x.g, x.beta, x.dout

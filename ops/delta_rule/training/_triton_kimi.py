@@ -31,7 +31,7 @@ from torch_hybrid.ops.delta_rule.training._triton_walks import (
     walk_gradients,
     walk_states,
 )
-from torch_hybrid.ops.delta_rule.training.op import KimiDeltaAttentionBackward
+from torch_hybrid.ops.delta_rule.training.op import TrainedKimiDeltaAttention
 from torch_hybrid.ops.triton.decays import exp
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import NUM_PIECES, dot
@@ -43,7 +43,7 @@ _NOTHING_LEFT: tl.constexpr = tl.constexpr(-128.0)
 
 
 @without_autocast
-def kimi_delta_attention_backward(x: KimiDeltaAttentionBackward) -> tuple[Tensor, ...]:
+def kimi_delta_attention_backward(x: TrainedKimiDeltaAttention) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, g, beta and the initial state."""
     unit = unit_rows(x)
     q, k, v, g, beta, dout = unit.q, unit.k, x.v, x.g, x.beta, x.dout

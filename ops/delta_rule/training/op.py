@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows
-from torch_hybrid.ops.core.packed import PackedRecurrence, by_pool, define_pair
+from torch_hybrid.ops.core.packed import PackedOp, by_pool, define_pair
 from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.core.registration import check_groups, check_shapes
 from torch_hybrid.ops.delta_rule.op import (
@@ -71,8 +71,15 @@ KIMI_BACKWARD: dict[str, Implementation] = {
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class TrainedDeltaRule(PackedRecurrence):
-    """Arguments that a forward and its backward have in both rules."""
+class TrainedDeltaRule(PackedOp):
+    """Arguments that both rules have.
+
+    Attributes:
+        pooled: arguments of the rule's op with a pool.
+    """
+
+    like: ClassVar[str] = "v"
+    pooled: ClassVar[type[DeltaRule]]
 
     q: Annotated[Tensor, Rows("H", "K")]
     k: Annotated[Tensor, Rows("H", "K", counts=False)]
@@ -84,23 +91,6 @@ class TrainedDeltaRule(PackedRecurrence):
     scale: float = field(kw_only=True)
     qk_l2norm: bool = field(kw_only=True)
 
-    def check(self) -> None:
-        """Raise ValueError unless key heads divide the value heads."""
-        check_groups("v must have", self.v.shape[1], self.k.shape[1], "heads of k")
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class DeltaRuleForward(TrainedDeltaRule):
-    """Arguments that the forwards of both rules have.
-
-    Attributes:
-        pooled: arguments of the rule's op with a pool.
-    """
-
-    pooled: ClassVar[type[DeltaRule]]
-
-    output_final_state: bool = field(kw_only=True)
-
     def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> DeltaRule:
         """Give the arguments of the op with a pool."""
         given = (self.q, self.k, self.v, self.g, self.beta, pool, self.cu_seqlens, initial, final)
@@ -109,7 +99,7 @@ class DeltaRuleForward(TrainedDeltaRule):
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class GatedDeltaRuleForward(DeltaRuleForward):
+class TrainedGatedDeltaRule(TrainedDeltaRule):
     """Gated delta rule by chunks, without pools; ``torch_hybrid.functional`` states it.
 
     Args:
@@ -127,9 +117,13 @@ class GatedDeltaRuleForward(DeltaRuleForward):
 
     g: Annotated[Tensor, Rows("HV", dtype="work")]
 
+    def check(self) -> None:
+        """Raise ValueError unless key heads divide the value heads."""
+        check_groups("v must have", self.v.shape[1], self.k.shape[1], "heads of k")
+
 
 @dataclass(slots=True, repr=False, eq=False)
-class KimiDeltaAttentionForward(DeltaRuleForward):
+class TrainedKimiDeltaAttention(TrainedDeltaRule):
     """Kimi delta attention by chunks, without pools; ``torch_hybrid.functional`` states it.
 
     Arguments and results are those of :func:`gated_delta_rule_forward`, but for g [T, H, K] and
@@ -145,36 +139,6 @@ class KimiDeltaAttentionForward(DeltaRuleForward):
         check_shapes({"v": (self.v, (*self.k.shape[:2], self.v.shape[2]))})
 
 
-@dataclass(slots=True, repr=False, eq=False)
-class GatedDeltaRuleBackward(TrainedDeltaRule):
-    """Gradients of :func:`gated_delta_rule_forward`, in fixed orders of sums.
-
-    Args:
-        q, k, v, g, beta, cu_seqlens, initial_state, scale, qk_l2norm: those of the forward.
-        dout: [T, HV, V] gradient of the outputs, in v's dtype.
-        dfinal_state: [N, HV, V, K] gradient of the final states, or None for zeros.
-
-    Returns:
-        Gradients of q, k, v, g, beta and the initial state, [0, HV, V, K] where that is None.
-    """
-
-    g: Annotated[Tensor, Rows("HV", dtype="work")]
-    dout: Annotated[Tensor, Rows("HV", "V")]
-    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "HV", "V", "K", dtype="work")]
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class KimiDeltaAttentionBackward(TrainedDeltaRule):
-    """Gradients of :func:`kimi_delta_attention_forward`, in fixed orders of sums.
-
-    Arguments and results are those of :func:`gated_delta_rule_backward`, but for g [T, H, K].
-    """
-
-    g: Annotated[Tensor, Rows("HV", "K", dtype="work")]
-    dout: Annotated[Tensor, Rows("HV", "V")]
-    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "HV", "V", "K", dtype="work")]
-
-
 _CPP = Cpp(
     "num_offsets-1=num_seqs H=num_k_heads HV=num_v_heads K=k_dim V=v_dim",
     {
@@ -184,18 +148,16 @@ _CPP = Cpp(
 )
 _LIMITED = {"head_k_dim": "K", "head_v_dim": "V"}
 gated_delta_rule_forward, gated_delta_rule_backward = define_pair(
-    GatedDeltaRuleForward,
+    TrainedGatedDeltaRule,
     GATED_FORWARD,
-    GatedDeltaRuleBackward,
     GATED_BACKWARD,
     cpp=_CPP,
     limited=_LIMITED,
     flops=("6 * T * HV * V * K", "16 * T * HV * V * K"),
 )
 kimi_delta_attention_forward, kimi_delta_attention_backward = define_pair(
-    KimiDeltaAttentionForward,
+    TrainedKimiDeltaAttention,
     KIMI_FORWARD,
-    KimiDeltaAttentionBackward,
     KIMI_BACKWARD,
     cpp=_CPP,
     limited=_LIMITED,

@@ -9,11 +9,11 @@ from torch.nn.functional import pad
 from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.pointwise import sigmoid
 from torch_hybrid.ops.rg_lru._torch import scan
-from torch_hybrid.ops.rg_lru.training.op import MAX_SQRT_GRADIENT, RgLruBackward
+from torch_hybrid.ops.rg_lru.training.op import MAX_SQRT_GRADIENT, TrainedRgLru
 
 
 @without_autocast
-def rg_lru_backward(x: RgLruBackward) -> tuple[Tensor, ...]:
+def rg_lru_backward(x: TrainedRgLru) -> tuple[Tensor, ...]:
     """Compute the gradients of x, the gates, log_a and the initial state."""
     work, num_tokens = x.log_a.dtype, x.x.shape[0]
     token = torch.arange(num_tokens, device=x.x.device, dtype=torch.int32)
@@ -65,7 +65,7 @@ def rg_lru_backward(x: RgLruBackward) -> tuple[Tensor, ...]:
     )
 
 
-def _states(states: Tensor | None, x: RgLruBackward, seq: Tensor) -> Tensor:
+def _states(states: Tensor | None, x: TrainedRgLru, seq: Tensor) -> Tensor:
     """Gather the states [T, C] of each token's sequence; padding has zeros, as None has."""
     if states is None:
         return x.log_a.new_zeros(1, x.log_a.shape[0]).expand(len(seq), -1)

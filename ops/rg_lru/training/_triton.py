@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.core.packed import empty_gradients
 from torch_hybrid.ops.rg_lru._triton import one_minus_square
-from torch_hybrid.ops.rg_lru.training.op import MAX_SQRT_GRADIENT, RgLruBackward
+from torch_hybrid.ops.rg_lru.training.op import MAX_SQRT_GRADIENT, TrainedRgLru
 from torch_hybrid.ops.triton.channel_programs import ChannelPrograms, walk_of, zero_padding
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay
 from torch_hybrid.ops.triton.launch import bind
@@ -26,7 +26,7 @@ _LEAST_ROOT: tl.constexpr = tl.constexpr(0.5 / MAX_SQRT_GRADIENT)
 
 
 @without_autocast
-def rg_lru_backward(x: RgLruBackward) -> tuple[Tensor, ...]:
+def rg_lru_backward(x: TrainedRgLru) -> tuple[Tensor, ...]:
     """Compute the gradients of x, the gates, log_a and the initial state."""
     num_tokens, num_channels = x.x.shape
     dx, dgates, _, dinitial = empty_gradients(x)

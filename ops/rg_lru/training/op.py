@@ -6,10 +6,9 @@ which is given what the forward was given, and recomputes the states.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
@@ -38,26 +37,6 @@ BACKWARD: dict[str, Implementation] = {
 
 @dataclass(slots=True, repr=False, eq=False)
 class TrainedRgLru(PackedOp):
-    """Arguments that the forward and its backward have."""
-
-    x: Annotated[Tensor, Rows("C")]
-    gates: Annotated[Tensor, Rows("H", "G", apart=2)]
-    log_a: Annotated[Tensor, Dense("C", dtype="work")]
-    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
-    initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "C", dtype="work")]
-
-    def states(self, num_states: int) -> Tensor:
-        """Allocate so many states [C]."""
-        work = torch.promote_types(self.x.dtype, torch.float32)
-        return self.x.new_empty(num_states, self.x.shape[1], dtype=work)
-
-    def check(self) -> None:
-        """Raise ValueError unless heads divide the channels, and gates are two a channel."""
-        check_gates(self.x, self.gates)
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class RgLruForward(TrainedRgLru):
     """Real-gated linear recurrent units without a pool; ``torch_hybrid.functional`` states them.
 
     Args:
@@ -69,7 +48,17 @@ class RgLruForward(TrainedRgLru):
         [T, C] outputs in x's dtype, and final states like initial ones, or [0, C].
     """
 
-    output_final_state: bool = field(kw_only=True)
+    like: ClassVar[str] = "x"
+
+    x: Annotated[Tensor, Rows("C")]
+    gates: Annotated[Tensor, Rows("H", "G", apart=2)]
+    log_a: Annotated[Tensor, Dense("C", dtype="work")]
+    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
+    initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "C", dtype="work")]
+
+    def check(self) -> None:
+        """Raise ValueError unless heads divide the channels, and gates are two a channel."""
+        check_gates(self.x, self.gates)
 
     def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> RgLru:
         """Give the arguments of the op with a pool."""
@@ -77,28 +66,9 @@ class RgLruForward(TrainedRgLru):
         return RgLru(*given, impl=self.impl)
 
 
-@dataclass(slots=True, repr=False, eq=False)
-class RgLruBackward(TrainedRgLru):
-    """Gradients of :func:`rg_lru_forward`, in fixed orders of sums.
-
-    Args:
-        x, gates, log_a, cu_seqlens, initial_state: those of the forward.
-        dout: [T, C] gradient of the outputs, in x's dtype.
-        dfinal_state: [N, C] gradient of the final states, or None for zeros.
-
-    Returns:
-        Gradients of x, the gates, log_a and the initial state; the last is empty where that is
-        None.
-    """
-
-    dout: Annotated[Tensor, Rows("C")]
-    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "C", dtype="work")]
-
-
 rg_lru_forward, rg_lru_backward = define_pair(
-    RgLruForward,
+    TrainedRgLru,
     FORWARD,
-    RgLruBackward,
     BACKWARD,
     cpp=Cpp(
         "num_offsets-1=num_seqs H=num_heads G//2=head_dim",

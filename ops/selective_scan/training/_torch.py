@@ -15,11 +15,11 @@ from torch_hybrid.ops.core.packed import empty_gradients
 from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.pointwise import sigmoid, softplus
 from torch_hybrid.ops.ragged_chunks import chunk_steps, chunk_table, packed_sequences
-from torch_hybrid.ops.selective_scan.training.op import SelectiveScanBackward
+from torch_hybrid.ops.selective_scan.training.op import TrainedSelectiveScan
 
 
 @without_autocast
-def selective_scan_backward(x: SelectiveScanBackward) -> tuple[Tensor, ...]:
+def selective_scan_backward(x: TrainedSelectiveScan) -> tuple[Tensor, ...]:
     """Compute the gradients of x, dt, A, B, C, D, z, dt_bias and the initial state."""
     grads = [each.zero_() for each in empty_gradients(x)]
     dx, ddt, dA, dB, dC, dD, dz, dbias, dinitial = grads
@@ -58,7 +58,7 @@ def selective_scan_backward(x: SelectiveScanBackward) -> tuple[Tensor, ...]:
 class _Chunk:
     """Inputs of the chunks of M sequences, each [M, L, G, R] or, of B and C, [M, L, G, 1, N]."""
 
-    def __init__(self, x: SelectiveScanBackward, token: Tensor, is_real: Tensor) -> None:
+    def __init__(self, x: TrainedSelectiveScan, token: Tensor, is_real: Tensor) -> None:
         self.token, self.is_real, self.num_seqs = token, is_real, len(token)
         num_groups, work = x.B.shape[1], x.work
 

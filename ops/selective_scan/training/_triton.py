@@ -22,7 +22,7 @@ from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.core.packed import empty_gradients
 from torch_hybrid.ops.selective_scan._triton import Walks, walk_segments
 from torch_hybrid.ops.selective_scan.op import SelectiveScan
-from torch_hybrid.ops.selective_scan.training.op import SelectiveScanBackward
+from torch_hybrid.ops.selective_scan.training.op import TrainedSelectiveScan
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay, softplus
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import fetch_rows, sequence_of_token, tokens_of_block
@@ -36,7 +36,7 @@ _SUMMED = 256  # numbers of a program of _sum_kernel
 
 
 @without_autocast
-def selective_scan_backward(x: SelectiveScanBackward) -> tuple[Tensor, ...]:
+def selective_scan_backward(x: TrainedSelectiveScan) -> tuple[Tensor, ...]:
     """Compute the gradients of x, dt, A, B, C, D, z, dt_bias and the initial state."""
     dx, ddt, dA, dB, dC, dD, dz, dbias, dinitial = grads = empty_gradients(x)
     num_tokens, channels = x.x.shape
@@ -102,7 +102,7 @@ def selective_scan_backward(x: SelectiveScanBackward) -> tuple[Tensor, ...]:
     return grads
 
 
-def _on_pool(x: SelectiveScanBackward) -> SelectiveScan:
+def _on_pool(x: TrainedSelectiveScan) -> SelectiveScan:
     """Put initial states into a pool, of which sequence n starts from slot n + 1 or from none."""
     slots = torch.arange(1, x.num_seqs + 1, dtype=torch.int32, device=x.cu_seqlens.device)
     pool = x.states(1).zero_()

@@ -6,8 +6,8 @@ backward is an op of its own, which is given what the forward was given: states 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,31 +43,7 @@ FORWARD = by_pool(
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class TrainedScan(PackedOp):
-    """Arguments that the forward and its backward have."""
-
-    x: Annotated[Tensor, Rows("E")]
-    dt: Annotated[Tensor, Rows("E")]
-    A: Annotated[Tensor, Dense("E", "M", dtype="work")]
-    B: Annotated[Tensor, Rows("G", "M", counts="G")]
-    C: Annotated[Tensor, Rows("G", "M", counts=False)]
-    D: Annotated[Tensor | None, Dense("E", dtype="work")]
-    z: Annotated[Tensor | None, Rows("E")]
-    dt_bias: Annotated[Tensor | None, Dense("E", dtype="work")]
-    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
-    initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "E", "M", dtype="work")]
-
-    def states(self, num_states: int) -> Tensor:
-        """Allocate so many states [E, M]."""
-        return self.A.new_empty(num_states, *self.A.shape)
-
-    def check(self) -> None:
-        """Raise ValueError unless groups divide the channels."""
-        check_groups("x must have", self.x.shape[1], self.B.shape[1], "groups of B")
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class SelectiveScanForward(TrainedScan):
+class TrainedSelectiveScan(PackedOp):
     """Selective scan without a pool; ``torch_hybrid.functional`` states it.
 
     Args:
@@ -83,7 +59,22 @@ class SelectiveScanForward(TrainedScan):
         [T, E] outputs in x's dtype, and final states like initial ones, or [0, E, M].
     """
 
-    output_final_state: bool = field(kw_only=True)
+    like: ClassVar[str] = "x"
+
+    x: Annotated[Tensor, Rows("E")]
+    dt: Annotated[Tensor, Rows("E")]
+    A: Annotated[Tensor, Dense("E", "M", dtype="work")]
+    B: Annotated[Tensor, Rows("G", "M", counts="G")]
+    C: Annotated[Tensor, Rows("G", "M", counts=False)]
+    D: Annotated[Tensor | None, Dense("E", dtype="work")]
+    z: Annotated[Tensor | None, Rows("E")]
+    dt_bias: Annotated[Tensor | None, Dense("E", dtype="work")]
+    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
+    initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "E", "M", dtype="work")]
+
+    def check(self) -> None:
+        """Raise ValueError unless groups divide the channels."""
+        check_groups("x must have", self.x.shape[1], self.B.shape[1], "groups of B")
 
     def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> SelectiveScan:
         """Give the arguments of the op with a pool."""
@@ -94,28 +85,9 @@ class SelectiveScanForward(TrainedScan):
         return SelectiveScan(*rows, *weights, pool, *slots, dt_bias=self.dt_bias, impl=impl)
 
 
-@dataclass(slots=True, repr=False, eq=False)
-class SelectiveScanBackward(TrainedScan):
-    """Gradients of :func:`selective_scan_forward`, in fixed orders of sums.
-
-    Args:
-        x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_state: those of the forward.
-        dout: [T, E] gradient of the outputs, in x's dtype.
-        dfinal_state: [N, E, M] gradient of the final states, or None for zeros.
-
-    Returns:
-        Gradients of x, dt, A, B, C, D, z, dt_bias and the initial state; empty where these are
-        None.
-    """
-
-    dout: Annotated[Tensor, Rows("E")]
-    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "E", "M", dtype="work")]
-
-
 selective_scan_forward, selective_scan_backward = define_pair(
-    SelectiveScanForward,
+    TrainedSelectiveScan,
     FORWARD,
-    SelectiveScanBackward,
     BACKWARD,
     cpp=Cpp("num_offsets-1=num_seqs E=channels G=num_groups M=state_dim"),
     limited={"state_dim": "M"},

@@ -26,7 +26,7 @@ from torch_hybrid.ops.ragged_chunks import (
     packed_sequences,
     scatter_rows,
 )
-from torch_hybrid.ops.ssd.training.op import SsdBackward
+from torch_hybrid.ops.ssd.training.op import TrainedSsd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class _Given:
 
 
 @without_autocast
-def ssd_backward(x: SsdBackward) -> tuple[Tensor, ...]:
+def ssd_backward(x: TrainedSsd) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, g, dt, D and the initial state."""
     seqs = packed_sequences(x)
     chunks = chunk_table(seqs, DEFAULT_CHUNK_SIZE)
@@ -77,7 +77,7 @@ def ssd_backward(x: SsdBackward) -> tuple[Tensor, ...]:
     )
 
 
-def _gather(x: SsdBackward, chunks: Chunks) -> _Given:
+def _gather(x: TrainedSsd, chunks: Chunks) -> _Given:
     """Gather the rows of all chunks."""
     is_real, num_groups = chunks.is_real[:, None, None, :, None], x.k.shape[1]
 
@@ -103,7 +103,7 @@ def _gather(x: SsdBackward, chunks: Chunks) -> _Given:
     )
 
 
-def _scan_states(x: SsdBackward, seqs: Sequences, chunks: Chunks, given: _Given) -> Tensor:
+def _scan_states(x: TrainedSsd, seqs: Sequences, chunks: Chunks, given: _Given) -> Tensor:
     """Recompute the state at the start of each chunk, [X, G, R, V, K]."""
     states = (given.to_end * given.u).mT @ given.k  # what each chunk adds
     initial = x.initial_state
@@ -117,7 +117,7 @@ def _scan_states(x: SsdBackward, seqs: Sequences, chunks: Chunks, given: _Given)
 
 
 def _scan_gradients(
-    x: SsdBackward, seqs: Sequences, chunks: Chunks, given: _Given
+    x: TrainedSsd, seqs: Sequences, chunks: Chunks, given: _Given
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of the state at the end of each chunk, and of the initial ones."""
     dstates = (given.since_start * given.dout).mT @ given.q  # by what each chunk reads

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.core.packed import empty_gradients
-from torch_hybrid.ops.ssd.training.op import SsdBackward
+from torch_hybrid.ops.ssd.training.op import TrainedSsd
 from torch_hybrid.ops.triton.decays import (
     cumulate,
     decay_between,
@@ -43,7 +43,7 @@ class _Tiles(NamedTuple):
     keys: dict[str, int]
 
 
-def ssd_backward(x: SsdBackward) -> tuple[Tensor, ...]:
+def ssd_backward(x: TrainedSsd) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, g, dt, D and the initial state."""
     num_tokens, num_groups, k_dim = x.k.shape
     _, num_heads, v_dim = x.v.shape
@@ -87,7 +87,7 @@ def ssd_backward(x: SsdBackward) -> tuple[Tensor, ...]:
     return dq, dk, dv, dg, ddt, dD if x.D is None else own.sum(0), dinitial
 
 
-def _tiles(x: SsdBackward) -> _Tiles:
+def _tiles(x: TrainedSsd) -> _Tiles:
     """Choose what is fastest on Hopper, as measured on an H200; elsewhere, that nothing spills."""
     k_dim, v_dim = x.k.shape[2], x.v.shape[2]
     by_head = {"num_warps": 8, "num_stages": 1}

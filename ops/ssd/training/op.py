@@ -8,13 +8,13 @@ recomputed. Mamba2, lightning attention and mLSTM differ in their arguments alon
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Rows
-from torch_hybrid.ops.core.packed import PackedRecurrence, by_pool, define_pair
+from torch_hybrid.ops.core.packed import PackedOp, by_pool, define_pair
 from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
@@ -39,8 +39,22 @@ FORWARD = by_pool(
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class TrainedSsd(PackedRecurrence):
-    """Arguments that the forward and its backward have."""
+class TrainedSsd(PackedOp):
+    """Linear attention with a scalar decay by chunks, without a pool.
+
+    Args:
+        q, k: [T, G, K], float dtype. v: [T, H, V] in that dtype.
+        g: [T, H] natural-log decay, float32, or float64 beside float64.
+        dt: [T, H] weight of each token in the state, like g, or None for 1.
+        D: [H] weight of each token in its own output, like g, or None for 0.
+        initial_state: [N, H, V, K] like g, or None for zeros.
+        scale: factor on q.
+
+    Returns:
+        [T, H, V] outputs in v's dtype, and final states like initial ones, or [0, H, V, K].
+    """
+
+    like: ClassVar[str] = "v"
 
     q: Annotated[Tensor, Rows("G", "K")]
     k: Annotated[Tensor, Rows("G", "K", counts=False)]
@@ -56,52 +70,15 @@ class TrainedSsd(PackedRecurrence):
         """Raise ValueError unless groups divide the heads."""
         check_groups("v must have", self.v.shape[1], self.k.shape[1], "heads of k")
 
-
-@dataclass(slots=True, repr=False, eq=False)
-class SsdForward(TrainedSsd):
-    """Linear attention with a scalar decay by chunks, without a pool.
-
-    Args:
-        q, k: [T, G, K], float dtype. v: [T, H, V] in that dtype.
-        g: [T, H] natural-log decay, float32, or float64 beside float64.
-        dt: [T, H] weight of each token in the state, like g, or None for 1.
-        D: [H] weight of each token in its own output, like g, or None for 0.
-        initial_state: [N, H, V, K] like g, or None for zeros.
-        scale: factor on q.
-
-    Returns:
-        [T, H, V] outputs in v's dtype, and final states like initial ones, or [0, H, V, K].
-    """
-
-    output_final_state: bool = field(kw_only=True)
-
     def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> Ssd:
         """Give the arguments of the op with a pool."""
         given = (self.q, self.k, self.v, self.g, self.dt, self.D, pool, self.cu_seqlens)
         return Ssd(*given, initial, final, scale=self.scale, impl=f"{CHUNK}_{self.impl}")
 
 
-@dataclass(slots=True, repr=False, eq=False)
-class SsdBackward(TrainedSsd):
-    """Gradients of :func:`ssd_forward`, in fixed orders of sums.
-
-    Args:
-        q, k, v, g, dt, D, cu_seqlens, initial_state, scale: those of the forward.
-        dout: [T, H, V] gradient of the outputs, in v's dtype.
-        dfinal_state: [N, H, V, K] gradient of the final states, or None for zeros.
-
-    Returns:
-        Gradients of q, k, v, g, dt, D and the initial state; empty where these are None.
-    """
-
-    dout: Annotated[Tensor, Rows("H", "V")]
-    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "H", "V", "K", dtype="work")]
-
-
 ssd_forward, ssd_backward = define_pair(
-    SsdForward,
+    TrainedSsd,
     FORWARD,
-    SsdBackward,
     BACKWARD,
     cpp=Cpp(
         "num_offsets-1=num_seqs G=num_k_heads H=num_v_heads K=k_dim V=v_dim",

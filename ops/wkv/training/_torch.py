@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 
 from torch_hybrid.ops.core.autocast import without_autocast
 from torch_hybrid.ops.wkv._torch import joined, nothing, of_tokens, scan
-from torch_hybrid.ops.wkv.training.op import WkvBackward
+from torch_hybrid.ops.wkv.training.op import TrainedWkv
 
 
 @without_autocast
-def wkv_backward(x: WkvBackward) -> tuple[Tensor, ...]:
+def wkv_backward(x: TrainedWkv) -> tuple[Tensor, ...]:
     """Compute the gradients of k, v, log_decay, bonus and the initial state."""
     work, num_tokens, num_seqs = x.log_decay.dtype, x.k.shape[0], x.num_seqs
     token = torch.arange(num_tokens, device=x.k.device, dtype=torch.int32)

@@ -24,13 +24,13 @@ from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.ragged import fetch_rows
 from torch_hybrid.ops.wkv._triton import joined_weights, store_sums
 from torch_hybrid.ops.wkv.op import NOTHING
-from torch_hybrid.ops.wkv.training.op import WkvBackward
+from torch_hybrid.ops.wkv.training.op import TrainedWkv
 
 _NOTHING: tl.constexpr = tl.constexpr(NOTHING)
 
 
 @without_autocast
-def wkv_backward(x: WkvBackward) -> tuple[Tensor, ...]:
+def wkv_backward(x: TrainedWkv) -> tuple[Tensor, ...]:
     """Compute the gradients of k, v, log_decay, bonus and the initial state."""
     num_tokens, num_channels = x.k.shape
     dk, dv, _, _, dinitial = empty_gradients(x)

@@ -6,10 +6,9 @@ which is given what the forward was given, and recomputes the states.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-import torch
 from torch import Tensor
 
 from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Implementation
@@ -35,23 +34,6 @@ BACKWARD: dict[str, Implementation] = {
 
 @dataclass(slots=True, repr=False, eq=False)
 class TrainedWkv(PackedOp):
-    """Arguments that the forward and its backward have."""
-
-    k: Annotated[Tensor, Rows("C")]
-    v: Annotated[Tensor, Rows("C")]
-    log_decay: Annotated[Tensor, Dense("C", dtype="work")]
-    bonus: Annotated[Tensor, Dense("C", dtype="work")]
-    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
-    initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "3", "C", dtype="work")]
-
-    def states(self, num_states: int) -> Tensor:
-        """Allocate so many states [3, C]."""
-        work = torch.promote_types(self.k.dtype, torch.float32)
-        return self.k.new_empty(num_states, 3, self.k.shape[1], dtype=work)
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class WkvForward(TrainedWkv):
     """Weighted average of past values without a pool; ``torch_hybrid.functional`` states it.
 
     Args:
@@ -63,7 +45,14 @@ class WkvForward(TrainedWkv):
         [T, C] outputs in k's dtype, and final states like initial ones, or [0, 3, C].
     """
 
-    output_final_state: bool = field(kw_only=True)
+    like: ClassVar[str] = "k"
+
+    k: Annotated[Tensor, Rows("C")]
+    v: Annotated[Tensor, Rows("C")]
+    log_decay: Annotated[Tensor, Dense("C", dtype="work")]
+    bonus: Annotated[Tensor, Dense("C", dtype="work")]
+    cu_seqlens: Annotated[Tensor, Index("num_offsets", counts=True)]
+    initial_state: Annotated[Tensor | None, Dense("num_offsets - 1", "3", "C", dtype="work")]
 
     def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> Wkv:
         """Give the arguments of the op with a pool."""
@@ -73,28 +62,9 @@ class WkvForward(TrainedWkv):
         return Wkv(*given, self.cu_seqlens, initial, final, impl=self.impl)
 
 
-@dataclass(slots=True, repr=False, eq=False)
-class WkvBackward(TrainedWkv):
-    """Gradients of :func:`wkv_forward`, in fixed orders of sums.
-
-    Args:
-        k, v, log_decay, bonus, cu_seqlens, initial_state: those of the forward.
-        dout: [T, C] gradient of the outputs, in k's dtype.
-        dfinal_state: [N, 3, C] gradient of the final states, or None for zeros.
-
-    Returns:
-        Gradients of k, v, log_decay, bonus and the initial state; the last is empty where that is
-        None.
-    """
-
-    dout: Annotated[Tensor, Rows("C")]
-    dfinal_state: Annotated[Tensor | None, Dense("num_offsets - 1", "3", "C", dtype="work")]
-
-
 wkv_forward, wkv_backward = define_pair(
-    WkvForward,
+    TrainedWkv,
     FORWARD,
-    WkvBackward,
     BACKWARD,
     cpp=Cpp("num_offsets-1=num_seqs C=num_channels"),
 )

@@ -15,7 +15,8 @@ from tests.ops.packed_backward import check_single, gradients, moved, widened
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.causal_conv1d.training.op import CausalConv1dBackward
+from torch_hybrid.ops.causal_conv1d.training.op import TrainedCausalConv1d
+from torch_hybrid.ops.core.declare import DECLARED
 
 LENGTHS = (70, 1, 0, 2, 1, 64, 3)  # sequences across a program's last token, and shorter than W
 
@@ -30,13 +31,13 @@ def make_backward(
     device: str = "cpu",
     has_states: bool = True,
     num_padding_tokens: int = 5,
-) -> CausalConv1dBackward:
+) -> TrainedCausalConv1d:
     """Make the arguments of a backward, with NaN in rows of padding, and without states no bias."""
     T, N = sum(lengths) + num_padding_tokens, len(lengths)
     rows, dout = torch.randn(2, T, channels).to(dtype)
     rows[sum(lengths) :] = dout[sum(lengths) :] = torch.nan
     states = torch.randn(2, N, width - 1, channels).to(dtype) if has_states else (None, None)
-    x = CausalConv1dBackward(
+    x = DECLARED["causal_conv1d_backward"].cls(
         rows_apart(rows),
         torch.randn(channels, width).to(dtype),
         torch.randn(channels).to(dtype) if has_states else None,
@@ -50,13 +51,13 @@ def make_backward(
     return on(x, device)
 
 
-def on(x: CausalConv1dBackward, device: str) -> CausalConv1dBackward:
+def on(x: TrainedCausalConv1d, device: str) -> TrainedCausalConv1d:
     """Move all tensors to a device; rows of x still lie apart."""
     there = moved(x, device)
     return replace(there, x=rows_apart(there.x))
 
 
-def check(x: CausalConv1dBackward) -> None:
+def check(x: TrainedCausalConv1d) -> None:
     """Compare with the oracle in float64, number by number."""
     num_real = int(x.cu_seqlens[-1])
     rounding = torch.finfo(x.x.dtype).eps

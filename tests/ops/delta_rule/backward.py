@@ -6,13 +6,10 @@ import torch
 from torch.nn.functional import normalize
 
 from tests.ops.packed_backward import moved
-from torch_hybrid.ops.delta_rule.training.op import (
-    GatedDeltaRuleBackward,
-    KimiDeltaAttentionBackward,
-)
+from torch_hybrid.ops.core.declare import DECLARED
+from torch_hybrid.ops.delta_rule.training.op import TrainedDeltaRule
 
 LENGTHS = (33, 0, 1, 46)
-DeltaRuleBackward = GatedDeltaRuleBackward | KimiDeltaAttentionBackward
 
 
 def make_backward(
@@ -27,7 +24,7 @@ def make_backward(
     by_channel: bool = False,
     has_states: bool = True,
     most: float = 1.0,
-) -> DeltaRuleBackward:
+) -> TrainedDeltaRule:
     """Make the arguments of a backward, of unit keys and, if it ``has_states``, of states at both
     ends; log decays are from minus ``most`` to 0."""
     (H, HV), (K, V), N = heads, dims, len(lengths)
@@ -39,8 +36,8 @@ def make_backward(
         torch.randn(T, HV, V),
     )
     initial, dfinal = torch.randn(2, N, HV, V, K) if has_states else (None, None)
-    rule = KimiDeltaAttentionBackward if by_channel else GatedDeltaRuleBackward
-    x = rule(
+    rule = "kimi_delta_attention" if by_channel else "gated_delta_rule"
+    x = DECLARED[f"{rule}_backward"].cls(
         *(each.to(dtype) for each in rows),
         -most * torch.rand(T, HV, *([K] if by_channel else [])),
         torch.rand(T, HV),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests.ops.packed_backward import moved
-from torch_hybrid.ops.selective_scan.training.op import SelectiveScanBackward
+from torch_hybrid.ops.core.declare import DECLARED
+from torch_hybrid.ops.selective_scan.training.op import TrainedSelectiveScan
 
 LENGTHS = (33, 0, 1, 46)
 
@@ -18,7 +19,7 @@ def make_backward(
     device: str = "cpu",
     num_padding_tokens: int = 7,
     is_whole: bool = True,
-) -> SelectiveScanBackward:
+) -> TrainedSelectiveScan:
     """Make the arguments of a backward, or of one without D, gate, bias and states.
 
     Args:
@@ -36,7 +37,7 @@ def make_backward(
     A = -torch.logspace(-4, 1.2, E * M).view(E, M)
     own = (torch.randn(E), z, torch.randn(E) - 1) if is_whole else (None, None, None)
     states = (torch.randn(N, E, M) if is_whole else None for _ in range(2))
-    given = SelectiveScanBackward(
+    given = DECLARED["selective_scan_backward"].cls(
         *(x, torch.randn(T, E).to(dtype), A, B, C, *own),
         torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         next(states),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests.ops.packed_backward import moved
-from torch_hybrid.ops.ssd.training.op import SsdBackward
+from torch_hybrid.ops.core.declare import DECLARED
+from torch_hybrid.ops.ssd.training.op import TrainedSsd
 
 LENGTHS = (33, 0, 1, 46)
 
@@ -20,14 +21,14 @@ def make_backward(
     num_padding_tokens: int = 7,
     is_mamba2: bool = True,
     has_skip: bool = True,
-) -> SsdBackward:
+) -> TrainedSsd:
     """Make the arguments of a backward of Mamba2, with states at both ends, or of lightning
     attention, which has no weights and no states here; mLSTM has no skip, D."""
     (G, H), (K, V), N = heads, dims, len(lengths)
     T = sum(lengths) + num_padding_tokens
     dt = torch.rand(T, H)
     states = (torch.randn(N, H, V, K) if is_mamba2 else None for _ in range(2))
-    x = SsdBackward(
+    x = DECLARED["ssd_backward"].cls(
         *(torch.randn(T, G, K).div(4).to(dtype) for _ in range(2)),
         torch.randn(T, H, V).to(dtype),
         dt * -torch.logspace(-4, 0.7, H),
