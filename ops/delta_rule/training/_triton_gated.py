@@ -48,6 +48,7 @@ from torch_hybrid.ops.triton.decays import (
     decay_until_end,
 )
 from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import NUM_PIECES, dot
 from torch_hybrid.ops.triton.ragged import num_blocks, place_of_state, tokens_of_block
 
@@ -59,7 +60,7 @@ _LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 def gated_delta_rule_backward(x: TrainedGatedDeltaRule) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, g, beta and the initial state."""
     unit = unit_rows(x)
-    q, k, v, g, beta, dout = unit.q, unit.k, x.v, x.g, x.beta, x.dout
+    q, k, v, g, beta = unit.q, unit.k, x.v, x.g, x.beta
     num_tokens, num_k_heads, k_dim = k.shape
     _, num_v_heads, v_dim = v.shape
     grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v)]
@@ -74,27 +75,16 @@ def gated_delta_rule_backward(x: TrainedGatedDeltaRule) -> tuple[Tensor, ...]:
     # Decays from the start of a chunk, and to its end; sums of their binary logarithms.
     factors = k.new_empty(3, num_tokens, num_v_heads, dtype=torch.float32)
     places = x.cu_seqlens.new_empty(programs, 4) if serves(x, q, k) else None
-    sizes = {"H": num_k_heads, "HV": num_v_heads, "K": k_dim, "V": v_dim, "C": chunk}
-    sizes["BLOCK_K"] = max(16, triton.next_power_of_2(k_dim))
+    sizes = {"C": chunk, "BLOCK_K": max(16, triton.next_power_of_2(k_dim))}
     given = {"STARTS": x.initial_state is not None, "ENDS": x.dfinal_state is not None}
-    _systems_kernel[(programs * num_v_heads,)](
-        q,
-        k,
-        g,
-        beta,
-        x.cu_seqlens,
-        solve,
-        attend,
-        factors,
-        places,
-        k.new_empty(programs * num_v_heads, chunk, 16) if exact else None,
-        x.scale,
-        num_tokens,
-        x.num_seqs,
-        q.stride(0),
-        k.stride(0),
-        g.stride(0),
-        beta.stride(0),
+    bind(_systems_kernel, x)[(programs * num_v_heads,)](
+        q=q,
+        k=k,
+        solve=solve,
+        attend=attend,
+        factors=factors,
+        places=places,
+        scratch=k.new_empty(programs * num_v_heads, chunk, 16) if exact else None,
         **sizes,
         **given,
         num_warps=4,
@@ -103,37 +93,23 @@ def gated_delta_rule_backward(x: TrainedGatedDeltaRule) -> tuple[Tensor, ...]:
         enable_fp_fusion=True,
     )
     rows = Rows(queries=q, reads=k, writes=None, decays=factors, solve=solve, attend=attend)
-    walked = empty_walked(x, chunk, x.dfinal_state)
+    walked = empty_walked(x, chunk)
     dq, dk, _, dg, dbeta = grads
     if places is not None:
         hopper_walks(x, rows, walked, (*grads, dinitial))
         hopper_inputs(x, unit, rows, walked, places, (dq, dk, dg, dbeta))
         return *grads, dinitial
     walk_states(x, rows, walked, sizes)
-    walk_gradients(x, dout, x.dfinal_state, rows, walked, (*grads, dinitial), sizes)
-    _inputs_kernel[(programs * num_k_heads,)](
-        q,
-        k,
-        g,
-        beta,
-        dout,
-        walked.states,
-        walked.errors,
-        walked.dstates,
-        walked.derrors,
-        x.cu_seqlens,
-        dq,
-        dk,
-        dg,
-        dbeta,
-        x.scale,
-        num_tokens,
-        x.num_seqs,
-        q.stride(0),
-        k.stride(0),
-        g.stride(0),
-        beta.stride(0),
-        dout.stride(0),
+    walk_gradients(x, rows, walked, (*grads, dinitial), sizes)
+    bind(_inputs_kernel, x, walked)[(programs * num_k_heads,)](
+        q=q,
+        k=k,
+        states=walked.states,
+        dq=dq,
+        dk=dk,
+        dg=dg,
+        dbeta=dbeta,
+        stride_o=x.dout.stride(0),
         **sizes,
         **given,
         BLOCK_V=min(32, rows_of_v(v_dim)),

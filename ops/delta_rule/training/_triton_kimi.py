@@ -34,6 +34,7 @@ from torch_hybrid.ops.delta_rule.training._triton_walks import (
 from torch_hybrid.ops.delta_rule.training.op import TrainedKimiDeltaAttention
 from torch_hybrid.ops.triton.decays import exp
 from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import NUM_PIECES, dot
 from torch_hybrid.ops.triton.ragged import num_blocks, place_of_state, tokens_of_block
 
@@ -46,9 +47,8 @@ _NOTHING_LEFT: tl.constexpr = tl.constexpr(-128.0)
 def kimi_delta_attention_backward(x: TrainedKimiDeltaAttention) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, g, beta and the initial state."""
     unit = unit_rows(x)
-    q, k, v, g, beta, dout = unit.q, unit.k, x.v, x.g, x.beta, x.dout
+    q, k, v, g, beta = unit.q, unit.k, x.v, x.g, x.beta
     num_tokens, num_heads, k_dim = k.shape
-    v_dim = v.shape[2]
     dq, dk, _, dg, dbeta = grads = tuple(each.new_empty(each.shape) for each in (q, k, v, g, beta))
     dinitial = x.states(0) if x.initial_state is None else torch.empty_like(x.initial_state)
     if x.num_seqs == 0:
@@ -61,41 +61,20 @@ def kimi_delta_attention_backward(x: TrainedKimiDeltaAttention) -> tuple[Tensor,
     queries, reads, writes = (k.new_empty(k.shape) for _ in range(3))
     # Differences of two sums must keep a small decay between them: float32 beside bfloat16.
     totals = k.new_empty(k.shape, dtype=torch.float64 if exact else torch.float32)
-    of_k = {"H": num_heads, "K": k_dim, "C": chunk, "BLOCK_K": block_k, "enable_fp_fusion": True}
-    _rows_kernel[(programs * blocks_k,)](
-        q,
-        k,
-        g,
-        x.cu_seqlens,
-        totals,
-        queries,
-        reads,
-        writes,
-        x.scale,
-        x.num_seqs,
-        q.stride(0),
-        k.stride(0),
-        g.stride(0),
-        **of_k,
-        num_warps=4,
+    of_k = {"C": chunk, "BLOCK_K": block_k, "enable_fp_fusion": True}
+    bind(_rows_kernel, x)[(programs * blocks_k,)](
+        q=q, k=k, totals=totals, queries=queries, reads=reads, writes=writes, **of_k, num_warps=4
     )
     square = num_tokens, num_heads, chunk
     solve, attend, d_system, d_attend = (k.new_empty(square) for _ in range(4))
-    _systems_kernel[(programs,)](
-        q,
-        k,
-        totals,
-        beta,
-        x.cu_seqlens,
-        solve,
-        attend,
-        k.new_empty(square, dtype=torch.float32 if exact else torch.float16),
-        k.new_empty(programs, chunk, 16) if exact else None,
-        x.scale,
-        x.num_seqs,
-        q.stride(0),
-        k.stride(0),
-        beta.stride(0),
+    bind(_systems_kernel, x)[(programs,)](
+        q=q,
+        k=k,
+        totals=totals,
+        solve=solve,
+        attend=attend,
+        among=k.new_empty(square, dtype=torch.float32 if exact else torch.float16),
+        scratch=k.new_empty(programs, chunk, 16) if exact else None,
         **of_k,
         num_warps=4,
         num_stages=1,
@@ -105,55 +84,34 @@ def kimi_delta_attention_backward(x: TrainedKimiDeltaAttention) -> tuple[Tensor,
     rows = Rows(
         queries=queries, reads=reads, writes=writes, decays=totals, solve=solve, attend=attend
     )
-    sizes = {"H": num_heads, "HV": num_heads, "K": k_dim, "V": v_dim, "C": chunk}
-    sizes["BLOCK_K"] = max(16, triton.next_power_of_2(k_dim))
-    walked = empty_walked(x, chunk, x.dfinal_state)
+    sizes = {"C": chunk, "BLOCK_K": max(16, triton.next_power_of_2(k_dim))}
+    walked = empty_walked(x, chunk)
     walk_states(x, rows, walked, sizes)
-    walk_gradients(x, dout, x.dfinal_state, rows, walked, (*grads, dinitial), sizes)
-    of_v = {"H": num_heads, "V": v_dim, "C": chunk, "BLOCK_V": min(32, rows_of_v(v_dim))}
-    _products_kernel[(programs,)](
-        beta,
-        dout,
-        walked.errors,
-        walked.derrors,
-        x.cu_seqlens,
-        d_system,
-        d_attend,
-        dbeta,
-        x.scale,
-        x.num_seqs,
-        beta.stride(0),
-        dout.stride(0),
-        **of_v,
+    walk_gradients(x, rows, walked, (*grads, dinitial), sizes)
+    block_v, stride_o = min(32, rows_of_v(v.shape[2])), x.dout.stride(0)
+    bind(_products_kernel, x, walked)[(programs,)](
+        d_system=d_system,
+        d_attend=d_attend,
+        dbeta=dbeta,
+        stride_o=stride_o,
+        C=chunk,
+        BLOCK_V=block_v,
         num_warps=4,
         enable_fp_fusion=True,
     )
-    _inputs_kernel[(programs * blocks_k,)](
-        q,
-        k,
-        totals,
-        beta,
-        dout,
-        walked.states,
-        walked.errors,
-        walked.dstates,
-        walked.derrors,
-        d_system,
-        d_attend,
-        x.cu_seqlens,
-        dq,
-        dk,
-        dg,
-        x.scale,
-        num_tokens,
-        x.num_seqs,
-        q.stride(0),
-        k.stride(0),
-        beta.stride(0),
-        dout.stride(0),
+    bind(_inputs_kernel, x, walked)[(programs * blocks_k,)](
+        q=q,
+        k=k,
+        totals=totals,
+        states=walked.states,
+        d_system=d_system,
+        d_attend=d_attend,
+        dq=dq,
+        dk=dk,
+        dg=dg,
+        stride_o=stride_o,
         **of_k,
-        V=v_dim,
-        BLOCK_V=of_v["BLOCK_V"],
+        BLOCK_V=block_v,
         STARTS=x.initial_state is not None,
         ENDS=x.dfinal_state is not None,
         num_warps=4,

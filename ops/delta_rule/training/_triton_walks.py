@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_hybrid.ops.delta_rule.training.op import TrainedDeltaRule
 from torch_hybrid.ops.triton.decays import exp
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
+from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import dot
 from torch_hybrid.ops.triton.ragged import place_of_state
 from torch_hybrid.ops.triton.state import zero_rows
@@ -60,7 +61,7 @@ class _Walk:
     num_warps: int = 4
 
 
-def empty_walked(x: TrainedDeltaRule, chunk: int, dfinal: Tensor | None) -> Walked:
+def empty_walked(x: TrainedDeltaRule, chunk: int) -> Walked:
     """Allocate what walks leave, of chunks of so many tokens."""
     num_tokens, num_heads, v_dim = x.v.shape
     between = triton.cdiv(num_tokens, chunk)
@@ -68,33 +69,25 @@ def empty_walked(x: TrainedDeltaRule, chunk: int, dfinal: Tensor | None) -> Walk
         x.v.new_empty(
             between + (0 if given is None else x.num_seqs), num_heads, v_dim, x.k.shape[2]
         )
-        for given in (x.initial_state, dfinal)
+        for given in (x.initial_state, x.dfinal_state)
     )
     errors, derrors = (x.v.new_empty(x.v.shape) for _ in range(2))
     return Walked(states=states, dstates=dstates, errors=errors, derrors=derrors)
 
 
 def walk_states(x: TrainedDeltaRule, rows: Rows, out: Walked, sizes: dict[str, int]) -> None:
-    """Fill in states and errors."""
-    num_tokens, num_heads, v_dim = x.v.shape
+    """Fill in states and errors.
+
+    ``sizes``: tokens C of a chunk, and BLOCK_K, which K fits.
+    """
+    _, num_heads, v_dim = x.v.shape
     walk, _ = _walks(x.v, num_heads * x.num_seqs, by_channel=rows.writes is not None)
-    _states_kernel[(triton.cdiv(v_dim, walk.block_v) * num_heads * x.num_seqs,)](
-        rows.reads,
-        rows.writes,
-        x.v,
-        x.beta,
-        rows.solve,
-        rows.decays,
-        x.initial_state,
-        x.cu_seqlens,
-        out.states,
-        out.errors,
-        num_tokens,
-        x.beta.stride(0),
+    grid = (triton.cdiv(v_dim, walk.block_v) * num_heads * x.num_seqs,)
+    bind(_states_kernel, x, rows, out, walk)[grid](
+        initial=x.initial_state,
+        states=out.states,
         STRIDE_K=rows.reads.stride(0),
-        STRIDE_V=x.v.stride(0),
         **sizes,
-        BLOCK_V=walk.block_v,
         STAGES=walk.num_stages,
         num_warps=walk.num_warps,
         enable_fp_fusion=True,
@@ -103,8 +96,6 @@ def walk_states(x: TrainedDeltaRule, rows: Rows, out: Walked, sizes: dict[str, i
 
 def walk_gradients(
     x: TrainedDeltaRule,
-    dout: Tensor,
-    dfinal: Tensor | None,
     rows: Rows,
     out: Walked,
     grads: tuple[Tensor, ...],
@@ -114,33 +105,22 @@ def walk_gradients(
 
     ``grads``: of q, k, v, g, beta and the initial state.
     """
-    num_tokens, num_heads, v_dim = x.v.shape
+    _, num_heads, v_dim = x.v.shape
     _, walk = _walks(x.v, num_heads * x.num_seqs, by_channel=rows.writes is not None)
-    *inputs, dinitial = grads
-    _gradients_kernel[(triton.cdiv(v_dim, walk.block_v) * num_heads * x.num_seqs,)](
-        rows.queries,
-        rows.reads,
-        rows.writes,
-        x.beta,
-        dout,
-        rows.solve,
-        rows.attend,
-        rows.decays,
-        dfinal,
-        x.cu_seqlens,
-        out.dstates,
-        out.derrors,
-        dinitial if x.initial_state is not None else None,
-        *inputs,
-        x.scale,
-        num_tokens,
-        x.num_seqs,
-        x.beta.stride(0),
+    dq, dk, dv, dg, dbeta, dinitial = grads
+    grid = (triton.cdiv(v_dim, walk.block_v) * num_heads * x.num_seqs,)
+    bind(_gradients_kernel, x, rows, out, walk)[grid](
+        dfinal=x.dfinal_state,
+        dinitial=dinitial if x.initial_state is not None else None,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dg=dg,
+        dbeta=dbeta,
         STRIDE_Q=rows.queries.stride(0),
         STRIDE_K=rows.reads.stride(0),
-        STRIDE_O=dout.stride(0),
+        STRIDE_O=x.dout.stride(0),
         **sizes,
-        BLOCK_V=walk.block_v,
         STAGES=walk.num_stages,
         num_warps=walk.num_warps,
         enable_fp_fusion=True,
