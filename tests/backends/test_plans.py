@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from tests.backends import planning
 from torch_hybrid.backends import step as step_module
-from torch_hybrid.backends.delta_rules import GATED_DELTA_RULE
 from torch_hybrid.backends.mode import MODES, LayerForm, Mode
+from torch_hybrid.backends.recurrences import RECURRENCES
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.backends.step import LayerBackend, Step, chunk_grid, make_backends, plan_all
 from torch_hybrid.batch import Batch
@@ -344,7 +344,8 @@ def test_one_call_verifies_drafts_or_a_composed_mixer_replays_them(
 
 
 def test_a_composed_mixer_replays_drafts_where_no_other_verifies():
-    step = GATED_DELTA_RULE.mixer
+    rule = RECURRENCES["gated_delta_rule"]
+    step = rule.mixer
     able = {
         name: dataclasses.replace(
             each, capability=dataclasses.replace(each.capability, features=NO_FEATURES)
@@ -352,9 +353,7 @@ def test_a_composed_mixer_replays_drafts_where_no_other_verifies():
         for name, each in step.implementations.items()
     }
     able["composed"] = step.implementations["composed"]
-    rule = dataclasses.replace(
-        GATED_DELTA_RULE, mixer=dataclasses.replace(step, implementations=able)
-    )
+    rule = dataclasses.replace(rule, mixer=dataclasses.replace(step, implementations=able))
     sizes, mode = make_cache(LayerTable.from_specs([LINEAR])).sizes, Mode.verify(2)
     chosen = rule.choose({LINEAR}, sizes, Backends(), mode)
     assert [op.name for op, _ in chosen] == ["gated_delta_rule", "causal_conv1d"]

@@ -13,7 +13,7 @@ from tests.devices import needs_cuda
 from tests.ops.triton_interpreter import interprets
 from tests.tiny_models import make_hybrid
 from torch_hybrid import Backends, Runner
-from torch_hybrid.backends.ssd import MAMBA2 as MAMBA2_RULE
+from torch_hybrid.backends.recurrences import RECURRENCES
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.open_chunk import OPEN_TOKENS
@@ -116,9 +116,10 @@ def test_sizes_that_open_chunks_interpreted() -> None:
     of_pools = {"num_pages": 1, "page_size": 8, "num_slots": 1}
     sizes = PoolSizes(**of_pools, dtype=torch.float32, device=torch.device("cpu"))
     backends = Backends(ops={"decode ssd_step": "triton"})
-    assert MAMBA2_RULE.opens_chunks({spec}, sizes, backends)
-    assert not replace(MAMBA2_RULE, opened_from=2).opens_chunks({spec}, sizes, backends)
-    elsewhere = replace(MAMBA2_RULE, timed={"head_k_dim": (256,)})
+    rule = RECURRENCES["mamba2"]
+    assert rule.opens_chunks({spec}, sizes, backends)
+    assert not replace(rule, opened_from=2).opens_chunks({spec}, sizes, backends)
+    elsewhere = replace(rule, timed={"head_k_dim": (256,)})
     assert not elsewhere.opens_chunks({spec}, sizes, Backends())
     with pytest.raises(UnsupportedError, match="head_k_dim"):
         elsewhere.opens_chunks({spec}, sizes, backends)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from torch_hybrid.backends.delta_rules import GATED_DELTA_RULE, JET_BLOCK, KIMI_DELTA_ATTENTION
 from torch_hybrid.backends.free_sizes import free_sizes
 from torch_hybrid.backends.indexed_attention import (
     GATED_POOLING,
@@ -21,14 +20,13 @@ from torch_hybrid.backends.mode import MODES, LayerForm, Mode
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan
 from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.backends.previous_hidden import PreviousHiddenBackend, PreviousHiddenPlan
+from torch_hybrid.backends.recurrences import RECURRENCES
 from torch_hybrid.backends.recurrent import (
     CONVOLUTION,
     RecurrentBackend,
     RecurrentPlan,
 )
 from torch_hybrid.backends.select import Backends, Choice
-from torch_hybrid.backends.selective_scan import MAMBA
-from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2, MLSTM
 from torch_hybrid.batch import Batch, at_least_two
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
@@ -67,15 +65,6 @@ class LayerBackend(Protocol):
 
 
 MakeBackend = Callable[[tuple[LayerEntry, ...], PoolSizes, Backends, Sequence[Mode]], LayerBackend]
-_RECURRENCES = {
-    "gated_delta_rule": GATED_DELTA_RULE,
-    "kimi_delta_attention": KIMI_DELTA_ATTENTION,
-    "jet_block": JET_BLOCK,
-    "mamba2": MAMBA2,
-    "mamba": MAMBA,
-    "lightning_attention": LIGHTNING_ATTENTION,
-    "mlstm": MLSTM,
-}
 _BACKENDS: dict[str, MakeBackend] = {
     "paged_attention": PagedAttentionBackend,
     "latent_attention": LatentAttentionBackend,
@@ -84,7 +73,7 @@ _BACKENDS: dict[str, MakeBackend] = {
         IndexedAttentionBackend, GATED_POOLING, POOLED_SELECTION_STEP
     ),
     "previous_hidden": PreviousHiddenBackend,
-    **{kind: partial(RecurrentBackend, rule) for kind, rule in _RECURRENCES.items()},
+    **{kind: partial(RecurrentBackend, rule) for kind, rule in RECURRENCES.items()},
     **{kind: partial(RecurrentBackend.of_ops, ops) for kind, ops in OPS.items()},
 }
 
@@ -166,7 +155,7 @@ def opens_chunks(table: LayerTable, sizes: PoolSizes, backends: Backends) -> boo
         return False
     specs = {kind: {entry.spec for entry in table.of_kind(kind)} for kind in table.kinds}
     kinds = [k for k, each in specs.items() if any(OPEN_CHUNK in spec.pools() for spec in each)]
-    rules = ((_RECURRENCES[kind], specs[kind]) for kind in kinds)
+    rules = ((RECURRENCES[kind], specs[kind]) for kind in kinds)
     return bool(kinds) and all(rule.opens_chunks(each, sizes, backends) for rule, each in rules)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.backends.delta_rules import sizes_of
+from torch_hybrid.backends.recurrences import sizes_of
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.mixer import Blocks, Mixer, empty_parameter, init_convolution, init_decays

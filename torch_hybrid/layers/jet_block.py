@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.delta_rules import sizes_of
 from torch_hybrid.backends.planned import planned_for
+from torch_hybrid.backends.recurrences import sizes_of
 from torch_hybrid.backends.recurrent import At, RecurrentPlan, convolve
 from torch_hybrid.backends.replay import walk
 from torch_hybrid.caches.pools import LayerCache

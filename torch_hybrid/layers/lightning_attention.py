@@ -10,8 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from torch_hybrid.backends.recurrences import sizes_of
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
-from torch_hybrid.backends.ssd import lightning_sizes
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.mixer import Blocks, Mixer
 from torch_hybrid.layers.own_dtype import in_own_dtype
@@ -130,7 +130,7 @@ class LightningAttention(Mixer):
             norm_eps=spec.norm_eps,
             impl=plan.statics.impl("lightning_step"),
         )
-        y = run_mixer(lightning_step, step, plan, cache, lightning_sizes(spec))
+        y = run_mixer(lightning_step, step, plan, cache, sizes_of(spec))
         out: Tensor = self.out_proj(y if gated else self._gated_norm(y, gate))
         return out
 

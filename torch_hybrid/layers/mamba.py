@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
-from torch_hybrid.backends.selective_scan import apply_selective_scan
+from torch_hybrid.backends.recurrent import At, RecurrentPlan, convolve
+from torch_hybrid.backends.replay import walk
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.head_linear import HeadLinear
 from torch_hybrid.layers.mixer import Blocks, Mixer, empty_parameter, init_convolution
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.specs import MambaSpec
+from torch_hybrid.ops.selective_scan import selective_scan
+from torch_hybrid.specs import STATE_RECORDS, MambaSpec
 
 
 class Mamba(Mixer):
@@ -98,19 +100,18 @@ class Mamba(Mixer):
             mixed, self.conv_weight, self.conv_bias, plan, cache, activation=spec.activation
         )
         dt, B, C = self._selected(mixed)
-        y = apply_selective_scan(
-            mixed,
-            dt,
-            B,
-            C,
-            z,
-            self.A_log,
-            self.D,
-            self.dt_bias,
-            plan,
-            cache,
-        )
-        out: Tensor = self.out_proj(y)
+
+        def scan(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
+            (x, dt, B), (C, z) = advancing, reading
+            return selective_scan(
+                *(x, dt, B, C, z, self.A_log, self.D, cache["state"]),
+                *(at.cu_seqlens, at.initial_indices, at.state_indices),
+                impl=plan.statics.impl("selective_scan"),
+                dt_bias=self.dt_bias,
+            )
+
+        # Records of drafts hold dt before its bias.
+        out: Tensor = self.out_proj(walk(scan, [mixed, dt, B], [C, z], plan, cache, STATE_RECORDS))
         return out
 
     def _selected(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,8 +9,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from torch_hybrid.backends.recurrences import sizes_of
 from torch_hybrid.backends.recurrent import RecurrentPlan, run_mixer
-from torch_hybrid.backends.ssd import sizes_of
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.mixer import Blocks, Mixer, empty_parameter, init_convolution, init_decays
 from torch_hybrid.layers.own_dtype import in_own_dtype

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import At, RecurrentPlan
 from torch_hybrid.backends.replay import walk
-from torch_hybrid.backends.ssd import apply_ssd
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.mixer import Blocks, Mixer, empty_parameter
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
+from torch_hybrid.ops.ssd import ssd
 from torch_hybrid.specs import MlstmSpec
 
 
@@ -103,8 +103,12 @@ class Mlstm(Mixer):
             q, k, v = q.float(), k.float(), v.float()
         gates = gates.float() + self.gate_bias.float()
         i, f = (spec.gate_softcap * torch.tanh(gates / spec.gate_softcap)).chunk(2, dim=-1)
-        state, scale = cache["state"], spec.head_k_dim**-0.5
-        return apply_ssd(q, k, v, F.logsigmoid(f), i.exp(), plan, at, state, scale=scale)
+        return ssd(
+            *(q, k, v, F.logsigmoid(f), i.exp(), None, cache["state"]),
+            *(at.cu_seqlens, at.initial_indices, at.state_indices),
+            scale=spec.head_k_dim**-0.5,
+            impl=plan.statics.impl("ssd"),
+        )
 
     def _normalized(self, read: Tensor) -> Tensor:
         """Divide what queries read of values by what they read of ones -> [T, H, V]."""
