@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_hybrid.ops.core.declaration import Declaration, compile_function
 from torch_hybrid.ops.core.kinds import Returns
-from torch_hybrid.ops.core.op import Op
 from torch_hybrid.ops.native import cpu_tuning
 from torch_hybrid.ops.native.call import declared_fields, kernel
 
@@ -34,69 +32,73 @@ class Cpp:
     values: Mapping[str, str] = field(default_factory=dict)
 
 
-def cpp_launcher(
-    cls: type[Op],
-    source: Path,
-    *,
-    integers: str,
-    sizes: str = "",
-    values: Mapping[str, str] | None = None,
-    numbers: str = "",
-    tensors: str = "",
-    out: str | Callable[[Any], Tensor | tuple[Tensor, ...]],
-    results: str = "out",
+def load_cpp(
+    declaration: Declaration, returns: Returns[Any], cpp: Cpp, source: Path
 ) -> Callable[..., Any]:
-    """Make the launcher of a C++ kernel.
+    """Build a C++ kernel and make its launcher, of the fields that the kernel's struct declares.
 
-    Args:
-        cls: the op's class.
-        source: of the kernel, whose function has the op's name.
-        sizes: letters, or expressions of them without blanks, and what the struct calls them:
-            ``"T=num_tokens D//2=half_dim N"``.
-        integers: of the struct in its order: names of sizes and values, ``<field>_stride`` and
-            ``<field>_head_stride`` of rows, ``is_bf16``, ``wide_<field>`` (float32),
-            ``num_threads``, ``state_streams``; options and properties of the op. With
-            ``is_invariant``, that is the launcher's option. ``<field>_token`` and ``<field>_row``
-            are the first stride too, ``<field>_head`` the second.
-        values: expressions of ``x``, an instance of ``cls``, by the struct's names of them.
-        numbers: options and values that the struct has as doubles.
-        tensors: of the struct in its order, unless those are the op's and then the results.
-        out: field that the result has shape and dtype of, or what makes the result from an instance
-            of ``cls``. Several are named as in the struct: ``"out=o_a lse=lse_a"``; one like a
-            field that is None is None. Empty: it returns nothing.
-        results: what the struct calls those that ``out`` makes.
+    Tensors are the op's, then results. Doubles are options and values. Integers are
+
+    - sizes and values that ``cpp`` names, options and properties of the op;
+    - ``<field>_stride``, ``<field>_token`` or ``<field>_row``, the first stride of rows, and
+      ``<field>_head`` or ``<field>_head_stride``, the second;
+    - ``wide_<field>``, whether it is float32, ``is_bf16``, ``num_threads``, ``state_streams``;
+    - ``is_invariant``, an option of the launcher.
     """
-    declaration = Declaration(cls)
-    if isinstance(out, str):
-        named = [each.rpartition("=") for each in out.split()]
+    fields = declared_fields(declaration.name, source)
+    tensors, integers, numbers = (
+        [name for name, kind in fields if kind == wanted]
+        for wanted in ("tensor", "integer", "number")
+    )
+    results = [name for name in tensors if name not in declaration.kinds]
+    made = {", ".join(results): "make(x)"}
+    if returns.fake is None:
         made = {
-            name or "out": f"None if x.{of} is None else " * (of in declaration.optional)
+            name: f"None if x.{of} is None else " * (of in declaration.optional)
             + f"x.{of}.new_empty(x.{of}.shape)"
-            for name, _, of in named
+            for name, of in zip(results, returns.like, strict=False)
         }
-    else:
-        made = {", ".join(results.split()): "make(x)"}
-    returned = ", ".join(made)
-    names = tensors.split() or [*declaration.kinds, *returned.split(", ")]
     run = kernel(
         declaration.name,
         source,
-        tensors=" ".join(names),
-        integers=integers,
-        numbers=numbers,
+        tensors=" ".join(tensors),
+        integers=" ".join(integers),
+        numbers=" ".join(numbers),
     )
+    value = _values(declaration, cpp, source)
+    passed = [f"x.{name}" if name in declaration.kinds else name for name in tensors]
+    passed += map(value, integers)
+    passed += [cpp.values.get(name, f"x.{name}") for name in numbers]
+    written = " ".join(passed)
+    owners = {owner for owner, _ in declaration.bound.values() if f"{owner}_shape[" in written}
+    lines = [
+        f"def {declaration.name}(x{', *, is_invariant=False' * ('is_invariant' in integers)}):",
+        *(f"    {owner}_shape = x.{owner}.shape" for owner in sorted(owners)),
+        *(f"    {name} = {value}" for name, value in made.items()),
+        f"    if not run({', '.join(passed)}):",
+        "        x.check_indices()",
+        f"    return {', '.join(made)}",
+    ]
+    scope = {"run": run, "bf16": torch.bfloat16, "float32": torch.float32, "make": returns.fake}
+    scope |= {"num_threads": torch.get_num_threads, "cpu_tuning": cpu_tuning}
+    return compile_function("\n".join(lines), declaration.name, scope)
+
+
+def _values(declaration: Declaration, cpp: Cpp, source: Path) -> Callable[[str], str]:
+    """Return what writes the value of an integer of the struct, from the arguments ``x``."""
     special = {
         "is_bf16": f"x.{declaration.floating}.dtype is bf16",
         "num_threads": "num_threads()",
         "state_streams": f"cpu_tuning.tuning(x.{declaration.floating}.dtype).state_streams",
-        **(values or {}),
+        **cpp.values,
     }
 
     def size_of(letter: re.Match[str]) -> str:
         owner, axis = declaration.bound[letter.group()]
         return f"{owner}_shape[{axis}]"
 
-    for size, _, name in (each.partition("=") for each in sizes.split()):
+    usual = [size for size in _CPP_SIZES if size[0] in declaration.bound]
+    for size, _, name in (each.partition("=") for each in [*usual, *cpp.sizes.split()]):
         special[name or size] = re.sub(r"[A-Za-z_]+", size_of, size)
 
     def value(name: str) -> str:
@@ -110,54 +112,11 @@ def cpp_launcher(
         if rows is None or rows[1] not in declaration.kinds:
             if name == "is_invariant":
                 return name
-            if name not in dir(cls):
+            if name not in dir(declaration.cls):
                 raise TypeError(f"{source} takes {name}, which no argument is named like")
             return f"x.{name}"
         stride = f"x.{rows[1]}.stride({int(rows[2] is not None)})"
         is_optional = rows[1] in declaration.optional
         return f"0 if x.{rows[1]} is None else {stride}" if is_optional else stride
 
-    passed = [f"x.{name}" if name in declaration.kinds else name for name in names]
-    passed += map(value, integers.split())
-    passed += [special.get(name, f"x.{name}") for name in numbers.split()]
-    written = " ".join(passed)
-    owners = {owner for owner, _ in declaration.bound.values() if f"{owner}_shape[" in written}
-    lines = [
-        f"def {declaration.name}(x{', *, is_invariant=False' * ('is_invariant' in integers)}):",
-        *(f"    {owner}_shape = x.{owner}.shape" for owner in sorted(owners)),
-        *(f"    {name} = {value}" for name, value in made.items()),
-        f"    if not run({', '.join(passed)}):",
-        "        x.check_indices()",
-        f"    return {returned}",
-    ]
-    scope = {"run": run, "bf16": torch.bfloat16, "float32": torch.float32, "make": out}
-    scope |= {"num_threads": torch.get_num_threads, "cpu_tuning": cpu_tuning}
-    return compile_function("\n".join(lines), declaration.name, scope)
-
-
-def load_cpp(
-    declaration: Declaration,
-    returns: Returns[Any],
-    cpp: Cpp,
-    source: Path,
-) -> Callable[..., Any]:
-    """Build a C++ kernel and make its launcher, of fields that the kernel's struct declares."""
-    fields = declared_fields(declaration.name, source)
-    tensors, integers, numbers = (
-        " ".join(name for name, kind in fields if kind == wanted)
-        for wanted in ("tensor", "integer", "number")
-    )
-    results = [name for name in tensors.split() if name not in declaration.kinds]
-    pairs = (f"{name}={of}" for name, of in zip(results, returns.like, strict=False))
-    usual = " ".join(size for size in _CPP_SIZES if size[0] in declaration.bound)
-    return cpp_launcher(
-        declaration.cls,
-        source,
-        sizes=f"{usual} {cpp.sizes}",
-        values=cpp.values,
-        tensors=tensors,
-        integers=integers,
-        numbers=numbers,
-        out=returns.fake or " ".join(pairs),
-        results=" ".join(results),
-    )
+    return value

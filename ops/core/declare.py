@@ -14,7 +14,7 @@
     scale = define(Scale, IMPLEMENTATIONS, returns=like("x"))
 
 From the fields follow the public function with its checks, the schema with its mutations, the fake,
-and the call of a C++ kernel (``cpp_launcher``). A launcher takes the class itself: ``scale(x)``
+and the call of a C++ kernel (``load_cpp``). A launcher takes the class itself: ``scale(x)``
 reads ``x.factor``.
 
 Letters are sizes. A field of rows, weights or a pool binds the letters that it is the first to

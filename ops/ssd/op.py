@@ -13,23 +13,34 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.core.declare import Dense, Index, OneOf, Pool, Rows, StatefulOp, define, like
+from torch_hybrid.ops.core.declare import (
+    Cpp,
+    Dense,
+    Index,
+    OneOf,
+    Pool,
+    Rows,
+    StatefulOp,
+    define,
+    like,
+)
 from torch_hybrid.ops.core.recurrence import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, in_forms
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import INVARIANT, in_cpp, in_torch, in_triton
 
 _FOLDER = "torch_hybrid.ops.ssd"
+TRAINED = "trained"  # form of forwards that a backward goes through: by chunks
 
 IMPLEMENTATIONS = in_forms(
     recurrent={
-        "cpp": in_cpp(f"{_FOLDER}._cpu_scan:recurrent_ssd", features=INVARIANT),
+        "cpp": in_cpp(f"{_FOLDER}._cpu_scan.cpp:ssd", features=INVARIANT),
         "triton": in_triton(
             f"{_FOLDER}._triton:recurrent_ssd", limits={"head_k_dim": 512}, features=INVARIANT
         ),
         "torch": in_torch(f"{_FOLDER}._torch:recurrent_ssd"),
     },
     chunk={
-        "cpp": in_cpp(f"{_FOLDER}._cpu_scan:chunk_ssd"),
+        "cpp": in_cpp(f"{_FOLDER}._cpu_scan.cpp:ssd"),
         "triton": in_triton(f"{_FOLDER}._triton_chunk:chunk_ssd", limits={"head_k_dim": 256}),
         "torch": in_torch(f"{_FOLDER}._torch:chunk_ssd"),
     },
@@ -101,4 +112,11 @@ ssd = define(
     returns=like("v"),
     limited={"head_k_dim": "K"},
     flops="4 * T * H * V * K",
+    cpp=Cpp(
+        "G=num_k_heads H=num_v_heads K=k_dim V=v_dim",
+        {
+            "chunk_size": "0 if x.impl == 'recurrent_cpp' else x.chunk_size",  # 0: walk by token
+            "sums_decays": f"x.impl == '{TRAINED}_cpp'",
+        },
+    ),
 )

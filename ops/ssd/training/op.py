@@ -18,7 +18,7 @@ from torch_hybrid.ops.core.packed import PackedOp, by_pool, define_pair
 from torch_hybrid.ops.core.recurrence import CHUNK, DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.core.registration import check_groups
 from torch_hybrid.ops.implementations import CPP_DTYPES, in_cpp, in_torch, in_triton
-from torch_hybrid.ops.ssd.op import IMPLEMENTATIONS, Ssd
+from torch_hybrid.ops.ssd.op import IMPLEMENTATIONS, TRAINED, Ssd
 
 _FOLDER = "torch_hybrid.ops.ssd.training"
 BACKWARD: dict[str, Implementation] = {
@@ -30,7 +30,7 @@ BACKWARD: dict[str, Implementation] = {
 }
 FORWARD = by_pool(
     {
-        "cpp": in_cpp("torch_hybrid.ops.ssd._cpu_scan:trained_chunk_ssd"),
+        "cpp": IMPLEMENTATIONS[f"{CHUNK}_cpp"],
         "triton": IMPLEMENTATIONS[f"{CHUNK}_triton"],
         "torch": IMPLEMENTATIONS[f"{CHUNK}_torch"],
     },
@@ -73,7 +73,7 @@ class TrainedSsd(PackedOp):
     def on_pool(self, pool: Tensor, initial: Tensor, final: Tensor) -> Ssd:
         """Give the arguments of the op with a pool."""
         given = (self.q, self.k, self.v, self.g, self.dt, self.D, pool, self.cu_seqlens)
-        return Ssd(*given, initial, final, scale=self.scale, impl=f"{CHUNK}_{self.impl}")
+        return Ssd(*given, initial, final, scale=self.scale, impl=f"{TRAINED}_{self.impl}")
 
 
 ssd_forward, ssd_backward = define_pair(

@@ -25,6 +25,7 @@ from torch_hybrid.ops.core.declare import (
     NO_DEFAULT,
     NOTHING,
     TRACED,
+    Cpp,
     Dense,
     Index,
     Op,
@@ -300,16 +301,23 @@ def test_heads_may_lie_apart_and_sizes_be_of_a_later_field(changes: dict[str, Te
     assert str(error.value) == text
 
 
+def launcher_of(monkeypatch: pytest.MonkeyPatch, integers: str) -> Callable[..., Any]:
+    """Make the launcher of a kernel whose struct declares these integers."""
+    tensors = ("x", "heads", "rates", "gate", "decay", "out")
+    declared = [(name, "tensor") for name in tensors]
+    declared += [(name, "integer") for name in integers.split()]
+    monkeypatch.setattr(cpp_launcher, "declared_fields", lambda *_: declared)
+    cpp = Cpp("H=num_heads D//H=head_dim")
+    return cpp_launcher.load_cpp(Declaration(DeclaredHeads), like("x"), cpp, Path("no.cpp"))
+
+
 def test_the_call_of_a_cpp_kernel(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(cpp_launcher, "kernel", lambda *_, **__: lambda *call: [calls.append(call)])
-    launch = cpp_launcher.cpp_launcher(
-        DeclaredHeads,
-        Path(),
-        sizes="T=num_tokens H=num_heads D//H=head_dim",
-        integers="num_tokens num_heads head_dim heads_stride heads_head_stride gate_stride is_bf16 "
+    launch = launcher_of(
+        monkeypatch,
+        "num_tokens num_heads head_dim heads_stride heads_head_stride gate_stride is_bf16 "
         "wide_rates wide_gate",
-        out="x",
     )
     wide = {"gate": torch.ones(3, 12)[:, :10], "rates": torch.ones(5)}
     out = [launch(DeclaredHeads(**given_heads(**given), impl="cpp")) for given in ({}, wide)]
@@ -320,9 +328,9 @@ def test_the_call_of_a_cpp_kernel(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
-def test_a_cpp_kernel_takes_no_more_than_there_is():
+def test_a_cpp_kernel_takes_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(TypeError, match=r"no\.cpp takes head_size, which no"):
-        cpp_launcher.cpp_launcher(DeclaredHeads, Path("no.cpp"), integers="head_size", out="x")
+        launcher_of(monkeypatch, "head_size")
 
 
 @dataclass(slots=True)
