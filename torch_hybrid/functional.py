@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_hybrid.ops.causal_conv1d.training import causal_conv1d_forward
+from torch_hybrid.ops.causal_conv1d.training.op import causal_conv1d_forward
 from torch_hybrid.ops.core.autograd import check_no_tangents
 from torch_hybrid.ops.core.recurrence import check_rows
 from torch_hybrid.ops.core.registration import (
@@ -29,15 +29,15 @@ from torch_hybrid.ops.core.registration import (
     check_shapes,
     first_impl,
 )
-from torch_hybrid.ops.delta_rule.training import (
+from torch_hybrid.ops.delta_rule.training.op import (
     gated_delta_rule_forward,
     kimi_delta_attention_forward,
 )
-from torch_hybrid.ops.fused_experts.training import fused_experts_forward
-from torch_hybrid.ops.rg_lru.training import rg_lru_forward
-from torch_hybrid.ops.selective_scan.training import selective_scan_forward
-from torch_hybrid.ops.ssd.training import ssd_forward
-from torch_hybrid.ops.wkv.training import wkv_forward
+from torch_hybrid.ops.fused_experts.training.op import fused_experts_forward
+from torch_hybrid.ops.rg_lru.training.op import rg_lru_forward
+from torch_hybrid.ops.selective_scan.training.op import selective_scan_forward
+from torch_hybrid.ops.ssd.training.op import ssd_forward
+from torch_hybrid.ops.wkv.training.op import wkv_forward
 from torch_hybrid.packing import Packing
 
 __all__ = [

@@ -9,7 +9,7 @@ from tests.functional.recurrence import offsets, packing
 from tests.functional.test_contract import on_each
 from tests.ops.contract import assert_same_bits
 from torch_hybrid.functional import causal_conv1d
-from torch_hybrid.ops.causal_conv1d.training import causal_conv1d_backward
+from torch_hybrid.ops.causal_conv1d.training.op import causal_conv1d_backward
 
 LENGTHS = CONVOLUTION.lengths["mixed"]
 on_each_implementation = on_each({"conv": CONVOLUTION})

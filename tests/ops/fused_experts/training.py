@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from tests.ops.fused_experts.cases import Case, make_inputs
-from torch_hybrid.ops.fused_experts.training import fused_experts_backward, fused_experts_forward
-from torch_hybrid.ops.fused_experts.training.op import FusedExpertsBackward
+from torch_hybrid.ops.fused_experts.training.op import (
+    FusedExpertsBackward,
+    fused_experts_backward,
+    fused_experts_forward,
+)
 
 
 def make_backward(
