@@ -15,7 +15,7 @@ replayed alone, and one with neither is left as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from torch_hybrid.ops.composed import Parts
 from torch_hybrid.ops.conv_step import check_have_slots, check_lengths
-from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation
+from torch_hybrid.ops.core.capability import NO_FEATURES
 from torch_hybrid.ops.core.declare import TRACED, Index, Pool, StatefulOp
 from torch_hybrid.ops.replay import Replay, Segments, call_twice, rows_of_replay
 from torch_hybrid.ops.step_implementations import EXTEND, NO_STORE, VERIFY
@@ -41,7 +41,7 @@ class StepOp(StatefulOp):
     """Step of a recurrence by one token of each sequence, or drafts after it: base of its ops.
 
     A step that verifies drafts is given records and how many of them are accepted, a plain one
-    neither. An op names its implementations and declares its records once more, with their width.
+    neither. An op declares its records once more, with their width.
 
     Args:
         cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has one token, or
@@ -61,13 +61,11 @@ class StepOp(StatefulOp):
             more tokens than the implementation takes.
 
     Attributes:
-        implementations: of the op, by name.
         recorded: fields that a record is made of, side by side.
         read: fields of tokens that outputs alone depend on; they may be None.
         pools: fields of the states.
     """
 
-    implementations: ClassVar[Mapping[str, Implementation]]
     recorded: ClassVar[tuple[str, ...]]
     read: ClassVar[tuple[str, ...]]
     pools: ClassVar[tuple[str, ...]]

@@ -126,6 +126,7 @@ def define(
     CPP_LOADERS[declaration.name] = partial(load_cpp, declaration, returns, cpp or Cpp())
     DECLARED[declaration.name] = declaration
     cls, first, make_fake = declaration.cls, declaration.first, returns.fake
+    cls.implementations = implementations
 
     def check(x: Op) -> None:
         if getattr(x, first).device.type == "cpu":

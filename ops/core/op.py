@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import NO_FEATURES
+from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation
 from torch_hybrid.ops.core.state_bounds import check_offsets
 
 
@@ -28,7 +28,12 @@ class Op:
     Raises:
         ValueError: a shape, dtype, layout or option is not as above, or ``impl`` is unknown or
             does not take these. Or, where reading it is free (on a CPU), an index is out of range.
+
+    Attributes:
+        implementations: those that ``define`` is given, by name.
     """
+
+    implementations: ClassVar[Mapping[str, Implementation]]
 
     impl: str = field(kw_only=True)
 

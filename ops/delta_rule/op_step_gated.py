@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Cpp, define, like
 from torch_hybrid.ops.delta_rule.op_step import CPP_SIZES, CPP_VALUES, DeltaStep
 from torch_hybrid.ops.step_implementations import step_implementations
@@ -58,8 +55,6 @@ class GatedDeltaStep(DeltaStep):
     The mixer of "Gated Delta Networks" (arXiv 2412.06464), as in Qwen3-Next; with a sigmoid, as in
     Qwen4-Exp.
     """
-
-    implementations: ClassVar[Mapping[str, Implementation]] = IMPLEMENTATIONS
 
     beta_scale: float = field(kw_only=True)
     norm_eps: float = field(kw_only=True)

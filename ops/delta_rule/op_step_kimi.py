@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Pool, Rows, define, like
 from torch_hybrid.ops.delta_rule.op_step import CPP_SIZES, CPP_VALUES, DeltaStep
 from torch_hybrid.ops.open_chunk import CORRECTED_BY_CHANNEL, ChunkLayout
@@ -61,7 +59,6 @@ class KimiDeltaStep(DeltaStep):
     The mixer of "Kimi Linear" (arXiv 2510.26692), and that of Ling-3, whose decays are bounded.
     """
 
-    implementations: ClassVar[Mapping[str, Implementation]] = IMPLEMENTATIONS
     layout: ClassVar[ChunkLayout] = CORRECTED_BY_CHANNEL
 
     a: Annotated[Tensor, Rows("HV * K")]

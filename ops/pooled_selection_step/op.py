@@ -105,7 +105,7 @@ class PooledSelectionStep(StatefulOp, PagedOp):
             page_size=self.block_keys.shape[1] * self.bias.shape[0],
         )
         StatefulOp.check_indices(self)
-        if not IMPLEMENTATIONS[self.impl].capability.features >= EXTEND:
+        if not self.implementations[self.impl].capability.features >= EXTEND:
             check_lengths(self.cu_seqlens)
 
     def pooling(self) -> GatedPooling:

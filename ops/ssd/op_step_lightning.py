@@ -6,7 +6,6 @@ op: each by itself takes little, and costs as much again to be called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation
-from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, define, made
 from torch_hybrid.ops.open_chunk import ADDED, ChunkLayout, OpenStep
 from torch_hybrid.ops.step_implementations import step_implementations
@@ -77,7 +75,6 @@ class LightningStep(OpenStep):
     The mixer of MiniMax-01 (arXiv 2501.08313) and of Ring-2.5, in decode.
     """
 
-    implementations: ClassVar[Mapping[str, Implementation]] = IMPLEMENTATIONS
     per_token: ClassVar[tuple[str, ...]] = ("qkv", "gate", "cos", "sin")
     layout: ClassVar[ChunkLayout] = ADDED
 

@@ -6,7 +6,6 @@ each by itself takes little, and costs as much again to be called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation, check_width
-from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.declare import Cpp, Dense, Index, Pool, Rows, define, made
 from torch_hybrid.ops.open_chunk import ADDED, ChunkLayout, OpenStep
 from torch_hybrid.ops.step_implementations import step_implementations
@@ -82,7 +80,6 @@ class SsdStep(OpenStep):
     The mixer of "Transformers are SSMs" (Mamba2, arXiv 2405.21060), as in Nemotron-H.
     """
 
-    implementations: ClassVar[Mapping[str, Implementation]] = IMPLEMENTATIONS
     recorded: ClassVar[tuple[str, ...]] = ("xBC", "dt")
     read: ClassVar[tuple[str, ...]] = ("z",)
     pools: ClassVar[tuple[str, ...]] = ("conv_state", "state")
