@@ -111,6 +111,12 @@ class OpenStep(StepOp):
         """Numbers R of a slot's records."""
         return self.layout.size(self.num_k_heads, self.state_shape)
 
+    def check_ndims(self, **ndims: int) -> None:
+        """Raise ValueError for the first of these fields with another number of dimensions."""
+        for name, ndim in ndims.items():
+            if (x := getattr(self, name)).ndim != ndim:
+                raise ValueError(f"{name} must have {ndim} dimensions, got {list(x.shape)}")
+
     def features(self) -> frozenset[str]:
         """List what an implementation must have, for drafts and for open chunks."""
         return StepOp.features(self) | (NO_FEATURES if self.chunk is None else OPEN)

@@ -80,13 +80,7 @@ class DeltaStep(OpenStep):
     def check_form(self) -> None:
         """Raise ValueError for filters that no kernel is made for, and unless q and k take what v
         leaves of the channels."""
-        for name, tensor, dims in (
-            ("qkv", self.qkv, 2),
-            ("state", self.state, 4),
-            ("conv_weight", self.conv_weight, 2),
-        ):
-            if tensor.ndim != dims:
-                raise ValueError(f"{name} must have {dims} dimensions, got {list(tensor.shape)}")
+        self.check_ndims(qkv=2, state=4, conv_weight=2)
         check_width(self.conv_weight)
         self.check_heads()
 

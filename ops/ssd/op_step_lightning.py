@@ -115,9 +115,7 @@ class LightningStep(OpenStep):
 
     def check_form(self) -> None:
         """Raise ValueError for one of two tensors that go together, and for too many angles."""
-        for name, tensor, dims in (("qkv", self.qkv, 2), ("state", self.state, 4)):
-            if tensor.ndim != dims:
-                raise ValueError(f"{name} must have {dims} dimensions, got {list(tensor.shape)}")
+        self.check_ndims(qkv=2, state=4)
         for names in (("q_norm_weight", "k_norm_weight"), ("cos", "sin"), ("gate", "norm_weight")):
             if len({getattr(self, name) is None for name in names}) > 1:
                 raise ValueError(f"{' and '.join(names)} must both be given, or both be None")

@@ -121,13 +121,7 @@ class SsdStep(OpenStep):
     def check_form(self) -> None:
         """Raise ValueError for filters without a kernel, for a norm without a gate, and unless B
         and C take what x leaves."""
-        for name, tensor, dims in (
-            ("xBC", self.xBC, 2),
-            ("state", self.state, 4),
-            ("conv_weight", self.conv_weight, 2),
-        ):
-            if tensor.ndim != dims:
-                raise ValueError(f"{name} must have {dims} dimensions, got {list(tensor.shape)}")
+        self.check_ndims(xBC=2, state=4, conv_weight=2)
         if self.z is None and self.norm_weight is not None:
             raise ValueError("norm_weight must be None where z is None: what is normed has a gate")
         check_width(self.conv_weight)
