@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.marks import maker
 from torch_hybrid.graphs.passes.values import value_of
 
 aten = torch.ops.aten
@@ -65,20 +64,13 @@ def _operands(
 
 
 def _replace(graph: Graph, node: Node, x: Node) -> None:
-    def method(name: str, *args: Any) -> Node:
-        made = graph.call_method(name, args)
-        keep_marks(made, node)
-        return made
-
-    device, fake_mode = value_of(x).device, value_of(x).fake_mode
+    device, fake_mode, made = value_of(x).device, value_of(x).fake_mode, maker(graph, node)
     with graph.inserting_before(node):
-        made_as = {"dtype": torch.int64, "device": device}
-        signs = graph.call_function(aten.arange.start_step, (-1, 2, 2), made_as)
-        keep_marks(signs, node)
+        signs = made(aten.arange.start_step, -1, 2, 2, dtype=torch.int64, device=device)
         with fake_mode:  # the call's arguments have no fake mode
             signs.meta["example_value"] = torch.arange(-1, 2, 2, dtype=torch.int64, device=device)
-        swapped = method("flip", method("unflatten", x, -1, (2, -1)), -2)
-        rotated = method("mul", swapped, method("unsqueeze", signs, -1))
-        flat = method("flatten", rotated, -2)
+        swapped = made("flip", made("unflatten", x, -1, (2, -1)), -2)
+        rotated = made("mul", swapped, made("unsqueeze", signs, -1))
+        flat = made("flatten", rotated, -2)
     node.replace_all_uses_with(flat)
     graph.erase_node(node)

@@ -7,11 +7,12 @@ marks of layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.fx.traceback
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 _HALF, _STAGE, _LAYER = "half", "stage", "layer"
 
@@ -58,6 +59,18 @@ def keep_marks(new: Node, old: Node) -> None:
         new.meta["custom"] = old.meta["custom"]
     if _LAYER in old.meta:
         set_layer(new, old.meta[_LAYER])
+
+
+def maker(graph: Graph, old: Node) -> Callable[..., Node]:
+    """Return what makes calls of functions, or of methods by name, with the marks of ``old``."""
+
+    def made(target: Callable[..., Any] | str, *args: Any, **options: Any) -> Node:
+        call: Any = graph.call_method if isinstance(target, str) else graph.call_function
+        new: Node = call(target, args, options)
+        keep_marks(new, old)
+        return new
+
+    return made
 
 
 def layer_of(node: Node) -> int | None:

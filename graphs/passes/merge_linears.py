@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.marks import maker
 from torch_hybrid.graphs.passes.mutation import storages, written_nodes
-from torch_hybrid.graphs.passes.values import value_of
+from torch_hybrid.graphs.passes.values import linear_operands, value_of
 from torch_hybrid.ops.core.capability import NO_FEATURES, Need
 from torch_hybrid.ops.formats.stored_weights import features_of, group_of, has_zeros
 from torch_hybrid.ops.linear.by_torch import ALIGNED
@@ -117,21 +117,13 @@ def _groups(layers: Sequence[_Linear]) -> list[list[_Linear]]:
 
 def _linear_of(node: Node, features: frozenset[str]) -> _Linear | None:
     if node.target is F.linear:
-        operands = _operands(*node.args, **node.kwargs)  # type: ignore[arg-type]
-        return _Linear(node, *operands, features=features)
+        return _Linear(node, *linear_operands(node), features=features)
     scales: Any = node.kwargs.get("scales")
     if node.target is _OP and scales is not None:
         given: Any = node.args
         source, [weight], [bias] = given
         return _Linear(node, source, weight, bias, *scales)
     return None
-
-
-def _operands(
-    input: Node, weight: Node, bias: Node | None = None
-) -> tuple[Node, Node, Node | None]:
-    """Pick the arguments of ``F.linear``, whether passed by position or by name."""
-    return input, weight, bias
 
 
 def _rows_of(source: Node) -> Node:
@@ -159,28 +151,22 @@ def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
         if len(layers) == 1:
             return
         options["scales"] = [layer.scale for layer in layers if layer.scale is not None]
-
-    def method(at: Node, name: str, *args: Any) -> Node:
-        node = graph.call_method(name, args)
-        keep_marks(node, at)
-        return node
-
+    made = maker(graph, first_node)
     with graph.inserting_before(first_node):
         rows = _rows_of(_source(first_node))
         if value_of(rows).ndim != 2:
-            rows = method(first_node, "reshape", rows, -1, method(first_node, "size", rows, -1))
-        merged = graph.call_function(linear, (rows, weights, biases), options)
-        keep_marks(merged, first_node)
+            rows = made("reshape", rows, -1, made("size", rows, -1))
+        merged = made(linear, rows, weights, biases, **options)
     first = 0
     for node in (layer.node for layer in layers):
-        width = value_of(node).shape[-1]
+        width, made = value_of(node).shape[-1], maker(graph, node)
         with graph.inserting_before(node):
             source = _source(node)
-            columns = method(node, "narrow", merged, 1, first, width)
+            columns = made("narrow", merged, 1, first, width)
             num_dims = value_of(source).ndim
             if num_dims != 2:
-                leading = [method(node, "size", source, i) for i in range(num_dims - 1)]
-                columns = method(node, "unflatten", columns, 0, leading)
+                leading = [made("size", source, i) for i in range(num_dims - 1)]
+                columns = made("unflatten", columns, 0, leading)
         node.replace_all_uses_with(columns)
         first += width
     for layer in reversed(layers):

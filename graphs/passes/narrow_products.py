@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.marks import maker
 from torch_hybrid.graphs.passes.values import value_of
 
 _MOST = 8  # rows, and terms of a sum
@@ -55,13 +55,7 @@ def is_narrow(operands: Sequence[Any]) -> bool:
 
 
 def _write_out(graph: Graph, node: Node, num_terms: int) -> None:
-    left, right = node.args
-
-    def made(target: Any, *args: Any) -> Node:
-        is_method = isinstance(target, str)
-        new = (graph.call_method if is_method else graph.call_function)(target, args)
-        keep_marks(new, node)
-        return new
+    (left, right), made = node.args, maker(graph, node)
 
     def term(number: int) -> Node:
         column = made("unsqueeze", made("select", left, -1, number), -1)

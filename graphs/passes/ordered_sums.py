@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.marks import maker
 from torch_hybrid.graphs.passes.own_functions import Replacements
 from torch_hybrid.ranks import add_up
 
@@ -34,18 +34,13 @@ def ordered_sums(graph: Graph, *, num_ranks: int) -> None:
         if not is_sum(node.target, node.args):
             continue
         part, _, group = node.args
+        made = maker(graph, node)
         with graph.inserting_before(node):
-            contiguous = graph.call_method("contiguous", (part,))
-            gathered = graph.call_function(_gather, (contiguous, num_ranks, group))
-        for made in (contiguous, gathered):
-            keep_marks(made, node)
+            gathered = made(_gather, made("contiguous", part), num_ranks, group)
         for wait in list(node.users):
+            made = maker(graph, wait)
             with graph.inserting_before(wait):
-                parts = graph.call_function(_wait, (gathered,))
-                of_ranks = graph.call_method("unflatten", (parts, 0, (num_ranks, -1)))
-                total = graph.call_function(add_up, (of_ranks,))
-            for made in (parts, of_ranks, total):
-                keep_marks(made, wait)
+                total = made(add_up, made("unflatten", made(_wait, gathered), 0, (num_ranks, -1)))
             wait.replace_all_uses_with(total)
             graph.erase_node(wait)
         graph.erase_node(node)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.marks import maker
 from torch_hybrid.graphs.passes.values import called_name, value_of
 from torch_hybrid.ops.core.capability import FLOATS, Need
 from torch_hybrid.ops.route.op import IMPLEMENTATIONS, ROUTE
@@ -230,13 +230,10 @@ def _is_served(router: _Router) -> bool:
 
 
 def _replace(graph: Graph, router: _Router) -> None:
-    options = {**router.options, "impl": "triton"}
+    options, made = {**router.options, "impl": "triton"}, maker(graph, router.chosen)
     with graph.inserting_before(router.chosen):
-        routed = graph.call_function(ROUTE, (router.logits, router.bias, options.pop("k")), options)
-        weights = graph.call_function(operator.getitem, (routed, 0))
-        ids = graph.call_function(operator.getitem, (routed, 1))
-    for node in (routed, weights, ids):
-        keep_marks(node, router.chosen)
+        routed = made(ROUTE, router.logits, router.bias, options.pop("k"), **options)
+        weights, ids = made(operator.getitem, routed, 0), made(operator.getitem, routed, 1)
     router.weights.replace_all_uses_with(weights)
     router.ids.replace_all_uses_with(ids)
     place = {node: i for i, node in enumerate(graph.nodes)}

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.marks import maker
 from torch_hybrid.graphs.passes.narrow_products import is_narrow
 from torch_hybrid.graphs.passes.ordered_sums import sums_in_order
 from torch_hybrid.graphs.passes.own_functions import Replacements, with_own_functions
 from torch_hybrid.graphs.passes.own_linears import by_rows
 from torch_hybrid.graphs.passes.own_top_k import OWN_TOP_K
 from torch_hybrid.graphs.passes.row_sums import own_sums
-from torch_hybrid.graphs.passes.values import called_name, value_of
+from torch_hybrid.graphs.passes.values import called_name, linear_operands, value_of
 from torch_hybrid.ops.linear.op import linear
 
 # Products of whole tensors: their rows would depend on one another.
@@ -67,35 +67,23 @@ def row_products(graph: Graph, *, impl: str) -> None:
 def _replace(graph: Graph, node: Node, impl: str) -> None:
     """Put the op in the place of one F.linear."""
 
-    def method(name: str, *args: Any) -> Node:
-        made = graph.call_method(name, args)
-        keep_marks(made, node)
-        return made
-
-    x, weight, bias = _operands(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    made = maker(graph, node)
+    x, weight, bias = linear_operands(node)
     leading = value_of(x).ndim - 1
     with graph.inserting_before(node):
         rows = x
         if value_of(x).stride(-1) != 1:
-            rows = method("contiguous", rows)
+            rows = made("contiguous", rows)
         if leading != 1:
-            rows = method("reshape", rows, -1, method("size", rows, -1))
+            rows = made("reshape", rows, -1, made("size", rows, -1))
         if not value_of(weight).is_contiguous():
-            weight = method("contiguous", weight)
-        product = graph.call_function(linear, (rows, [weight], [bias]), {"impl": impl})
-        keep_marks(product, node)
+            weight = made("contiguous", weight)
+        product = made(linear, rows, [weight], [bias], impl=impl)
         if leading != 1:
-            sizes = [method("size", x, i) for i in range(leading)]
-            product = method("unflatten", product, 0, sizes)
+            sizes = [made("size", x, i) for i in range(leading)]
+            product = made("unflatten", product, 0, sizes)
     node.replace_all_uses_with(product)
     graph.erase_node(node)
-
-
-def _operands(
-    input: Node, weight: Node, bias: Node | None = None
-) -> tuple[Node, Node, Node | None]:
-    """Pick the arguments of ``F.linear``, whether passed by position or by name."""
-    return input, weight, bias
 
 
 def in_rows(step: Callable[..., Tensor], impl: str, num_ranks: int = 1) -> Callable[..., Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.fx import Graph
 
-from torch_hybrid.graphs.passes.marks import half_of, keep_marks
+from torch_hybrid.graphs.passes.marks import half_of, maker
 from torch_hybrid.graphs.passes.ordered_sums import is_sum
 from torch_hybrid.ops.core.registration import NAMESPACE
 from torch_hybrid.ranks import Ranks
@@ -43,8 +43,7 @@ def short_sums(graph: Graph) -> None:
         part, _, group_name = node.args
         for wait in list(node.users):
             with graph.inserting_before(wait):
-                total = graph.call_function(_SUM_AT_ONCE.default, (part, group_name))
-            keep_marks(total, wait)
+                total = maker(graph, wait)(_SUM_AT_ONCE.default, part, group_name)
             wait.replace_all_uses_with(total)
             graph.erase_node(wait)
         graph.erase_node(node)

@@ -26,6 +26,13 @@ def value_of(node: Node) -> Any:
     return node.meta[_VALUE]
 
 
+def linear_operands(node: Node) -> tuple[Node, Node, Node | None]:
+    """Read the input, weight and bias of ``F.linear``, whether passed by position or by name."""
+    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    return x, weight, bias  # type: ignore[return-value]
+
+
 def called_name(node: Node) -> str:
     """Read the name of the function or method that a node calls; "" if it calls none."""
     if node.op == "call_method":
