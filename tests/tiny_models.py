@@ -583,7 +583,10 @@ def xlstm(**options: Any) -> nn.Module:
 def jet_nemotron(**options: Any) -> nn.Module:
     """Layers by their published names, values that are wider than keys, a window that ends inside
     of pages."""
-    from torch_hybrid.models.jet_nemotron.classes import JetNemotronConfig, JetNemotronForCausalLM
+    from torch_hybrid.models.families.jet_nemotron.classes import (
+        JetNemotronConfig,
+        JetNemotronForCausalLM,
+    )
 
     block = {
         "num_heads": 4,
@@ -606,7 +609,7 @@ def jet_nemotron(**options: Any) -> nn.Module:
 
 def kimi_k3(**options: Any) -> nn.Module:
     """Blocks of two layers, experts of a narrower latent, and softcaps that values come near to."""
-    from torch_hybrid.models.kimi_k3.classes import KimiK3ForCausalLM, KimiK3TextConfig
+    from torch_hybrid.models.families.kimi_k3.classes import KimiK3ForCausalLM, KimiK3TextConfig
 
     linear = {"num_heads": 4, "head_dim": 20, "short_conv_kernel_size": 4}
     sizes = {

@@ -15,7 +15,7 @@ import torch_hybrid as th
 from tests.models.oracle import Oracle, ask, assert_serves, make_texts, mixed
 from tests.tiny_models import LINEAR, make_model, randomize
 from torch_hybrid.models import families
-from torch_hybrid.models.deepseek_v3 import DeepseekV3Family
+from torch_hybrid.models.families.deepseek_v3 import DeepseekV3Family
 from torch_hybrid.models.shard import cut
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerSpec

@@ -9,7 +9,10 @@ from torch_hybrid.errors import UnsupportedError
 # Packages of the modules of a transformers model; fla has norms that transformers takes on GPUs.
 _KNOWN = (
     *("torch.nn.modules.", "transformers.models.", "transformers.activations", "fla."),
-    *("torch_hybrid.models.jet_nemotron.classes.", "torch_hybrid.models.kimi_k3.classes."),
+    *(
+        "torch_hybrid.models.families.jet_nemotron.classes.",
+        "torch_hybrid.models.families.kimi_k3.classes.",
+    ),
 )
 
 

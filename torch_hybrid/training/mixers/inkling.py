@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.models.inkling2 import by_older_names
+from torch_hybrid.models.families.inkling2 import by_older_names
 from torch_hybrid.packing import Packing
 from torch_hybrid.training.boundaries import named, packing_of
 from torch_hybrid.training.decoder import check_says_nothing, keeps_a_cache

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch_hybrid.backends.step import LayerStep
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.indexed_latent_attention import IndexedLatentAttention
+from torch_hybrid.models.families.kimi_linear import kimi_linear_mixer
 from torch_hybrid.models.family import Family, Swap, TextModel, listed, require
 from torch_hybrid.models.kimi_delta import kimi_delta_spec
-from torch_hybrid.models.kimi_linear import kimi_linear_mixer
 from torch_hybrid.models.tower import IMAGES_AND_VIDEOS_OF_IMAGES
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.ranks import linear_of

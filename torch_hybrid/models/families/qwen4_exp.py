@@ -17,8 +17,8 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.indexed_attention import IndexedAttention
 from torch_hybrid.layers.ngram_embedding import NgramEmbedding
 from torch_hybrid.layers.rotary import Rotary
+from torch_hybrid.models.families.qwen3_5 import Qwen35Family
 from torch_hybrid.models.family import ROPE_TYPES, Family, Swap, delta_rule_spec, require
-from torch_hybrid.models.qwen3_5 import Qwen35Family
 from torch_hybrid.models.tower import IMAGES_AND_VIDEOS
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH

@@ -85,4 +85,4 @@ class JetNemotronFamily(Family):
         return specs_by_layer_type(config, block_spec(config), head_dim=head_dim_of(config))
 
     def register(self) -> None:
-        from torch_hybrid.models.jet_nemotron import classes  # noqa: F401 (registers them)
+        from torch_hybrid.models.families.jet_nemotron import classes  # noqa: F401 (registers them)

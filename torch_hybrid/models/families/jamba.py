@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch_hybrid.layers.mamba import Mamba
+from torch_hybrid.models.families.mamba import MaskedMambaAdapter, mamba_from
 from torch_hybrid.models.family import (
     Family,
     Swap,
@@ -14,7 +15,6 @@ from torch_hybrid.models.family import (
     require,
     require_fields,
 )
-from torch_hybrid.models.mamba import MaskedMambaAdapter, mamba_from
 from torch_hybrid.specs import LayerSpec, MambaSpec
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.models.families.mamba2 import mamba2_from
 from torch_hybrid.models.family import Family, Swap, attention_spec, listed, require, require_fields
-from torch_hybrid.models.mamba2 import mamba2_from
 from torch_hybrid.models.mtp import MtpLayout
 from torch_hybrid.specs import LayerSpec, Mamba2Spec
 

@@ -1,45 +1,18 @@
-"""The families of models that are served, by the model types of their configs."""
+"""The families of models that are served, a file each, by the model types of their configs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.models import (  # noqa: F401 (each defines its families)
-    bailing_hybrid,
-    bamba,
-    deepseek_v3,
-    falcon_h1,
-    glm5_next,
-    granitemoehybrid,
-    inkling,
-    inkling2,
-    inkling2_loop,
-    jamba,
-    jet_nemotron,
-    kimi_k3,
-    kimi_linear,
-    lara_mini,
-    lfm,
-    mamba,
-    mamba2,
-    minimax,
-    nemotron_h,
-    olmo_hybrid,
-    qwen3,
-    qwen3_5,
-    qwen3_next,
-    qwen4_exp,
-    recurrent_gemma,
-    rwkv,
-    xlstm,
-    zamba,
-    zamba2,
-    zaya,
-)
 from torch_hybrid.models.architecture import Architecture
 from torch_hybrid.models.family import Family
+
+for _file in iter_modules(__path__):  # each defines its families
+    import_module(f"{__name__}.{_file.name}")
 
 
 def _defined(family: type[Family]) -> Iterator[type[Family]]:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Model, Qwen2RMSNorm
 
 from torch_hybrid.functional import gated_delta_rule
-from torch_hybrid.models.jet_nemotron.family import block_spec
+from torch_hybrid.models.families.jet_nemotron.family import block_spec
 from torch_hybrid.models.whole_texts import causal_masks, packing_of_rows, take_whole_texts
 from torch_hybrid.packing import Packing
 

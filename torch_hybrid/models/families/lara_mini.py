@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch_hybrid.models.qwen3_5 import Qwen35Family
-from torch_hybrid.models.qwen3_next import Qwen3NextFamily
+from torch_hybrid.models.families.qwen3_5 import Qwen35Family
+from torch_hybrid.models.families.qwen3_next import Qwen3NextFamily
 
 
 class LaraMiniFamily(Qwen3NextFamily):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from torch_hybrid.layers.mamba2 import Mamba2
+from torch_hybrid.models.families.mamba2 import mamba2_from, mamba2_spec
 from torch_hybrid.models.family import (
     ROPE_TYPES,
     Family,
@@ -20,7 +21,6 @@ from torch_hybrid.models.family import (
     head_dim_of,
     require,
 )
-from torch_hybrid.models.mamba2 import mamba2_from, mamba2_spec
 from torch_hybrid.specs import LayerSpec, Mamba2Spec
 
 

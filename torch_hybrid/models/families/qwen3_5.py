@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.models.families.qwen3_next import Qwen3NextFamily
 from torch_hybrid.models.family import Swap, mixer_from, weights_of
-from torch_hybrid.models.qwen3_next import Qwen3NextFamily
 from torch_hybrid.models.tower import IMAGES_AND_VIDEOS
 from torch_hybrid.specs import DeltaRuleSpec
 

@@ -23,6 +23,7 @@ from torch_hybrid.layers.sink_attention import (
     SinkAttention,
 )
 from torch_hybrid.models.backbone import Backbone
+from torch_hybrid.models.families.inkling import layer_specs
 from torch_hybrid.models.family import (
     Family,
     Logits,
@@ -34,7 +35,6 @@ from torch_hybrid.models.family import (
     require_fields,
     weights_of,
 )
-from torch_hybrid.models.inkling import layer_specs
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
 

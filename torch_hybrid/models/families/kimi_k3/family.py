@@ -151,4 +151,4 @@ class KimiK3Family(Family):
         return FusedExperts(module.gate_up_proj, module.down_proj, softcaps=module.softcaps)
 
     def register(self) -> None:
-        from torch_hybrid.models.kimi_k3 import classes  # noqa: F401 (registers them)
+        from torch_hybrid.models.families.kimi_k3 import classes  # noqa: F401 (registers them)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.mamba import Mamba
+from torch_hybrid.models.families.zamba2 import share_children
 from torch_hybrid.models.family import Family, Swap, attention_spec, listed, parameter, require
-from torch_hybrid.models.zamba2 import share_children
 from torch_hybrid.specs import LayerSpec, MambaSpec
 
 

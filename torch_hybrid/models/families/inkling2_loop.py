@@ -15,8 +15,7 @@ from torch_hybrid.layers.block_residual import BlockResidual
 from torch_hybrid.layers.message_gate import MessageGate
 from torch_hybrid.layers.sink_attention import SinkAttention
 from torch_hybrid.models.backbone import Backbone
-from torch_hybrid.models.family import Swap, joined_projection, parameter, weights_of
-from torch_hybrid.models.inkling2 import (
+from torch_hybrid.models.families.inkling2 import (
     AttentionAdapter,
     DecoderLayer,
     Inkling2Family,
@@ -27,6 +26,7 @@ from torch_hybrid.models.inkling2 import (
     sink_attention,
     text_class_of,
 )
+from torch_hybrid.models.family import Swap, joined_projection, parameter, weights_of
 from torch_hybrid.specs import AttentionSpec, LayerSpec
 
 _GATES = ("q_message_gate", "k_message_gate", "v_message_gate", "mlp_message_gate")

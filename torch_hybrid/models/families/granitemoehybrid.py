@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from torch_hybrid.models.families.mamba2 import mamba2_from, mamba2_spec
 from torch_hybrid.models.family import (
     Family,
     Logits,
@@ -16,7 +17,6 @@ from torch_hybrid.models.family import (
     require_fields,
     specs_by_layer_type,
 )
-from torch_hybrid.models.mamba2 import mamba2_from, mamba2_spec
 from torch_hybrid.specs import LayerSpec
 
 

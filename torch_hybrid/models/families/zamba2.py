@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from torch_hybrid.models.families.mamba2 import mamba2_from
 from torch_hybrid.models.family import (
     ROPE_TYPES,
     Family,
@@ -20,7 +21,6 @@ from torch_hybrid.models.family import (
     require,
     require_fields,
 )
-from torch_hybrid.models.mamba2 import mamba2_from
 from torch_hybrid.models.taken_weights import weights_say_all
 from torch_hybrid.specs import LayerSpec, Mamba2Spec
 
