@@ -49,7 +49,15 @@ class DeltaRule(Twin):
         raise NotImplementedError
 
 
-class GatedDeltaNet(DeltaRule):
+class GatedDeltaNet(
+    DeltaRule,
+    of=(
+        "Qwen3_5GatedDeltaNet",
+        "Qwen3_5MoeGatedDeltaNet",
+        "LaraMiniGatedDeltaNet",
+        "Qwen4ExpTextGatedDeltaNet",
+    ),
+):
     """Gated delta rule as in Qwen3.5: one decay per head; projections of each input."""
 
     key_dim: int
@@ -89,7 +97,7 @@ class GatedDeltaNet(DeltaRule):
         return self.out_proj(gated_norm(self.norm, o, gate).view(-1, self.value_dim))
 
 
-class JointGatedDeltaNet(GatedDeltaNet):
+class JointGatedDeltaNet(GatedDeltaNet, of=("Qwen3NextGatedDeltaNet",)):
     """Gated delta rule as in Qwen3-Next, whose projections interleave the inputs by key heads."""
 
     in_proj_qkvz: Submodule
@@ -104,7 +112,7 @@ class JointGatedDeltaNet(GatedDeltaNet):
         return self.decayed(torch.cat([q, k, v], -1), a, b.sigmoid(), z)
 
 
-class SeparateGatedDeltaNet(GatedDeltaNet):
+class SeparateGatedDeltaNet(GatedDeltaNet, of=("OlmoHybridGatedDeltaNet",)):
     """Gated delta rule as in OLMo Hybrid, where beta may reach 2."""
 
     q_proj: Submodule
@@ -126,7 +134,7 @@ class SeparateGatedDeltaNet(GatedDeltaNet):
         return self.o_proj(gated_norm(self.o_norm, o, gate).view(-1, self.value_dim))
 
 
-class KimiDeltaAttention(DeltaRule):
+class KimiDeltaAttention(DeltaRule, of=("BailingHybridDeltaAttention",)):
     """Kimi delta attention as in Ling 3: a decay per channel."""
 
     qkv_dim: int
@@ -159,7 +167,9 @@ class KimiDeltaAttention(DeltaRule):
         return self.o_proj(gated_norm(self.o_norm, *heads).view(-1, self.qkv_dim))
 
 
-class LowRankGateKimiDeltaAttention(KimiDeltaAttention):
+class LowRankGateKimiDeltaAttention(
+    KimiDeltaAttention, of=("KimiLinearDeltaAttention", "Glm5NextTextLinearAttention")
+):
     """Kimi delta attention as in Kimi Linear, whose output gate has a low rank."""
 
     g_a_proj: Submodule

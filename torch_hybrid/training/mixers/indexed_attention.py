@@ -38,7 +38,7 @@ class IndexedTwin(Twin):
         return out.flatten(1)
 
 
-class IndexedAttention(IndexedTwin):
+class IndexedAttention(IndexedTwin, of=("Qwen4ExpTextAttention",)):
     """Attention to blocks whose keys are the means of their tokens', as in Qwen4-Exp."""
 
     head_dim: int
@@ -83,7 +83,7 @@ class IndexedAttention(IndexedTwin):
         return pick_blocks(q, keys[:, 0], None, packing, block_size=size, top_k=own.block_topk)
 
 
-class IndexedLatentAttention(IndexedTwin):
+class IndexedLatentAttention(IndexedTwin, of=("Glm5NextTextAttention",)):
     """Latent attention to blocks whose keys are pooled by gates, as in GLM-5.3."""
 
     config: Any

@@ -26,7 +26,7 @@ from torch_hybrid.training.mixers.twin import (
 )
 
 
-class AddedConvolution(Twin):
+class AddedConvolution(Twin, of=("InklingShortConvolution",)):
     """Short convolution that is added to its input, as in Inkling.
 
     Layers hand it a mask and no other keyword, so the packing comes in place of that.
@@ -51,14 +51,16 @@ class AddedConvolution(Twin):
         return x + convolved(self.conv1d, x, packing)
 
 
-class ScaledConvolution(AddedConvolution):
+class ScaledConvolution(
+    AddedConvolution, of=("Inkling2ShortConvolution", "Inkling2LoopShortConvolution")
+):
     """Short convolution that is added to its input, and scaled by its terms, as in Inkling-2."""
 
     def summed(self, x: Tensor, packing: Packing) -> Tensor:
         return super().summed(x, packing) / sqrt(self.conv_kernel_size + 1)
 
 
-class BiasedAttention(TwinOfPair):
+class BiasedAttention(TwinOfPair, of=("InklingAttention",)):
     """Attention with biases by distance, and convolutions of keys and values, as in Inkling."""
 
     attention_dropout: float
@@ -104,7 +106,7 @@ class BiasedAttention(TwinOfPair):
         )
 
 
-class SinkAttention(BiasedAttention):
+class SinkAttention(BiasedAttention, of=("Inkling2SlidingAttention",)):
     """Attention with biases, sinks and gates, of clipped heads, as in layers with a window."""
 
     def packed(self, x: Tensor, packing: Packing) -> Tensor:
@@ -141,7 +143,7 @@ class SinkAttention(BiasedAttention):
         return out
 
 
-class SeparateSinkAttention(SinkAttention):
+class SeparateSinkAttention(SinkAttention, of=("Inkling2LoopSlidingAttention",)):
     """Attention with sinks, whose keys and values may have inputs of their own."""
 
     def forward(
@@ -165,7 +167,9 @@ class SeparateSinkAttention(SinkAttention):
         return self.mixed(x, keys, values, packing).view(hidden_states.shape), None
 
 
-class DynamicSinkAttention(SeparateSinkAttention):
+class DynamicSinkAttention(
+    SeparateSinkAttention, of=("Inkling2FullAttention", "Inkling2LoopFullAttention")
+):
     """Attention with sinks and growth, whose keys and values have filters of their own."""
 
     def mixed(self, x: Tensor, of_keys: Tensor, of_values: Tensor, packing: Packing) -> Tensor:
@@ -176,7 +180,7 @@ class DynamicSinkAttention(SeparateSinkAttention):
         return self.gated(x, q, mix, k, v, packing)
 
 
-class SharedExperts(Twin):
+class SharedExperts(Twin, of=("InklingSharedExperts",)):
     """Experts that all tokens take, as in Inkling, in one product each way."""
 
     act_fn: Submodule
@@ -193,7 +197,7 @@ class SharedExperts(Twin):
         return linear(weighted.flatten(-2), self.down_proj.transpose(0, 1).flatten(1))
 
 
-class SeeingModel(Twin):
+class SeeingModel(Twin, of=("InklingModel",)):
     """Model of Inkling with its towers, which makes masks of all tokens before its decoder is run.
 
     They are not read there, but for a cache.

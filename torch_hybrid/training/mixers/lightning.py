@@ -12,7 +12,7 @@ from torch_hybrid.packing import Packing
 from torch_hybrid.training.mixers.twin import Submodule, TwinOfPair
 
 
-class LightningAttention(TwinOfPair):
+class LightningAttention(TwinOfPair, of=("MiniMaxLightningAttention",)):
     """Linear attention with a fixed decay per head, normed over all heads, as in MiniMax-01."""
 
     act_fn: Callable[[Tensor], Tensor]

@@ -13,7 +13,7 @@ from torch_hybrid.training.linear import OwnLinear, linear
 from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work, by_head, convolved
 
 
-class Mamba(Twin):
+class Mamba(Twin, of=("MambaMixer",)):
     """Selective scan behind a short convolution."""
 
     A_log: Tensor
@@ -63,7 +63,7 @@ class Mamba(Twin):
         return dt, B, C
 
 
-class NormedMamba(Mamba):
+class NormedMamba(Mamba, of=("FalconMambaMixer", "JambaMambaMixer")):
     """Selective scan as in Falcon-Mamba and Jamba: with norms of what selects."""
 
     b_layernorm: Submodule
@@ -74,7 +74,7 @@ class NormedMamba(Mamba):
         return self.dt_layernorm(dt), self.b_layernorm(B), self.c_layernorm(C)
 
 
-class ZambaMamba(Mamba):
+class ZambaMamba(Mamba, of=("ZambaMambaMixer",)):
     """Selective scan of several heads, each with projections of its own, as in Zamba."""
 
     dt_proj_bias: Tensor

@@ -19,7 +19,16 @@ from torch_hybrid.training.mixers.twin import (
 )
 
 
-class Mamba2(Twin):
+class Mamba2(
+    Twin,
+    of=(
+        "Mamba2Mixer",
+        "BambaMixer",
+        "GraniteMoeHybridMambaLayer",
+        "NemotronHMamba2Mixer",
+        "Zamba2MambaMixer",
+    ),
+):
     """State space duality behind a short convolution, as in Mamba2, Bamba and Granite 4."""
 
     A_log: Tensor
@@ -61,7 +70,7 @@ class Mamba2(Twin):
         return gated_norm(self.norm, y, gate)
 
 
-class FalconH1Mamba2(Mamba2):
+class FalconH1Mamba2(Mamba2, of=("FalconH1Mixer",)):
     """State space duality as in Falcon-H1: multipliers, and a norm that a model may lack."""
 
     mamba_rms_norm: bool

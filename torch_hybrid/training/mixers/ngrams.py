@@ -13,7 +13,7 @@ from torch_hybrid.packing import Packing
 from torch_hybrid.training.mixers.twin import Twin, earlier, filters_of
 
 
-class LayerWithNgrams(Twin):
+class LayerWithNgrams(Twin, of=("Qwen4ExpTextDecoderLayer",)):
     """Decoder layer that hands its embedding of n-grams a mask alone: the packing in its place."""
 
     def forward(
@@ -25,7 +25,7 @@ class LayerWithNgrams(Twin):
         return super(Twin, self).forward(hidden_states, *args, **options)
 
 
-class GatedNgrams(Twin):
+class GatedNgrams(Twin, of=("Qwen4ExpTextPLELayer",)):
     """Embedding of n-grams, gated for each residual stream, then convolved."""
 
     conv1d: nn.Conv1d
@@ -54,7 +54,7 @@ class GatedNgrams(Twin):
         return out.view(hidden_states.shape)
 
 
-class NgramEmbedding(Twin):
+class NgramEmbedding(Twin, of=("Qwen4ExpTextNGramEmbedding",)):
     """Rows of a table that hashes of n-grams choose; none reaches out of a sequence."""
 
     eos_token_id: int

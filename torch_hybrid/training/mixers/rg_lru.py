@@ -13,7 +13,7 @@ from torch_hybrid.packing import Packing
 from torch_hybrid.training.mixers.twin import Submodule, TwinOfPair, as_work, by_head, convolved
 
 
-class RecurrentBlock(TwinOfPair):
+class RecurrentBlock(TwinOfPair, of=("RecurrentGemmaRecurrentBlock",)):
     """Real-gated linear recurrent units behind a short convolution, as in RecurrentGemma."""
 
     act_fn: Submodule

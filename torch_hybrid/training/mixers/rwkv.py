@@ -31,7 +31,7 @@ class StateTwin(Twin):
         return packing
 
 
-class TimeMix(StateTwin):
+class TimeMix(StateTwin, of=("RwkvSelfAttention",)):
     """Weighted average of past values, as in RWKV-4."""
 
     output: Submodule
@@ -49,7 +49,7 @@ class TimeMix(StateTwin):
         return self.output(receptance.sigmoid() * mean)
 
 
-class ChannelMix(StateTwin):
+class ChannelMix(StateTwin, of=("RwkvFeedForward",)):
     """Gated squares of units, as in RWKV-4."""
 
     config: Any

@@ -10,7 +10,7 @@ from torch_hybrid.packing import Packing
 from torch_hybrid.training.mixers.twin import Submodule, Twin, convolved
 
 
-class ShortConv(Twin):
+class ShortConv(Twin, of=("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")):
     """Short convolution between two gates, as in LFM2 and LFM3.
 
     Before transformers 5.22 layers hand it no packing but that in place of a mask.

@@ -6,7 +6,7 @@ A twin is a class in front of a mixer's own. With a packing it computes by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,10 +20,19 @@ from torch_hybrid.ops.gated_norm import gated_norm_forward
 from torch_hybrid.packing import Packing
 
 Submodule = Callable[..., Tensor]
+TWINS: dict[str, type[Twin]] = {}  # by the names of the classes that they stand in front of
 
 
 class Twin(nn.Module):
-    """Mixer whose subclasses know what their families compute."""
+    """Mixer whose subclasses know what their families compute.
+
+    A subclass names the classes of transformers that it is ``of``: mixers, and decoders that hand
+    nothing to theirs.
+    """
+
+    def __init_subclass__(cls, of: Sequence[str] = (), **options: Any) -> None:
+        super().__init_subclass__(**options)
+        TWINS.update(dict.fromkeys(of, cls))
 
     def forward(
         self, hidden_states: Tensor, *args: Any, packing: Packing | None = None, **options: Any
@@ -39,7 +48,15 @@ class Twin(nn.Module):
         raise NotImplementedError
 
 
-class KnowsPackings(Twin):
+class KnowsPackings(
+    Twin,
+    of=(
+        "JetBlock",
+        "KimiK3DeltaAttention",
+        "BailingMoeV2_5LinearAttention",
+        "BailingMoeV2_5Attention",
+    ),
+):
     """Mixer of our own, whose forward takes a packing."""
 
     def forward(self, *args: Any, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from torch_hybrid.packing import Packing
 from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work
 
 
-class XlstmDecoder(Twin):
+class XlstmDecoder(Twin, of=("xLSTMModel",)):
     """Decoder of xLSTM: a packing goes through its layers in place of states."""
 
     blocks: Iterable[Callable[[Tensor, Packing], tuple[Tensor, None]]]
@@ -44,7 +44,7 @@ class XlstmDecoder(Twin):
         return xLSTMOutput(last_hidden_state=self.out_norm(hidden))
 
 
-class Mlstm(Twin):
+class Mlstm(Twin, of=("xLSTMLayer",)):
     """Matrix memory with exponential gates, normed per head, as in xLSTM."""
 
     config: Any

@@ -18,7 +18,7 @@ from torch_hybrid.training.mixers.twin import (
 )
 
 
-class ConvolvedProjection(Twin):
+class ConvolvedProjection(Twin, of=("ZayaCCAProjection",)):
     """Queries and keys behind two convolutions, and half of the values a token late, as in ZAYA."""
 
     conv_qk_depthwise: nn.Conv1d
