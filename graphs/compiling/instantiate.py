@@ -215,7 +215,7 @@ class _Copier:
     ) -> None:
         self._graph, self._layers, self._tensors, self._run = graph, layers, tensors, run
         self._layer = {node: index for index, nodes in enumerate(run) for node in nodes}
-        _check_nothing_between(graph, run)
+        _check_nothing_between(run)
         self._templates = {kind: i for i, kind in enumerate(layers.kinds[: len(run)]) if i}
         self._results = self._all_results()
 
@@ -338,21 +338,21 @@ def _shown(node: Node) -> str:
     return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else repr(value)
 
 
-def _check_nothing_between(graph: Graph, run: Sequence[Sequence[Node]]) -> None:
+def _check_nothing_between(run: Sequence[Sequence[Node]]) -> None:
     """Raise CannotCopy if a node between layers reads their values, or writes.
 
     It would have to be copied too, but belongs to no layer.
     """
     inside = {node for nodes in run for node in nodes}
     reached: set[Node] = set()
-    for node in _between(graph, run[0][0], run[-1][-1]):
+    for node in _between(run[0][0], run[-1][-1]):
         if node in inside:
             reached.add(node)
         elif not reached.isdisjoint(node.all_input_nodes) or written_nodes(node):
             raise CannotCopy(f"{node} stands between layers and is part of none")
 
 
-def _between(graph: Graph, first: Node, last: Node) -> Iterable[Node]:
+def _between(first: Node, last: Node) -> Iterable[Node]:
     node = first
     while node is not last:
         if node.op not in _NOT_CALLS:

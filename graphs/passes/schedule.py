@@ -109,7 +109,7 @@ def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
         offset = 0 if has_starts else 1
     interleaved = [node for stage in _in_turn(stages, offset) for node in stage]
     halved = set(interleaved)
-    first, last = _around(nodes, halved, sizes)
+    first, last = _around(nodes, halved)
     order = [*first, *interleaved, *last]
     _check(nodes, order, shared)
     for half in stages:
@@ -117,7 +117,7 @@ def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
             for node in stage:
                 set_stage(node, index)
     _unmark_shared(order)
-    _permute(graph, order)
+    _permute(order)
 
 
 def read_schedule(graph: Graph) -> tuple[Stage, ...]:
@@ -261,9 +261,7 @@ def _in_turn(stages: Sequence[list[list[Node]]], offset: int) -> list[list[Node]
     return turns
 
 
-def _around(
-    nodes: Sequence[Node], halved: set[Node], sizes: set[Node]
-) -> tuple[list[Node], list[Node]]:
+def _around(nodes: Sequence[Node], halved: set[Node]) -> tuple[list[Node], list[Node]]:
     """Split the nodes of the whole step into those that need no value of a half, and the others."""
     after: set[Node] = set()
     for node in nodes:
@@ -291,7 +289,7 @@ def _unmark_shared(nodes: Sequence[Node]) -> None:
             clear_marks(node)
 
 
-def _permute(graph: Graph, order: Sequence[Node]) -> None:
+def _permute(order: Sequence[Node]) -> None:
     *body, output = order
     for node in body:
         output.prepend(node)

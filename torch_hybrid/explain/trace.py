@@ -12,15 +12,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch_hybrid.explain.overlap_trace import add_halves
 from torch_hybrid.graphs.runner import Runner
 
+_PROMPT_LEN = 128  # run in two chunks
+_NUM_SEQS = 4  # decoded together
+_NUM_DECODES = 4
 
-def write_trace(
-    runner: Runner,
-    path: str | Path,
-    *,
-    prompt_len: int = 128,
-    num_seqs: int = 4,
-    num_decodes: int = 4,
-) -> None:
+
+def write_trace(runner: Runner, path: str | Path) -> None:
     """Record a chunked prefill, decode steps and a mixed step, and write them to ``path``.
 
     Steps that run in halves get a track for each half, with the stages of the schedule, and one
@@ -28,11 +25,8 @@ def write_trace(
     Warm up the runner first: else the timeline shows compilation.
 
     Args:
-        runner: a runner with ``num_seqs + 1`` free slots.
+        runner: a runner with five free slots.
         path: the JSON file to write.
-        prompt_len: tokens of each prompt, run in two chunks.
-        num_seqs: sequences that are decoded together.
-        num_decodes: decode steps.
 
     Raises:
         ValueError: the file cannot be written.
@@ -40,19 +34,19 @@ def write_trace(
     """
     on_gpu = runner.model.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    chunk = [1] * (min(prompt_len * num_seqs, runner.max_tokens) // (2 * num_seqs))
-    seqs = runner.new_sequences(num_seqs + 1)
-    decoding, late = seqs[:num_seqs], seqs[num_seqs]
+    chunk = [1] * (min(_PROMPT_LEN * _NUM_SEQS, runner.max_tokens) // (2 * _NUM_SEQS))
+    seqs = runner.new_sequences(_NUM_SEQS + 1)
+    decoding, late = seqs[:_NUM_SEQS], seqs[_NUM_SEQS]
     try:
         with profile(activities=activities) as recorded:
             for part in ("first", "second"):
-                with record_function(f"extend: {part} chunks of {num_seqs} prompts"):
-                    runner.extend(decoding, [chunk] * num_seqs)
-            for _ in range(num_decodes):
-                with record_function(f"decode: {num_seqs} sequences"):
-                    runner.extend(decoding, [[1]] * num_seqs)
-            with record_function(f"mixed: {num_seqs} decodes and a prompt"):
-                runner.extend(seqs, [*[[1]] * num_seqs, chunk])
+                with record_function(f"extend: {part} chunks of {_NUM_SEQS} prompts"):
+                    runner.extend(decoding, [chunk] * _NUM_SEQS)
+            for _ in range(_NUM_DECODES):
+                with record_function(f"decode: {_NUM_SEQS} sequences"):
+                    runner.extend(decoding, [[1]] * _NUM_SEQS)
+            with record_function(f"mixed: {_NUM_SEQS} decodes and a prompt"):
+                runner.extend(seqs, [*[[1]] * _NUM_SEQS, chunk])
             with record_function("decode: 1 sequence"):
                 runner.extend([late], [[1]])
             if on_gpu:
