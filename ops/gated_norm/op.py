@@ -66,7 +66,6 @@ class GatedNormForward(GatedNorm):
         eps: added to the mean of squares.
         activation: of the gate, "silu" or "sigmoid".
         gates_first: whether the gate multiplies x, and not what is normalised.
-        impl: "cpp" or "torch".
 
     Returns:
         [T, D] in x's dtype.
@@ -80,7 +79,6 @@ class GatedNormBackward(GatedNorm):
     Args:
         x, gate, weight, group_size, eps, activation, gates_first: those of the forward.
         dout: [T, D] gradient of the outputs, in x's dtype.
-        impl: "cpp" or "torch".
 
     Returns:
         Gradients of x, gate and weight.

@@ -42,7 +42,6 @@ class LinearCrossEntropyForward(Op):
         of_hidden: whether the gradient of ``hidden`` is made.
         of_weight: whether that of ``weight`` is.
         softcap: bound of logits, which are ``softcap tanh(logits / softcap)``; None for none.
-        impl: "cpp" or "torch".
 
     Returns:
         The sum [] in float32, or float64 beside it; gradients [T, D] and [V, D], or [0].
@@ -72,7 +71,6 @@ class LinearCrossEntropyBackward(Op):
         hidden: [T, D]. weight [V, D].
         dhidden: [T, D] or [0]. dweight [V, D] or [0].
         dtotal: [] gradient of the sum.
-        impl: "torch".
 
     Returns:
         Gradients of ``hidden`` and ``weight``, like ``dhidden`` and ``dweight``.

@@ -22,7 +22,6 @@ class MatrixProductForward(Op):
     Args:
         a: [M, K], float dtype.
         b: [K, N] in that dtype.
-        impl: "cpp" or "torch".
 
     Returns:
         [M, N] in the dtype of ``a``.

@@ -53,7 +53,6 @@ class PackedAttentionForward(Op):
         scale: factor on products.
         window: tokens that one attends to, itself among them; None for all.
         block_size: tokens in a block.
-        impl: "cpp" or "torch".
 
     Returns:
         [T, H, V] outputs in q's dtype, and log-sum-exps [T, H] in float32, or float64 beside it.
@@ -102,7 +101,6 @@ class PackedAttentionBackward(PackedAttentionForward):
         out, lse: what it returned.
         dout: [T, H, V] gradient of the outputs.
         dlse: [T, H] gradient of the log-sum-exps, or None for zeros.
-        impl: "cpp" or "torch".
 
     Returns:
         Gradients of q, k, v and bias; empty where that is None.

@@ -28,7 +28,6 @@ class TokenLogprobsForward(Op):
     Args:
         logits: [T, V], float dtype.
         token_ids: [T] int64 from 0 to V - 1.
-        impl: "torch".
 
     Returns:
         [T] float32, of float64 logits float64.
@@ -57,7 +56,6 @@ class TokenLogprobsBackward(TokenLogprobsForward):
     Args:
         logits: [T, V]. token_ids: [T] int64. As of the forward.
         dlogprobs: [T] float32 gradient of what it returned.
-        impl: "torch".
 
     Returns:
         [T, V] in the dtype of ``logits``.

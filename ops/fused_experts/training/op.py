@@ -40,7 +40,6 @@ class FusedExpertsForward(FusedExperts):
         x, expert_ids, expert_weights, gate_up, down, gate_up_scales, down_scales: see
             ``fused_experts``.
         activation, limit, softcaps: likewise.
-        impl: a name in FORWARD.
 
     Returns:
         [T, D] outputs in x's dtype, and [T, k, 2 I] products with gate and up, or [T, k, I] without
@@ -63,7 +62,6 @@ class FusedExpertsBackward(FusedExpertsForward):
         projected: what the forward returned beside outputs.
         dout: [T, D] gradient of the outputs, in x's dtype.
         needs_gate_up, needs_down: whether gradients of these are made.
-        impl: a name in BACKWARD.
 
     Returns:
         Gradients of x, expert_weights, gate_up and down; the last two are empty where nothing needs
