@@ -39,7 +39,6 @@ class ChatForm(Form):
         return [_choice(n, said, None, None) for n in range(len(self.call.requests))]
 
     def choice(self, piece: Piece) -> Json:
-        """Make the choice of a piece's chunk."""
         n, ends = piece.choice, piece.end is not None
         split = self._splitters[n].feed(piece.text, ends=ends)
         said: Json = {"reasoning_content": split.reasoning} if split.reasoning else {}
@@ -52,7 +51,6 @@ class ChatForm(Form):
         return _choice(n, said, told, "tool_calls" if has_called else piece.end)
 
     def whole_choice(self, piece: Piece) -> Json:
-        """Make a choice of the whole answer, of its only piece."""
         choice = self.choice(piece)
         said = choice.pop("delta")
         for called in said.get("tool_calls", ()):

@@ -151,14 +151,12 @@ class EmbeddingSite(AdapterSite):
     """Embedding of ``inputs`` tokens that adapters may change."""
 
     def pool(self, max_adapters: int, max_rank: int, device: torch.device) -> LayerCache:
-        """Allocate the factors of resident adapters, which are none yet."""
         shape = max_adapters, self.inputs, max_rank
         rows = torch.zeros(shape, dtype=self.dtype, device=device)
         own = self._factors(max_adapters, max_rank, max_rank, self.widths, device)
         return {"rows": rows, **own}
 
     def write(self, pool: LayerCache, slot: int, factors: Sequence[Factors]) -> None:
-        """Write an adapter's factors into a slot, from 0."""
         (part,) = factors
         rows = pool["rows"][slot].zero_()
         if part is not None:
@@ -197,14 +195,12 @@ class HeadsSite(AdapterSite):
         raise NotImplementedError
 
     def pool(self, max_adapters: int, max_rank: int, device: torch.device) -> LayerCache:
-        """Allocate the factors of resident adapters, which are none yet."""
         first, second = (count * max_adapters for count in self._counts())
         outer = self._factors(second, max_rank, max_rank, self.widths, device)
         inner = self._factors(first, max_rank, self.inputs, (max_rank,), device)
         return inner | {f"{_OUTER}{name}": tensor for name, tensor in outer.items()}
 
     def write(self, pool: LayerCache, slot: int, factors: Sequence[Factors]) -> None:
-        """Write an adapter's factors into a slot, from 0."""
         (part,) = factors
         first, second = self._counts()
         products: tuple[list[Factors], list[Factors]] = [None] * first, [None] * second
@@ -313,7 +309,6 @@ class RouterSite(AdapterSite):
         return AdapterSite.attach(self, module, hook)
 
     def pool(self, max_adapters: int, max_rank: int, device: torch.device) -> LayerCache:
-        """Allocate the factors of resident adapters, which are none yet."""
         (width,) = self.widths
         return {
             **self._factors(max_adapters, max_rank, self.inputs, self.widths, device),
@@ -322,7 +317,6 @@ class RouterSite(AdapterSite):
         }
 
     def write(self, pool: LayerCache, slot: int, factors: Sequence[Factors]) -> None:
-        """Write an adapter's factors into a slot, from 0."""
         pool["is_adapted"][slot] = None not in factors
         _write(pool, slot, factors)
 
@@ -374,7 +368,6 @@ class ExpertsSite(AdapterSite):
         return x, left, weights, own.int()
 
     def pool(self, max_adapters: int, max_rank: int, device: torch.device) -> LayerCache:
-        """Allocate the factors of resident adapters, which are none yet."""
         num_slots, last = max_adapters * self.num_experts, len(self.widths) - 1
         found = {"is_adapted": torch.zeros(max_adapters, dtype=torch.bool, device=device)}
         for place, width in enumerate(self.widths):
@@ -384,7 +377,6 @@ class ExpertsSite(AdapterSite):
         return found
 
     def write(self, pool: LayerCache, slot: int, factors: Sequence[Factors]) -> None:
-        """Write an adapter's factors of each part into a slot, from 0."""
         pool["is_adapted"][slot] = any(part is not None for part in factors)
         own = slice(slot * self.num_experts, (slot + 1) * self.num_experts)
         for place, part in enumerate(factors):

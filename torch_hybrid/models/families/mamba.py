@@ -35,7 +35,6 @@ class MaskedMambaAdapter(LinearAttentionAdapter):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, attention_mask: LayerStep, **_options: object
     ) -> Tensor:
-        """Map [1, T, dim] to [1, T, dim], the rows packed as the step's plan says."""
         return super().forward(hidden_states, step=attention_mask)
 
 
