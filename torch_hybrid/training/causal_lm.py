@@ -44,6 +44,7 @@ class CausalLM(nn.Module):
     """
 
     accepts_loss_kwargs = True  # models with images say otherwise to Trainer
+    head_name = "lm_head"  # of the model's output head among its modules
     base_model: nn.Module
     config: Any
     lm_head: nn.Module
@@ -329,17 +330,13 @@ class StateCausalLM(MaskedCausalLM):
     """Class in front of a model that hands down a state alone: RWKV."""
 
     place = "state"
+    head_name = "head"
     head: nn.Module
 
     @property
     def lm_head(self) -> nn.Module:  # type: ignore[override]
         """Output head, under the name that other models give it."""
         return self.head
-
-
-def head_of(children: Collection[str]) -> str:
-    """Name the output head among the modules of a causal language model."""
-    return "head" if "rwkv" in children else "lm_head"
 
 
 def causal_lm_of(children: Collection[str]) -> type[CausalLM]:

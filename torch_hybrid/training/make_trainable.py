@@ -80,12 +80,7 @@ def make_trainable(
     from transformers import PreTrainedConfig
 
     from torch_hybrid.ops.native.matrix_product import is_faster
-    from torch_hybrid.training.causal_lm import (
-        CausalLM,
-        causal_lm_of,
-        head_of,
-        refuse_losses_of_trl,
-    )
+    from torch_hybrid.training.causal_lm import CausalLM, causal_lm_of, refuse_losses_of_trl
     from torch_hybrid.training.decoder import (
         ATTENTION,
         COLLECTED,
@@ -141,7 +136,7 @@ def make_trainable(
             kinds[module] = in_front(frozen[module], theirs)
         elif frozen.get(children.get("base_layer")) is FrozenFP8Linear:
             module.merge = refuse_to_merge
-        elif (head := children.get(head_of(children))) is not None:
+        elif (head := children.get(causal_lm_of(children).head_name)) is not None:
             ours = causal_lm_of(children)
             kinds[module] = in_front(ours, theirs)
             # Others are of PEFT, whose adapters add to logits.
