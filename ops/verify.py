@@ -51,8 +51,13 @@ class StepOp(StatefulOp):
         impl: a name among the op's implementations; with records, of one that has the feature
             "verify".
         records: [S, D, R] inputs of up to D drafts of each slot. **Mutated**.
-        accepted: [N] int32, 0 to D: the records in slot ``initial_indices[n]`` that are certain.
-            Given where records are.
+        accepted: [N] int32, at most ``records.shape[1]``: the records in slot
+            ``initial_indices[n]`` that are certain. Given where records are. Each sequence then has
+            one certain token, and up to as many drafts as there are records after it. Its accepted
+            records are replayed, its first token runs and its states are left; further tokens are
+            run and not stored, and leave their inputs as records (``ops.verify``). In native
+            implementations states have the bits that as many steps of the same tokens leave, one by
+            one.
         parts: of the implementation "composed"; None leaves the choice to it.
 
     Raises:

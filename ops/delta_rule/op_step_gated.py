@@ -38,11 +38,6 @@ class GatedDeltaStep(DeltaStep):
     compute one after the other, with the same roundings between them; value head ``j`` reads key
     head ``j // (HV // H)``, and all arithmetic is float32.
 
-    With ``records`` each sequence has one certain token and up to D drafts after it. Its accepted
-    records are replayed, its first token runs and its states are left; further tokens are run and
-    not stored, and leave their inputs as records (``ops.verify``). In native implementations states
-    have the bits that as many steps of the same tokens leave, one by one.
-
     Args:
         a: [T, HV] decay before its softplus, in qkv's dtype.
         A_log, dt_bias: [HV], each in qkv's dtype or in float32.

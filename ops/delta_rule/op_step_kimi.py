@@ -41,11 +41,6 @@ class KimiDeltaStep(DeltaStep):
     layer compute one after the other, with the same roundings between them; all arithmetic is
     float32. There are as many key heads H as value heads HV.
 
-    With ``records`` each sequence has one certain token and up to D drafts after it. Its accepted
-    records are replayed, its first token runs and its states are left; further tokens are run and
-    not stored, and leave their inputs as records (``ops.verify``). In native implementations states
-    have the bits that as many steps of the same tokens leave, one by one.
-
     Args:
         a: [T, H K] decay of each channel before its activation, in qkv's dtype.
         A_log: [H] in qkv's dtype or in float32.

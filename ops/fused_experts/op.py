@@ -80,10 +80,6 @@ class FusedExperts(Op):
     Returns:
         [T, D] in x's dtype. A row depends on its own token alone.
 
-    Raises:
-        ValueError: a shape, dtype, layout or bound is not as above, or ``activation`` or ``impl``
-            is unknown. Or, where reading them is free (on a CPU), an id is out of range.
-
     The experts of Qwen3-Next, Qwen3.5-MoE and Granite-4-H ("silu"), of GLM-5.3 (with a limit), of
     Inkling-2 (with softcaps) and of Nemotron-H ("relu2"), in transformers' packed layout.
     """

@@ -78,10 +78,6 @@ class Ssd(StatefulOp):
     Returns:
         [T, H, V] outputs in v's dtype; rows of padding tokens are exactly 0.
 
-    Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown. Where reading
-            them is free (on a CPU): an index is out of range.
-
     From "Transformers are SSMs" (Mamba2, arXiv 2405.21060), "Lightning Attention-2"
     (arXiv 2401.04658) and "xLSTM" (mLSTM, arXiv 2405.04517).
     """

@@ -42,11 +42,6 @@ class LightningStep(OpenStep):
     It is what a layer computes before ``ssd``, that op, and what comes after it, with the
     same roundings between them; all arithmetic is float32.
 
-    With ``records`` each sequence has one certain token and up to M drafts after it. Its accepted
-    records are replayed, its first token runs and its states are left; further tokens are run and
-    not stored, and leave k and v as records (``ops.verify``). In native implementations states
-    have the bits that as many steps of the same tokens leave, one by one.
-
     Args:
         qkv: [T, 3 H D] queries, keys and values, a row for each token; H and D are those of
             ``state``. Float dtype; rows may lie any distance apart (a slice of a projection), one
@@ -66,8 +61,6 @@ class LightningStep(OpenStep):
         records: [S, M, 2 H D] float32 a row ``[k | v]`` of each draft, as the recurrence takes
             them, where the step verifies drafts; else None. **Mutated**: slot
             ``state_indices[n]`` receives those of the second token on.
-        accepted: [N] int32, 0 to M: the records in slot ``initial_indices[n]`` that are certain.
-            Given where records are.
 
     Returns:
         [T, H D] in qkv's dtype, without a gate in float32; rows of padding tokens are exactly 0.

@@ -43,11 +43,6 @@ class SsdStep(OpenStep):
     after the other, with the same roundings between them. Head ``h`` reads group
     ``h // (H // G)`` of B and C, and all arithmetic is float32.
 
-    With ``records`` each sequence has one certain token and up to R drafts after it. Its accepted
-    records are replayed, its first token runs and its states are left; further tokens are run and
-    not stored, and leave their inputs as records (``ops.verify``). In native implementations states
-    have the bits that as many steps of the same tokens leave, one by one.
-
     Args:
         xBC: [T, H V + 2 G K] inputs of the convolution, a row for each token. Float dtype; rows
             may lie any distance apart (a slice of a projection), one row is contiguous; so for z
@@ -71,8 +66,6 @@ class SsdStep(OpenStep):
         records: [S, R, H V + 2 G K + H] a row ``[xBC | dt]`` of inputs for each draft, in xBC's
             dtype, where the step verifies drafts; else None. **Mutated**: slot
             ``state_indices[n]`` receives those of the second token on.
-        accepted: [N] int32, 0 to R: the records in slot ``initial_indices[n]`` that are certain.
-            Given where records are.
 
     Returns:
         [T, H V] in xBC's dtype; rows of padding tokens are exactly 0.
