@@ -78,16 +78,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     What only a CUDA device or Triton's interpreter could run is left out, so that what is skipped
     is missing here and could be there.
     """
-    elsewhere = {item for item in items if _runs_elsewhere(item)}
+    here = {"cuda": torch.cuda.is_available(), "interpreter": interpreted()}
+    missing = [name for name, is_here in here.items() if not is_here]
+    elsewhere = {item for item in items if any(map(item.get_closest_marker, missing))}
     config.hook.pytest_deselected(items=list(elsewhere))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     kept = [item for item in items if item not in elsewhere]
     items[:] = sorted(kept, key=lambda item: item.path not in slow)
-
-
-def _runs_elsewhere(item: pytest.Item) -> bool:
-    here = {"cuda": torch.cuda.is_available(), "interpreter": interpreted()}
-    return any(item.get_closest_marker(name) and not is_here for name, is_here in here.items())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -67,7 +67,8 @@ def test_buckets_are_few_and_named():
 
 def test_steps_that_are_ready_enter_no_stream(monkeypatch: pytest.MonkeyPatch):
     """To wait for another stream and back takes the host of a GPU 56 us."""
-    runner = th.Runner(adapt(make_model("qwen3")), **SIZES, cuda_graphs="on")
+    model = adapt(make_model("qwen3", num_hidden_layers=1))
+    runner = th.Runner(model, **SIZES, cuda_graphs="on")
     devices: list[torch.device] = []
 
     def noting(device: torch.device) -> AbstractContextManager[None]:
