@@ -46,9 +46,9 @@ WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
 # Every form in which their steps sum (function, dims, dtype) is in the graph of another family.
 WRITTEN_BY_OTHERS = {
     *("bailing_hybrid", "bamba", "deepseek_v3", "falcon_h1", "falcon_h1_norm", "inkling2", "jamba"),
-    *("granitemoehybrid_dense", "kimi_linear", "lfm2", "lfm3", "mamba", "mamba2", "minimax"),
-    *("nemotron_h", "olmo_hybrid", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
-    *("qwen3_next_dense", "recurrent_gemma", "zamba2"),
+    *("granitemoehybrid", "granitemoehybrid_dense", "kimi_k3", "kimi_linear", "lfm2", "lfm3"),
+    *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3", "qwen3_5", "qwen3_5_moe"),
+    *("qwen3_next", "qwen3_next_dense", "recurrent_gemma", "zamba2"),
 }
 # What leaves elements as they are, or computes each by itself; ``amax`` and ``topk`` compare them.
 _ELEMENTWISE = {
