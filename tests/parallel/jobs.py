@@ -28,6 +28,7 @@ VOCAB_SIZE = 200  # which the ranks divide
 STEPS: list[Step] = [{0: 2, 1: 60, 2: 33}, {0: 1, 2: 37}, {0: 1, 1: 1, 2: 1}, {0: 1, 1: 3, 2: 2}]
 SIZES = {"max_seqs": 4, "max_tokens": 128, "kv_tokens": 256}
 HYBRID = ("linear_attention", "full_attention")
+ONE_LAYER = {"num_hidden_layers": 1, "hidden_size": 32, "layer_types": ["linear_attention"]}
 # Weights without a near tie of routers, nor a token whose logits magnify rounding a hundredfold.
 SEEDS = {"qwen3_next_dense": 1, "qwen3_5": 2, "xlstm": 3}
 # Heads that four ranks can share.
@@ -145,22 +146,26 @@ def _logits_of_adapters(runner: th.Runner, names: list[str | None]) -> Tensor:
     return torch.cat([prompts, runner.extend(seqs, [text[-1:] for text in texts])])
 
 
+KEPT = {**SIZES, "kv_tokens": 640, "page_size": 8, "batch_invariant": True}
+
+
 def keep_bits() -> None:
-    """Tokens of models that the ranks share have the same bits in any batch; in graphs no sum over
-    the ranks is left to a collective."""
-    sizes = {**SIZES, "kv_tokens": 640, "page_size": 8, "batch_invariant": True}
-    assert_same_bits(th.Runner(th.shard(make("olmo_hybrid")), **sizes, compile=False))
+    """Tokens of models that the ranks share have the same bits in any batch."""
+    assert_same_bits(th.Runner(th.shard(make("olmo_hybrid")), **KEPT, compile=False))
     with pytest.raises(th.UnsupportedError, match="not to be had with experts='all_to_all'"):
-        th.Runner(th.shard(make("qwen3_next"), experts="all_to_all"), **sizes)
-    options = {"num_hidden_layers": 1, "hidden_size": 32, "layer_types": ["linear_attention"]}
-    model = th.shard(make("qwen3_next_dense", **options))
+        th.Runner(th.shard(make("qwen3_next"), experts="all_to_all"), **KEPT)
+
+
+def keep_bits_in_graphs() -> None:
+    """In graphs no sum over the ranks is left to a collective."""
+    model = th.shard(make("qwen3_next_dense", **ONE_LAYER))
     with run_as_traced():
-        runner = th.Runner(model, **sizes)
+        runner = th.Runner(model, **KEPT)
         logits = _logits(runner, STEPS[2:3])
     called = {op for record in runner.report().graphs.values() for op in record.ops}
     assert called
     assert not any("all_reduce" in op for op in called), called
-    expected = _logits(th.Runner(model, **sizes, compile=False), STEPS[2:3])
+    expected = _logits(th.Runner(model, **KEPT, compile=False), STEPS[2:3])
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * expected.abs().max())
 
 

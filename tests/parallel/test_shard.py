@@ -74,6 +74,11 @@ def test_the_same_bits_in_any_batch():
     results(run_ranks(jobs.keep_bits, 4, limit_s=200))
 
 
+def test_no_sum_over_the_ranks_is_left_to_a_collective():
+    """In graphs, which two ranks trace as four do."""
+    results(run_ranks(jobs.keep_bits_in_graphs, 2, limit_s=200))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_whole_experts(num_ranks: int):
     ended = run_ranks(jobs.share_all, num_ranks, MIXTURES, False, "all_to_all", limit_s=200)

@@ -11,7 +11,7 @@ from torch.library import opcheck
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
 from tests.models.oracle import make_texts, serve
-from tests.parallel.jobs import LENGTHS, SIZES, STEPS, make
+from tests.parallel.jobs import LENGTHS, ONE_LAYER, SIZES, STEPS, make
 from tests.parallel.processes import results, run_ranks
 from torch_hybrid.graphs.options import assembly
 from torch_hybrid.graphs.passes.short_sums import can_sum_at_once
@@ -23,7 +23,7 @@ def graphs_with_collectives(two_batch_overlap: str) -> set[str]:
     """Serve texts with calls and without: both have the same bits, and without all have some."""
     logits, left = [], set()
     for is_short in (False, True):
-        model = th.shard(make("qwen3_next_dense"))
+        model = th.shard(make("qwen3_next_dense", **ONE_LAYER))
         can_sum = mock.patch.object(assembly, "can_sum_at_once", return_value=is_short)
         with can_sum, run_as_traced():
             runner = th.Runner(model, **SIZES, two_batch_overlap=two_batch_overlap)
