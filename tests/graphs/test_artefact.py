@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 import torch_hybrid as th
-from tests.tiny_models import VOCAB_SIZE, make_hybrid
+from tests.tiny_models import COMPILED_SIZES, VOCAB_SIZE, make_hybrid
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.facts import facts_of
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, without
 from torch_hybrid.graphs.runner import Runner
 
 # Of one kind of step; what has two: ``test_an_artefact_is_written_as_soon_as_a_step_is_compiled``.
-SIZES: dict[str, Any] = {"max_seqs": 4, "max_tokens": 128, "kv_tokens": 256, "prefill": False}
+SIZES: dict[str, Any] = {**COMPILED_SIZES, "prefill": False}
 DECODE = [[[3], [7], [9]], [[1], [2], [3]], [[4], [5], [6]]]
 PREFILL = [[[3] * 40, [7], [9, 9, 9]], [[1], [2], [3]], [[4], [5, 6], [7] * 9]]
 
@@ -144,8 +144,8 @@ def refusal(path: Path, model: th.HybridModel, **options: Any) -> str:
 class TestRefused:
     def test_other_sizes(self, model: th.HybridModel, saved: Path):
         assert refusal(saved, model, kv_tokens=512, max_seqs=2) == (
-            "FILE was made for something else (max_seqs: 4 there, 2 here; "
-            "kv_tokens: 256 there, 512 here); steps are compiled anew"
+            "FILE was made for something else (max_seqs: 12 there, 2 here; "
+            "kv_tokens: 1600 there, 512 here); steps are compiled anew"
         )
 
     def test_another_number_of_threads(self, model: th.HybridModel, saved: Path):

@@ -25,7 +25,7 @@ from torch.fx import Graph
 
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
-from tests.tiny_models import make_hybrid
+from tests.tiny_models import COMPILED_SIZES, make_hybrid
 from torch_hybrid.graphs.compiling import forked
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.runner import Runner
@@ -34,15 +34,14 @@ from torch_hybrid.graphs.stepping.steps import be_alone
 from torch_hybrid.ops.native.ahead import Builds
 
 pytestmark = pytest.mark.skipif(not forked.can_fork(), reason="processes are forked on Linux")
-DECODE: dict[str, Any] = {"max_seqs": 3, "max_tokens": 64, "kv_tokens": 256, "prefill": False}
+DECODE: dict[str, Any] = {**COMPILED_SIZES, "prefill": False}
 BOTH = DECODE | {"prefill": True}
 PROMPTS = [list(range(2, 43)), [5, 7, 11], [4]]
 
 
 @pytest.fixture(scope="module")
 def model() -> th.HybridModel:
-    kinds = ["linear_attention", "full_attention"]
-    return make_hybrid(num_hidden_layers=2, hidden_size=32, layer_types=kinds)
+    return make_hybrid()
 
 
 def fail(graph: Graph) -> None:
@@ -278,10 +277,8 @@ def test_the_end_of_the_program_is_clean_and_waits_for_nothing():
         import torch_hybrid as th
         from tests.graphs.compiling import test_background as here
         from tests.tiny_models import make_hybrid
-        kinds = ["linear_attention", "full_attention"]
-        model = make_hybrid(num_hidden_layers=2, hidden_size=32, layer_types=kinds)
         passes = (here.Pass("hang", here.hang),)
-        runner = th.Runner(model, compile="background", passes=passes, **here.DECODE)
+        runner = th.Runner(make_hybrid(), compile="background", passes=passes, **here.DECODE)
         here.served_uncompiled(runner)
         time.sleep(0.5)
         print(here.child_of(runner))
