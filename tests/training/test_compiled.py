@@ -63,9 +63,9 @@ def new_counts() -> None:
     counters.clear()
 
 
-@pytest.mark.parametrize("family", OURS)
+@pytest.mark.parametrize("family", [each for each in OURS if each != "qwen3_next_dense"])
 def test_one_graph_of_any_size_has_the_gradients_of_eager(family: str):
-    """Dynamo traces every family, and AOTAutograd one with each kind of mixer."""
+    """Dynamo traces every family, the default one below, and AOTAutograd each kind of mixer."""
     twin = make_twin(family)
     backend = "aot_eager" if family in EACH_KIND else "eager"
     step = torch.compile(twin, fullgraph=True, backend=backend)
@@ -100,7 +100,7 @@ def test_what_layers_hand_out_in_a_graph(asked: str, by_config: bool):
     options = {f"output_{asked}": True}
     twin = make_twin("qwen3_next", **options if by_config else {})
     sent = flattened(make_rows([20, 9])) | ({} if by_config else options)
-    backend = "aot_eager" if asked == "router_logits" else "eager"
+    backend = "aot_eager" if asked == "router_logits" and by_config else "eager"
     made, plain = torch.compile(twin, fullgraph=True, backend=backend)(**sent), twin(**sent)
     torch.testing.assert_close(made.loss, plain.loss)
     torch.testing.assert_close(made[asked], plain[asked])
