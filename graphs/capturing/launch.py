@@ -11,8 +11,7 @@
         last[places] = drawn
     then drawn is copied to the host; ``Launched.result`` waits for that
 
-Draws are two kernels of their own, whatever their kind: were they captured, each kind would take a
-graph of each bucket.
+Draws are not captured: each kind would take a graph of each bucket.
 
 Place 0 is null: padding reads and writes it.
 """

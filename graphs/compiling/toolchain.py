@@ -99,16 +99,16 @@ def check_toolchain(device: torch.device) -> None:
     if missing := missing_tools(device):
         raise UnsupportedError(f"compile=True cannot be: {missing}; compile=False runs uncompiled")
     check_cache()
-    if device.type == "cuda":
-        _share_triton_cache(device)
 
 
-def _share_triton_cache(device: torch.device) -> None:
-    """Let Triton keep all kernels where Inductor keeps its own.
+def share_triton_cache(device: torch.device) -> None:
+    """Let Triton keep all kernels of a GPU where Inductor keeps its own.
 
     Inductor sets the folder where it makes its first kernel: in this process if its cache has that,
     else in a worker. So kernels of a process that compiled would not be found by the next one.
     """
+    if device.type != "cuda":
+        return
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
     os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0))

@@ -30,7 +30,11 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy
 from torch_hybrid.graphs.capturing.launch import LastTokens
-from torch_hybrid.graphs.compiling.toolchain import check_toolchain, switched_off_by
+from torch_hybrid.graphs.compiling.toolchain import (
+    check_toolchain,
+    share_triton_cache,
+    switched_off_by,
+)
 from torch_hybrid.graphs.options.check_options import (
     check_artefact,
     check_head_drafts,
@@ -299,6 +303,7 @@ def _open_store(decided: Decided, cache: HybridCache, given: Caches) -> StepStor
         UnsupportedError: there is neither.
     """
     model, options = decided.model, decided.options
+    share_triton_cache(decided.device)
     facts = artefact_facts(options) | {
         "kv_tokens": decided.kv_tokens,
         "takes_embeds": options.max_tokens if given else 0,

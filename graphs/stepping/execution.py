@@ -72,7 +72,8 @@ class Execution:
         """
         kind = DrawKind.of(draws)
         made = Draws.of(places, draws, kind, num_logits(inputs))
-        logits, value, _ = self._run(variant, StepInputs(inputs=inputs, draws=made))
+        step = StepInputs(inputs=inputs, draws=made)
+        logits, value, _ = self._run(variant, step, reads_last=True)
         self._under_way = Launched(self.last.draw(logits, value.draws, kind), len(draws))
         return self._under_way
 
@@ -81,7 +82,7 @@ class Execution:
 
         All of the step is padding.
         """
-        if self.capture is None or not self.captures(variant):
+        if self.capture is None or not self._captures(variant):
             return
         self.join()
         static = self._inputs[variant]
@@ -103,8 +104,10 @@ class Execution:
         if self._under_way is not None:
             self._under_way.join(self.device)
 
-    def _run(self, variant: Variant, planned: StepInputs) -> tuple[Tensor, StepInputs, bool]:
-        """Run a step.
+    def _run(
+        self, variant: Variant, planned: StepInputs, *, reads_last: bool = False
+    ) -> tuple[Tensor, StepInputs, bool]:
+        """Run a step; with ``reads_last`` its tokens may stand for those sampled last.
 
         Returns:
             Its logits, its inputs on the device, and whether the next replay overwrites both.
@@ -112,16 +115,16 @@ class Execution:
         self.join()
         static = self._inputs[variant]
         value = static.refresh(planned)
+        is_captured = self._captures(variant)
+        # A captured step serves launches too; a draft head's tokens stand for no others.
+        fills = (reads_last or is_captured) and not variant.mode.num_chained
         with self.steps.running(variant) as step:
-            # A draft head's tokens stand for nothing that was sampled last.
-            fills = not variant.mode.num_chained
             run = self.last.reading(step) if fills else lambda value: step(value.inputs)
-            if not self.captures(variant):
+            if self.capture is None or not is_captured:
                 return run(value), value, False
-            assert self.capture is not None
             return self.capture.run(variant, run, static, value, planned), value, True
 
-    def captures(self, variant: Variant) -> bool:
+    def _captures(self, variant: Variant) -> bool:
         """Tell whether a variant's steps are captured and replayed."""
         can = self.capture is not None and self.capture.captures(variant)
         return can and self.steps.is_final(variant)

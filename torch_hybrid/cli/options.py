@@ -410,7 +410,8 @@ def load_processor(path_or_id: str) -> Any:
 def compile_ahead(runner: Runner, *, capture: bool = False) -> None:
     """Compile every kind of step before the first one, unless that happens in the background.
 
-    ``capture`` also captures every size of steps, which pays for a server."""
+    ``capture`` also captures every size of steps, which pays for a server.
+    """
     if runner.compile is True:
         runner.warm_up(capture=capture)
 

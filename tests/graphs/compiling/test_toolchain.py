@@ -1,6 +1,8 @@
 """A machine without a compiler, or without room for what is compiled: one line that says so."""
 
+import os
 import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,3 +141,15 @@ def test_a_compiler_that_fails_is_quoted():
         compiled(torch.ones(2))
     expected = "the C++ compiler failed: fatal error: iostream: No such file; compile=False runs"
     assert str(caught.value).startswith(expected)
+
+
+def test_kernels_of_a_gpu_are_kept_where_inductor_keeps_its_own(monkeypatch):
+    """Each runner sees to it that compiles, or takes compiled steps from an artefact."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # so that it is put back, where it is not set too
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    toolchain.share_triton_cache(CPU)
+    assert "TRITON_CACHE_DIR" not in os.environ
+    toolchain.share_triton_cache(torch.device("cuda", 1))
+    assert Path(os.environ["TRITON_CACHE_DIR"]).parts[-2:] == ("triton", "1")
+    toolchain.share_triton_cache(torch.device("cuda", 0))
+    assert Path(os.environ["TRITON_CACHE_DIR"]).parts[-2:] == ("triton", "1")
