@@ -16,7 +16,9 @@
 //
 // How: rows of x share a register, and an element of W is broadcast to meet them. So it is x that is
 // transposed, which the many rows of W share, and W is used as it lies: it needs no second copy. A
-// tile of W meets all vectors of x, which come from L2, and fetches what comes after it.
+// tile of W meets all vectors of x, which come from L2, and fetches what comes after it. Rows of bf16
+// that have to be floats are widened in a panel; the tile before them does so, between its
+// multiply-adds, which leave room for it.
 //
 // What is broadcast is a unit: two elements that follow one another. So a register has two lanes of
 // each of eight rows of x, or one of each of sixteen where the CPU multiplies pairs of bf16. Of single
@@ -138,11 +140,36 @@ constexpr int64_t LANE_BLOCK = 96;
 // whatever a tile has, so that no step looks where they end.
 constexpr int FETCHED_ROWS = 8;
 
+// Units of U in a line, and whether rows of it are widened to meet x of T.
+template <typename U>
+constexpr int64_t LINE_OF = LINE_BYTES / (Units<U>::SIZE * sizeof(U));
+template <typename T, typename U>
+constexpr bool IS_WIDENED = !Units<T>::PAIRS && sizeof(U) == sizeof(bf16);
+
+// What a tile does for rows of W that come later: it fetches some, and widens the first units, whole
+// lines of them, of others.
+struct Later {
+  NextRows fetched;
+  const bf16* narrow = nullptr;
+  float* wide = nullptr;
+  int64_t narrow_stride = 0, wide_stride = 0, units = 0;
+
+  TH_INLINE void widen_line(int row, int64_t unit) const {
+    const bf16* from = narrow + row * narrow_stride + 2 * unit;
+    float* to = wide + row * wide_stride + 2 * unit;
+#pragma GCC unroll 2
+    for (int i = 0; i < LINE_BYTES / int(sizeof(bf16)); i += LANES) store(to + i, load(from + i));
+  }
+  TH_INLINE void advance(int64_t by, int64_t unit_bytes) {
+    fetched.first += by * unit_bytes, narrow += 2 * by, wide += 2 * by, units -= by;
+  }
+};
+
 // C[r][v] (+)= the products of R rows of W, in units, with V vectors of x. Rows of W are `ldw` floats
-// apart; those that are used next are of U.
+// apart; those that come later are of U.
 template <typename T, typename U, int R, int V>
 TH_NOINLINE void multiply_lanes(const float* W, int64_t ldw, const float* x, int64_t vector_stride,
-                                int64_t units, float* C, int64_t ldc, bool add, NextRows ahead) {
+                                int64_t units, float* C, int64_t ldc, bool add, Later later) {
   constexpr int PARTS = LANES / REGISTER_LANES;  // of a vector
   constexpr int FLOATS = Units<T>::FLOATS;
   Register acc[R][V * PARTS] = {};
@@ -160,19 +187,24 @@ TH_NOINLINE void multiply_lanes(const float* W, int64_t ldw, const float* x, int
         acc[r][i] = multiply_add<Units<T>::PAIRS>(w, xs[i], acc[r][i]);
     }
   };
-  constexpr int64_t LINE = LINE_BYTES / (Units<U>::SIZE * sizeof(U));  // units of a row of W
+  constexpr int64_t LINE = LINE_OF<U>, AT_ONCE = LINE / FETCHED_ROWS;
   int64_t k = 0;
-  if (ahead.rows)
-    while (k < units) {
-      const char* line = ahead.first + k / LINE * LINE_BYTES;
-      for (const int64_t end = std::min(units, k + LINE); k < end; ++k) {
-        if (k % (LINE / FETCHED_ROWS) == 0) {
-          __builtin_prefetch(line, 0, 2);
-          line += ahead.row_bytes;
-        }
-        multiply(k);
-      }
+  const auto multiply_line = [&](bool widens) TH_LAMBDA {
+    const char* line = later.fetched.first + k / LINE * LINE_BYTES;
+#pragma GCC unroll 8
+    for (int row = 0; row < FETCHED_ROWS; ++row) {
+      __builtin_prefetch(line, 0, 2);
+      line += later.fetched.row_bytes;
+      if (widens && row < R) later.widen_line(row, k);
+#pragma GCC unroll 4
+      for (int i = 0; i < AT_ONCE; ++i) multiply(k + row * AT_ONCE + i);
     }
+    k += LINE;
+  };
+  if constexpr (IS_WIDENED<T, U>)
+    while (k + LINE <= std::min(units, later.units)) multiply_line(true);
+  if (later.fetched.rows)
+    while (k + LINE <= units) multiply_line(false);
   for (; k < units; ++k) multiply(k);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -223,10 +255,14 @@ class LaneProduct {
   static_assert(!AMX || Units<T>::PAIRS, "AMX multiplies pairs of bf16");
   static constexpr int SIZE = Units<T>::SIZE, FLOATS = Units<T>::FLOATS;
   static constexpr int64_t DEPTH = AMX ? 256 : 512;  // units
-  // Short pieces of floats where five rows come here too (skinny.h): their errors are to be small.
-  static constexpr bool SHORT = REGISTER_LANES < LANES && sizeof(T) == sizeof(float);
+  // Short pieces where five rows come here too (skinny.h): their errors are to be small.
+  static constexpr bool SHORT = REGISTER_LANES < LANES;
   static constexpr int64_t PIECE = SHORT ? 128 : DEPTH, FEW_PIECE = 64;
-  static constexpr int64_t PANEL_STRIDE = DEPTH * FLOATS + LANES;
+  // Of a tile, at a time: where rows are widened, two panels stay in L1 beside x.
+  template <typename U>
+  static constexpr int64_t STRETCH = detail::IS_WIDENED<T, U> ? PIECE : DEPTH;
+  template <typename U>
+  static constexpr int64_t PANEL_STRIDE = STRETCH<U> * FLOATS + LANES;
   static constexpr int64_t BLOCK = AMX ? 96 : detail::LANE_BLOCK;  // rows of W whose sums are kept
   static constexpr int64_t SMALL_BLOCK = AMX ? BLOCK : 48;  // whole tiles of any number of rows
   static constexpr int64_t LDC = VECTORS * LANES;
@@ -258,58 +294,75 @@ class LaneProduct {
     if (x.units() == 0) std::fill_n(sums_.data(), rows * LDC, 0.0f);
     for (int64_t k = 0; k < x.units(); k += span(count)) {
       const int64_t end = std::min(k + span(count), x.units());
+      widened_ = 0;
       for (int n = 0; n < rows; n += ROWS)
-        sum_tile<ROWS, TILE_VECTORS>(x, v, count, k, end, W + n * ldw, ldw, std::min(ROWS, rows - n),
+        sum_tile<ROWS, TILE_VECTORS>(x, v, count, k, end, W + n * ldw, ldw, rows - n,
                                      sums_.data() + n * LDC,
                                      {end == x.units() ? y.first + n : nullptr, y.row});
     }
   }
 
-  // Units [first, last) of a tile.
+  // Units [first, last) of a tile, in stretches; of W, `rows` are left.
   template <int ROWS, int TILE_VECTORS, typename U>
   void sum_tile(const LaneRows<T>& x, int v, int count, int64_t first, int64_t last, const U* W,
                 int64_t ldw, int rows, float* C, Place y) {
+    constexpr bool WIDENS = detail::IS_WIDENED<T, U>;
     // Rows of W are read as they lie where they are rows of units, which begin at floats.
     const bool in_units = SIZE * sizeof(U) == FLOATS * sizeof(float) && ldw * FLOATS % SIZE == 0;
-    for (int64_t k = first; k < last; k += DEPTH) {
-      const int64_t units = std::min(DEPTH, last - k), next = k + DEPTH;
-      const U* from = W + k * SIZE;
-      const U* ahead = next < last ? W + next * SIZE : W + ROWS * ldw + first * SIZE;
-      if (in_units && (k + units) * SIZE <= x.depth() && rows == ROWS) {
+    // After the last stretch of this tile comes the first one of the next.
+    const int64_t stretches = (last - first + STRETCH<U> - 1) / STRETCH<U>;
+    const auto begin = [&](int64_t i) { return first + i % stretches * STRETCH<U>; };
+    const auto rows_of = [&](int64_t i) { return W + i / stretches * ROWS * ldw + begin(i) * SIZE; };
+    for (int64_t i = 0; i < stretches; ++i) {
+      const int64_t k = begin(i), units = std::min(STRETCH<U>, last - k);
+      const U *from = rows_of(i), *fetched = rows_of(WIDENS ? i + 2 : i + 1);
+      if (in_units && (k + units) * SIZE <= x.depth() && rows >= ROWS) {
         tiles<ROWS, TILE_VECTORS>(x, v, count, k, units, reinterpret_cast<const float*>(from),
-                                  ldw * FLOATS / SIZE, ahead, ldw, C, y);
-      } else {
-        copy<ROWS>(from, ldw, rows, x.depth() - k * SIZE, units);
-        tiles<ROWS, TILE_VECTORS>(x, v, count, k, units, panel_.data(), PANEL_STRIDE, ahead, ldw, C,
-                                  y);
+                                  ldw * FLOATS / SIZE, fetched, ldw, C, y, {});
+        continue;
       }
+      if (widened_) std::swap(panel_, next_panel_);
+      copy<ROWS>(from, ldw, std::min(ROWS, rows), x.depth() - k * SIZE, widened_, units);
+      detail::Later later;
+      if constexpr (WIDENS)
+        if (rows >= (i + 1 < stretches ? ROWS : 2 * ROWS)) {
+          const int64_t whole = std::min(last, x.depth() / SIZE) - begin(i + 1);
+          later.units = std::min(units, whole) / detail::LINE_OF<U> * detail::LINE_OF<U>;
+          later.narrow = rows_of(i + 1), later.narrow_stride = ldw;
+          later.wide = next_panel_.data(), later.wide_stride = PANEL_STRIDE<U>;
+        }
+      widened_ = later.units;
+      tiles<ROWS, TILE_VECTORS>(x, v, count, k, units, panel_.data(), PANEL_STRIDE<U>, fetched, ldw, C,
+                                y, later);
     }
   }
 
-  // The panel: `count` units of `rows` rows of W, of which each has `left` elements; the rest is 0.
+  // The panel: units [first, last) of `rows` rows of W, of which each has `left` elements; the rest
+  // is 0.
   template <int ROWS, typename U>
-  void copy(const U* W, int64_t ldw, int rows, int64_t left, int64_t count) {
+  void copy(const U* W, int64_t ldw, int rows, int64_t left, int64_t first, int64_t last) {
     for (int r = 0; r < ROWS; ++r)
-      for (int64_t i = 0; i < count; i += Units<T>::COUNT) {
+      for (int64_t i = first; i < last; i += Units<T>::COUNT) {
         const int64_t k = i * SIZE;
-        store(panel_.data() + r * PANEL_STRIDE + i * FLOATS,
+        store(panel_.data() + r * PANEL_STRIDE<U> + i * FLOATS,
               r < rows ? Units<U>::load(W + r * ldw + k, left - k) : f32x16{});
       }
   }
 
-  // C (+)= ROWS rows of W, `stride` floats apart, times vectors [v, v + count) of x; rows from
-  // `next` on are used after them.
+  // C (+)= ROWS rows of W, `stride` floats apart, times vectors [v, v + count) of x; the first vectors
+  // fetch rows from `next` on, and widen others.
   template <int ROWS, int TILE_VECTORS, typename U>
   void tiles(const LaneRows<T>& x, int v, int count, int64_t k, int64_t units, const float* rows,
-             int64_t stride, const U* next, int64_t ldw, float* C, Place y) {
+             int64_t stride, const U* next, int64_t ldw, float* C, Place y, detail::Later later) {
     const int num_tiles = (count + TILE_VECTORS - 1) / TILE_VECTORS;
     for (int tile = 0, i = 0; tile < num_tiles; ++tile) {
       // As even as can be: four vectors are two and two, rather than three and one.
       const int vectors = (count - i + num_tiles - tile - 1) / (num_tiles - tile);
-      const NextRows ahead = share_of_next(next, ldw, ROWS, tile, num_tiles);
+      later.fetched = share_of_next(next, ldw, ROWS, tile, num_tiles);
       y.fetch(i * LaneRows<T>::ROWS, vectors * LaneRows<T>::ROWS);
       multiply<U, ROWS, TILE_VECTORS>(vectors, rows, stride, x.at(v + i, k), x.units() * LANES, units,
-                                      x.may_be_few() ? FEW_PIECE : PIECE, C + i * LANES, k > 0, ahead);
+                                      x.may_be_few() ? FEW_PIECE : PIECE, C + i * LANES, k > 0, later);
+      later.units = 0;
       i += vectors;
     }
   }
@@ -325,16 +378,16 @@ class LaneProduct {
   template <typename U, int R, int V>
   static void multiply(int vectors, const float* rows, int64_t stride, const float* x,
                        int64_t vector_stride, int64_t units, int64_t piece, float* C, bool add,
-                       NextRows ahead) {
+                       detail::Later later) {
     if constexpr (AMX)
-      return multiply_amx(rows, stride, x, vector_stride, vectors, units, C, LDC, add, ahead);
+      return multiply_amx(rows, stride, x, vector_stride, vectors, units, C, LDC, add, later.fetched);
     if constexpr (V > 1)
       if (vectors < V)
         return multiply<U, R, V - 1>(vectors, rows, stride, x, vector_stride, units, piece, C, add,
-                                     ahead);
-    for (int64_t k = 0; k < units; k += piece, ahead.first += piece * SIZE * sizeof(U))
+                                     later);
+    for (int64_t k = 0; k < units; k += piece, later.advance(piece, SIZE * sizeof(U)))
       detail::multiply_lanes<T, U, R, V>(rows + k * FLOATS, stride, x + k * LANES, vector_stride,
-                                         std::min(piece, units - k), C, LDC, add || k > 0, ahead);
+                                         std::min(piece, units - k), C, LDC, add || k > 0, later);
   }
 
   // y[m][n] of the sums.
@@ -357,7 +410,9 @@ class LaneProduct {
     }
   }
 
-  AlignedFloats panel_{MAX_TILE_ROWS * PANEL_STRIDE};
+  static constexpr int64_t PANEL = MAX_TILE_ROWS * PANEL_STRIDE<float>;  // the longest one
+  AlignedFloats panel_{PANEL}, next_panel_{PANEL};
+  int64_t widened_ = 0;  // units of the next panel
   AlignedFloats sums_{BLOCK * LDC};  // [rows of W][lanes]
 };
 

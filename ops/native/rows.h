@@ -27,7 +27,7 @@ bool uses_amx() {
 // Measured, see ops/linear/README.md.
 template <typename T>
 int few_rows() {
-  return uses_amx<T>() ? 4 : MAX_FEW_ROWS<T>;
+  return uses_amx<T>() ? 4 : MAX_FEW_ROWS;
 }
 
 template <typename T, typename Body>
@@ -89,7 +89,7 @@ struct Meeting<T, Integers<Q>> {
   };
 
   // Where pairs of bf16 are multiplied, floats are worth their memory for the fewest alone.
-  static bool is_few(int64_t M) { return M <= (Units<T>::PAIRS ? 4 : MAX_FEW_ROWS<float>); }
+  static bool is_few(int64_t M) { return M <= (Units<T>::PAIRS ? 4 : MAX_FEW_ROWS); }
 };
 
 template <typename T, typename W>

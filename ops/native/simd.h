@@ -64,7 +64,19 @@ TH_INLINE bf16 from_float<bf16>(float x) {
 // x - 0 is x for every x, and so is left out; x + 0 would turn -0 into 0, and cost an addition.
 TH_INLINE f32x16 splat(float x) { return x - f32x16{}; }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// By one shuffle: a shift would take a place of multiply-adds.
+TH_INLINE Vector<float, 8> widen(Vector<uint16_t, 8> bits) {
+  const __m256i twice = _mm256_broadcastsi128_si256((__m128i)bits);
+  const __m256i places =
+      _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,
+                       -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+  return (Vector<float, 8>)_mm256_shuffle_epi8(twice, places);
+}
+TH_INLINE f32x16 widen(u16x16 bits) { return {widen(bits.low), widen(bits.high)}; }
+#else
 TH_INLINE f32x16 widen(u16x16 bits) { return bit_cast<f32x16>(convert<u32x16>(bits) << 16); }
+#endif
 
 TH_INLINE u16x16 narrow(f32x16 x) {
   const u32x16 bits = bit_cast<u32x16>(x);

@@ -1,5 +1,5 @@
 // Products of a few rows with a large weight matrix, which must be read from memory once:
-// y[M, N] = x[M, K] W[N, K]^T for M up to MAX_FEW_ROWS<T>. T is float or bf16; sums are float.
+// y[M, N] = x[M, K] W[N, K]^T for M up to MAX_FEW_ROWS. T is float or bf16; sums are float.
 //
 //   PackedRows<T> x;                     keep one per thread: its memory is reused
 //   x.pack(M, K, x, ldx)                 copies x in the order in which the product reads it;
@@ -16,10 +16,9 @@
 //   has work enough to hide what it fetches; up to eight rows more meet them again in L1. Either
 //   every line is fetched into L2, far ahead; or, since prefetchers stop at the end of a page, the
 //   first lines of the next one alone, and the others into L1 when the hardware has them in L2.
-// - From three rows of x on, with fewer registers: groups of four rows of x meet one row of W after the
-//   other. From five on they go through a stretch of K at a time, so that all groups stay in L1.
+// - Three or four rows of x, with fewer registers: they meet one row of W after the other.
 //
-// An element of y depends on its row of x and its row of W alone, and on whether a stretch is all of K.
+// An element of y depends on its row of x and its row of W alone.
 #pragma once
 
 #include <algorithm>
@@ -30,14 +29,11 @@
 
 namespace th {
 
-// With fewer registers than those of AVX-512, lane_rows.h is the faster one from five rows of floats
-// on. Of bf16, it widens W for each register of rows of x.
+// With fewer registers than those of AVX-512, lane_rows.h is the faster one from five rows on.
 #ifdef __AVX512F__
-template <typename T>
 constexpr int MAX_FEW_ROWS = 16;
 #else
-template <typename T>
-constexpr int MAX_FEW_ROWS = sizeof(T) == sizeof(bf16) ? 12 : 4;
+constexpr int MAX_FEW_ROWS = 4;
 #endif
 
 namespace detail {
@@ -169,18 +165,17 @@ inline void multiply_fewest(const PackedRows<T>& x, const T* W, int64_t ldw, int
   multiply_streams<G, streams_of(G)>(x, W, ldw, N, y, ldy);
 }
 
-// One row of W times up to four rows of x, which are HELD in registers; fetches a row of W, if one is
-// given.
-template <bool HELD, int LINES, typename T>
-TH_INLINE void multiply_group(int rows, const Product<T>& product, Ahead<T> ahead) {
-  if (rows == 4) return multiply<1, 4, LINES, false, HELD>(product, ahead);
-  if (rows == 3) return multiply<1, 3, LINES, false, HELD>(product, ahead);
-  if (rows == 2) return multiply<1, 2, LINES, false, HELD>(product, ahead);
-  multiply<1, 1, LINES, false, HELD>(product, ahead);
-}
-
 #ifdef __AVX512F__
 constexpr int WIDE_TILE = 3, WIDE_GROUP = 8;  // of W, and of x: 32 registers hold the sums
+
+// One row of W times up to four rows of x.
+template <typename T>
+TH_INLINE void multiply_group(int rows, const Product<T>& product) {
+  if (rows == 4) return multiply<1, 4, 0, false, true>(product, {});
+  if (rows == 3) return multiply<1, 3, 0, false, true>(product, {});
+  if (rows == 2) return multiply<1, 2, 0, false, true>(product, {});
+  multiply<1, 1, 0, false, true>(product, {});
+}
 
 // G rows of x from row `first` on times WIDE_TILE rows of W, `stream` apart.
 template <int G, bool BY_HARDWARE, typename T>
@@ -256,39 +251,20 @@ inline void multiply_wide_streams(const PackedRows<T>& x, const T* W, int64_t ld
   for (int64_t n = stream * WIDE_TILE; n < N; ++n)
     for (int first = 0; first < x.rows(); first += GROUP) {
       const int rows = std::min(GROUP, x.rows() - first);
-      multiply_group<true, 0>(rows,
-                              Product<T>{W + n * ldw, ldw, x.depth(), x.group(first, rows, 0),
-                                         y + first * ldy + n, ldy, 1},
-                              Ahead<T>{});
+      multiply_group(rows, Product<T>{W + n * ldw, ldw, x.depth(), x.group(first, rows, 0),
+                                      y + first * ldy + n, ldy, 1});
     }
 }
 #else
-constexpr int64_t BLOCK = 32, STRETCH = 512;  // rows of W, and elements of K of which L1 holds x
+constexpr int64_t BLOCK = 32;  // rows of W, of which the next ones are fetched
 
-// Three to twelve rows of x. What is fetched is the next block of W.
-template <typename T>
-inline void multiply_blocks(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
-                            int64_t ldy) {
-  constexpr int GROUP = PackedRows<T>::GROUP;
-  const int64_t K = x.depth(), stretch = x.rows() <= GROUP ? std::max<int64_t>(K, 1) : STRETCH;
-  for (int64_t block = 0; block < N; block += BLOCK)
-    for (int64_t k = 0; k == 0 || k < K; k += stretch)
-      for (int64_t n = block; n < std::min(block + BLOCK, N); ++n)
-        for (int first = 0; first < x.rows(); first += GROUP) {
-          const int rows = std::min(GROUP, x.rows() - first);
-          const T* w = W + n * ldw + k;
-          float sums[GROUP];
-          const Product<T> product{w, ldw, std::min(stretch, K - k), x.group(first, rows, k), sums, 1, 1};
-          const Ahead<T> ahead{w + BLOCK * ldw, ldw};
-          if (first == 0)
-            multiply_group<false, 1>(rows, product, ahead);
-          else
-            multiply_group<false, 0>(rows, product, ahead);
-          for (int m = 0; m < rows; ++m) {
-            float& to = y[(first + m) * ldy + n];
-            to = k ? to + sums[m] : sums[m];
-          }
-        }
+// Three or four rows of x.
+template <int G, typename T>
+inline void multiply_by_rows(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
+                             int64_t ldy) {
+  for (int64_t n = 0; n < N; ++n, W += ldw)
+    multiply<1, G, 1, false, false>(
+        Product<T>{W, ldw, x.depth(), x.group(0, G, 0), y + n, ldy, 1}, Ahead<T>{W + BLOCK * ldw, ldw});
 }
 #endif
 
@@ -309,7 +285,8 @@ inline void multiply_rows(const PackedRows<T>& x, const T* W, int64_t ldw, int64
   if (reading.by_hardware) return multiply_wide_streams<true>(x, W, ldw, N, y, ldy);
   multiply_wide_streams<false>(x, W, ldw, N, y, ldy);
 #else
-  multiply_blocks(x, W, ldw, N, y, ldy);
+  if (x.rows() == 3) return multiply_by_rows<3>(x, W, ldw, N, y, ldy);
+  multiply_by_rows<4>(x, W, ldw, N, y, ldy);
 #endif
 }
 
