@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from dataclasses import dataclass
 from itertools import count, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -288,6 +290,27 @@ def test_bucket_too_small():
         str(caught.value),
         """a batch of 1 sequences and 2 tokens does not fit a bucket of 1 sequences and 1 tokens""",
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"prefix_lens": [0]}, "prefix_lens must have one entry for each of 2, got [0]"),
+        ({"accepted": [1]}, "accepted must have one entry for each of 2, got [1]"),
+        ({"prefix_lens": [7, 0]}, "page_table must have 3 pages in a row for the longest"),
+        ({"prefix_lens": [-1, 0]}, "prefix_lens must be at least 0, got [-1, 0]"),
+        ({"page_table": torch.ones(2, 2)}, "page_table must be int32 of shape [2, max_pages], got"),
+        ({"page_size": 0}, "page_size must be at least 1, got 0"),
+        ({"embed_places": [3]}, "embed_places must be within 0 and 2, got [3]"),
+        ({"positions": torch.zeros(2)}, "positions must be int64 of shape [3], got torch.float32"),
+    ],
+)
+def test_what_is_of_no_batch_is_refused(changed: dict[str, Any], told: str):
+    """Positions past a row of the page table would be written to pages of the next sequence."""
+    given = {"prefix_lens": [0, 0], "state_indices": [1, 2], "page_size": 4}
+    given["page_table"] = torch.ones(2, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        make_batch([[1, 2], [3]], **(given | changed))
 
 
 def test_every_field_is_declared_and_a_leaf():

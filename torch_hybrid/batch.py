@@ -244,10 +244,27 @@ def make_batch(
         embed_places: the indices of packed tokens whose embeddings are given rows, in the order of
             the rows; None in a step without given rows.
         adapters: slot of each sequence's adapter, 0 for none; None if no sequence has one.
-        pages: pages of each sequence, the first ones of its row of the page table. With them, the
-            slots of few tokens are computed without work on tensors.
+        pages: pages of each sequence, the first ones of its row of the page table, of which a cache
+            keeps count. With them, the slots of few tokens are computed without work on tensors,
+            and nothing is checked.
+
+    Raises:
+        ValueError: the arguments are not of N sequences and T tokens, or a row of the page table
+            has too few pages.
     """
     query_lens = [len(new) for new in tokens]
+    if pages is None:
+        _check_lengths(
+            len(query_lens),
+            prefix_lens=prefix_lens,
+            state_indices=state_indices,
+            initial_indices=initial_indices,
+            accepted=accepted,
+            num_drafts=num_drafts,
+            adapters=adapters,
+        )
+        _check_pages(query_lens, prefix_lens, page_table, page_size)
+        _check_places(embed_places, positions, num_position_axes, sum(query_lens))
     cu_seqlens = int_tensor(accumulate(query_lens, initial=0), torch.int32)
     num_tokens = sum(query_lens)
     if pages is not None and num_tokens <= _FEW_TOKENS:
@@ -273,6 +290,45 @@ def make_batch(
         embed_rows=None if embed_places is None else _numbered(embed_places, num_tokens),
         adapter_slots=None if adapters is None else _of_tokens(adapters, query_lens),
     )
+
+
+def _check_lengths(num_seqs: int, **of_each: Sequence[int] | None) -> None:
+    for name, given in of_each.items():
+        if given is not None and len(given) != num_seqs:
+            raise ValueError(f"{name} must have one entry for each of {num_seqs}, got {given}")
+
+
+def _check_pages(
+    query_lens: Sequence[int], prefix_lens: Sequence[int], page_table: Tensor, page_size: int
+) -> None:
+    if page_size < 1:
+        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    if page_table.dtype != torch.int32 or page_table.shape[:-1] != (len(query_lens),):
+        raise ValueError(
+            f"page_table must be int32 of shape [{len(query_lens)}, max_pages], got "
+            f"{page_table.dtype} of shape {list(page_table.shape)}"
+        )
+    if min(prefix_lens, default=0) < 0:
+        raise ValueError(f"prefix_lens must be at least 0, got {prefix_lens}")
+    needed = -(-max(map(add, prefix_lens, query_lens), default=0) // page_size)
+    if needed > page_table.shape[1]:
+        raise ValueError(
+            f"page_table must have {needed} pages in a row for the longest sequence, got "
+            f"{page_table.shape[1]}"
+        )
+
+
+def _check_places(
+    embed_places: Sequence[int] | None, positions: Tensor | None, num_axes: int, num_tokens: int
+) -> None:
+    if embed_places and not 0 <= min(embed_places) <= max(embed_places) < num_tokens:
+        raise ValueError(f"embed_places must be within 0 and {num_tokens - 1}, got {embed_places}")
+    expected = (num_tokens,) if num_axes == 1 else (num_axes, num_tokens)
+    if positions is not None and (positions.dtype, positions.shape) != (torch.int64, expected):
+        raise ValueError(
+            f"positions must be int64 of shape {list(expected)}, got {positions.dtype} of shape "
+            f"{list(positions.shape)}"
+        )
 
 
 def _few_places(
