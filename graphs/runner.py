@@ -72,7 +72,7 @@ class Runner(Shown):
 
     @takes_options(Options)
     def __init__(self, options: Options) -> None:
-        check_types(options.model, options.backends)
+        check_types(options.model, options.backends, options.passes)
         self.turn = Turn()
         self.lock = self.turn.lock
         self.model = model = options.model
@@ -408,13 +408,15 @@ class Runner(Shown):
 
         Raises:
             TypeError, ValueError, UnsupportedError, CapacityError: as ``extend``; ValueError also
-                for None where nothing was sampled.
+                for None where nothing was sampled, TypeError for what is no draw.
         """
         if not len(seqs) == len(tokens) == len(draws) > 0:
             raise ValueError(
                 f"launch takes tokens and a draw, or None, for each of at least one sequence, "
                 f"got {len(seqs)} sequences, {len(tokens)} tokens and {len(draws)} draws"
             )
+        if wrong := [each for each in draws if not isinstance(each, Draw | None)]:
+            raise TypeError(f"draws must be torch_hybrid.sampling.Draw or None, got {wrong[0]!r}")
         known = iter(token_lists([new for new in tokens if new is not None]))
         given = [None if new is None else next(known) for new in tokens]
         known_tokens = [(0,) if new is None else new for new in given]

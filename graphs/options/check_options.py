@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from inspect import getattr_static
 from typing import Any, Literal, SupportsIndex
 
@@ -10,6 +11,7 @@ import torch
 
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.stepping.model_choices import modules_of
 from torch_hybrid.layers.expert_parallel import TokensOfRank
 from torch_hybrid.ops.formats import fp8_kv
@@ -19,8 +21,8 @@ KvDtype = Literal["auto", "fp8"]
 KvTokens = int | Literal["auto"]
 
 
-def check_types(model: Any, backends: Any) -> None:
-    """Raise TypeError unless ``model`` is adapted and ``backends`` is a ``Backends`` or None."""
+def check_types(model: Any, backends: Any, passes: Any) -> None:
+    """Raise TypeError unless the model is adapted, and backends and passes are such or None."""
     own = getattr_static(model, "table", None)  # a compiled model shows the one that it wraps
     if not isinstance(own, LayerTable):
         raise TypeError(
@@ -28,6 +30,11 @@ def check_types(model: Any, backends: Any) -> None:
         )
     if backends is not None and not isinstance(backends, Backends):
         raise TypeError(f"backends must be a th.Backends or None, got {backends!r}")
+    is_list = isinstance(passes, Sequence) and all(isinstance(each, Pass) for each in passes)
+    if passes is not None and not is_list:
+        raise TypeError(
+            f"passes must be a list of torch_hybrid.graphs.passes.Pass or None, got {passes!r}"
+        )
 
 
 def check_artefact(artefact: str | os.PathLike[str] | None, *, compiles: bool) -> None:
@@ -106,7 +113,7 @@ def check_head_drafts(max_drafts: int) -> None:
 def check_kv_tokens(kv_tokens: KvTokens) -> None:
     """Raise ValueError unless ``kv_tokens`` is a number or "auto"."""
     if kv_tokens != "auto" and not isinstance(kv_tokens, SupportsIndex):
-        raise ValueError(f"kv_tokens must be a number or 'auto', got {kv_tokens!r}")
+        raise ValueError(f"kv_tokens must be an integer or 'auto', got {kv_tokens!r}")
 
 
 def kept_table(table: LayerTable, kv_dtype: KvDtype) -> LayerTable:

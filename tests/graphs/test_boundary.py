@@ -27,6 +27,11 @@ def model():
         ({"page_size": 8.0}, TypeError, "page_size must be of type int, got 8.0"),
         ({"prefill": "no"}, TypeError, "prefill must be of type bool, got 'no'"),
         (
+            {"passes": [len]},
+            TypeError,
+            "passes must be a list of torch_hybrid.graphs.passes.Pass or None, got",
+        ),
+        (
             {"kv_dtype": "fp8", "kv_scales": [1.0]},
             TypeError,
             "kv_scales must map layer ids to scales, got",
@@ -93,3 +98,13 @@ def test_tokens_of_another_kind_are_named_and_nothing_changes(model, tokens, mes
     with pytest.raises(TypeError, match=message):
         runner.extend(seqs, tokens)
     assert (runner.length(seqs[0]), runner.free_pages) == (0, free)
+
+
+def test_a_launch_refuses_what_is_no_draw_before_its_step(model):
+    runner = th.Runner(model, **SIZES)
+    seqs = runner.new_sequences(1)
+    with pytest.raises(
+        TypeError, match=r"draws must be torch_hybrid.sampling.Draw or None, got Sampling"
+    ):
+        runner.launch(seqs, [[1]], [th.Sampling()])
+    runner.extend(seqs, [[1]])

@@ -95,7 +95,7 @@ def test_errors_say_bytes(model: th.HybridModel, free: Any) -> None:
     free(3 * 16384)
     with pytest.raises(th.CapacityError) as refused:
         make_runner(model)
-    with pytest.raises(ValueError, match="kv_tokens must be a number or 'auto', got 'most'"):
+    with pytest.raises(ValueError, match="kv_tokens must be an integer or 'auto', got 'most'"):
         make_runner(model, kv_tokens="most")
     with pytest.raises(th.CapacityError) as too_many:
         make_runner(model, kv_tokens=1 << 20)
