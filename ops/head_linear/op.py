@@ -22,7 +22,7 @@ IMPLEMENTATIONS = {
 }
 
 
-def is_faster(device: torch.device, dtype: torch.dtype) -> bool:
+def is_faster_than_bmm(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether the op is faster than torch's batched product, as this machine measured."""
     return device.type == "cpu" and dtype == torch.bfloat16 and is_bf16_slow()
 

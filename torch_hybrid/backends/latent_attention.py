@@ -41,7 +41,7 @@ from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation, Need
 from torch_hybrid.ops.core.planning import Planner
 from torch_hybrid.ops.formats import fp8_kv
 from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS as HEAD_IMPLEMENTATIONS
-from torch_hybrid.ops.head_linear.op import head_linear, is_faster
+from torch_hybrid.ops.head_linear.op import head_linear, is_faster_than_bmm
 from torch_hybrid.ops.latent_attention import op as latent_op
 from torch_hybrid.ops.merge_states import op as merge_op
 from torch_hybrid.ops.ragged_attention import op as ragged_op
@@ -140,7 +140,7 @@ class LatentAttentionBackend:
         extend = frozenset[str]() if mode.tokens_per_seq == 1 else latent_op.EXTEND
         absorbed = [replace(need, features=need.features | extend) for need in needs]
         choices = choose(_ABSORBED_OPS, absorbed)
-        if backends.batch_invariant or is_faster(self._sizes.device, self._sizes.dtype):
+        if backends.batch_invariant or is_faster_than_bmm(self._sizes.device, self._sizes.dtype):
             own = [replace(need, sizes={}, features=backends.features) for need in needs]
             choices += choose(_HEAD_OPS, own)
         if self._forms[mode] != (_ABSORBED,):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.select import Choice
 from torch_hybrid.ops.core.capability import Implementation, Need
-from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS, head_linear, is_faster
+from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS, head_linear, is_faster_than_bmm
 from torch_hybrid.ranks import Block, Ranks
 
 _TORCH_FIRST = {name: IMPLEMENTATIONS[name] for name in ("torch", "cpp", "triton")}
@@ -44,7 +44,7 @@ class HeadLinear(nn.Module):
     def implementations(self) -> Mapping[str, Implementation]:
         """Implementations of the op, the fastest first."""
         weight = self.weight
-        return IMPLEMENTATIONS if is_faster(weight.device, weight.dtype) else _TORCH_FIRST
+        return IMPLEMENTATIONS if is_faster_than_bmm(weight.device, weight.dtype) else _TORCH_FIRST
 
     @property
     def need(self) -> Need:
