@@ -142,6 +142,14 @@ def test_every_leaf_is_a_tensor_and_the_rest_is_structure(
             plan.statics = None
 
 
+def test_a_mode_that_no_backend_was_made_for_is_named(backends: dict[str, LayerBackend]):
+    batch = make_batch(make_cache(), [3, 1])
+    with pytest.raises(
+        ValueError, match=r"mode must be one of \['decode'.* got Mode\(name='verify'"
+    ):
+        plan_all(backends, batch, Mode.verify(2))
+
+
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_planning_is_pure(backends: dict[str, LayerBackend], mode: Mode):
     batch = make_batch(make_cache(), [3, 1])

@@ -196,9 +196,16 @@ def plan_all(
 
     Returns:
         Plans by kind of layer.
+
+    Raises:
+        ValueError: no backend was made for ``mode``.
     """
     if forms is not None:
         return {kind: backend.plan(batch, mode, forms[kind]) for kind, backend in backends.items()}
+    for kind, backend in backends.items():
+        if mode not in backend.choices:
+            modes = [each.name for each in backend.choices]
+            raise ValueError(f"mode must be one of {modes}, which {kind} has, got {mode}")
     if mode == Mode.EXTEND and _decodes(backends) and bool((batch.cu_seqlens.diff() <= 1).all()):
         mode = Mode.DECODE
     padded = at_least_two(batch)
