@@ -34,6 +34,7 @@ from torch_hybrid.graphs.stepping.model_use import ModelUse
 from torch_hybrid.graphs.stepping.planner import Logits
 from torch_hybrid.graphs.stepping.reachable import reachable
 from torch_hybrid.graphs.turn import Turn, Within, in_turn
+from torch_hybrid.host.ints import check_int
 from torch_hybrid.host.malloc import trim
 from torch_hybrid.host.progress import bar, tell
 from torch_hybrid.host.shown import Shown
@@ -200,6 +201,7 @@ class Runner(Shown):
                 ``start`` has another one.
         """
         self._check_model()
+        check_int("count", count)
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
         if start is None and length is not None:

@@ -100,6 +100,23 @@ def test_tokens_of_another_kind_are_named_and_nothing_changes(model, tokens, mes
     assert (runner.length(seqs[0]), runner.free_pages) == (0, free)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda runner: th.Speculation(num_drafts=2.0), "num_drafts must be an integer, got 2.0"),
+        (lambda runner: th.PrefixCache(every=64.0), "every must be an integer, got 64.0"),
+        (lambda runner: th.Engine(runner, max_waiting="9"), "max_waiting must be an integer, got"),
+        (lambda runner: th.Engine(runner, eos_token_ids="ab"), "eos_token_ids must be an integer"),
+        (lambda runner: th.Engine(runner, processor="path"), "as AutoProcessor.from_pretrained"),
+        (lambda runner: runner.new_sequences(1.0), "count must be an integer, got 1.0"),
+    ],
+)
+def test_arguments_of_another_kind_are_named_before_a_step_needs_them(model, make, message):
+    runner = th.Runner(model, **SIZES)
+    with pytest.raises(TypeError, match=message):
+        make(runner)
+
+
 def test_a_launch_refuses_what_is_no_draw_before_its_step(model):
     runner = th.Runner(model, **SIZES)
     seqs = runner.new_sequences(1)

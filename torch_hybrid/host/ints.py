@@ -8,12 +8,18 @@ from itertools import chain
 from operator import index as index_of
 from struct import error as StructError
 from struct import pack
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
 _MANY_INTS = 64  # from this count on, two copies cost less than a look at each type
+
+
+def check_int(name: str, given: object) -> None:
+    """Raise TypeError unless an argument is an integer; a bool is none."""
+    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
+        raise TypeError(f"{name} must be an integer, got {given!r}")
 
 
 def int_tensor(values: Iterable[int], dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args, overload
 
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.turn import HasTurn, Turn, in_turn
+from torch_hybrid.host.ints import check_int
 from torch_hybrid.host.shown import Shown
 from torch_hybrid.host.surroundings import in_isolation
 from torch_hybrid.sampling import GREEDY, Sampling
@@ -104,13 +105,16 @@ class Engine(Shown):
     ) -> None:
         if not isinstance(runner, HasTurn):
             raise TypeError(f"runner must be a th.Runner, got {type(runner).__name__}")
-        if isinstance(tokenizer, str | os.PathLike):
-            raise TypeError(
-                f"tokenizer must be one of transformers, as AutoTokenizer.from_pretrained(path) "
-                f"makes, or None, got {tokenizer!r}"
-            )
+        for name, given in (("tokenizer", tokenizer), ("processor", processor)):
+            if isinstance(given, str | os.PathLike):
+                raise TypeError(
+                    f"{name} must be one of transformers, as Auto{name.title()}.from_pretrained("
+                    f"path) makes, or None, got {given!r}"
+                )
         if not isinstance(eos_token_ids, Iterable | None):
             raise TypeError(f"eos_token_ids must be a list of tokens, got {eos_token_ids!r}")
+        if max_waiting is not None:
+            check_int("max_waiting", max_waiting)
         if max_waiting is not None and max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1 or None, got {max_waiting}")
         if run_ahead not in get_args(RunAhead):
@@ -132,6 +136,8 @@ class Engine(Shown):
         self.eos_token_ids = frozenset(
             runner.eos_token_ids if eos_token_ids is None else eos_token_ids
         )
+        for token in self.eos_token_ids:
+            check_int("each of eos_token_ids", token)
         self.max_waiting = max_waiting
         self.runs_ahead = run_ahead == "on" or (run_ahead == "auto" and runner.captures)
         within = runner.within()  # its calls are part of a step that is in progress

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_hybrid.host.ints import check_int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCache:
@@ -18,6 +20,7 @@ class PrefixCache:
             come back when a request can start from them.
 
     Raises:
+        TypeError: a number of tokens is no integer.
         ValueError: ``min_tokens`` is below 1, ``every`` below ``min_tokens``, or ``host_bytes``
             below 0.
     """
@@ -27,6 +30,9 @@ class PrefixCache:
     host_bytes: int = 0
 
     def __post_init__(self) -> None:
+        check_int("min_tokens", self.min_tokens)
+        if self.every is not None:
+            check_int("every", self.every)
         if self.min_tokens < 1:
             raise ValueError(f"min_tokens must be at least 1, got {self.min_tokens}")
         if self.every is not None and self.every < self.min_tokens:

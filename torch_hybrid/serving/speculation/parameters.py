@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from torch_hybrid.host.ints import check_int
 from torch_hybrid.serving.speculation.drafter import Drafter
 from torch_hybrid.serving.speculation.head import Head
 from torch_hybrid.serving.speculation.ngram import Ngram
@@ -31,7 +32,7 @@ class Speculation:
             proposed drafts.
 
     Raises:
-        TypeError: ``drafter`` is of another kind.
+        TypeError: a value is of another kind.
         ValueError: a value is out of its range.
     """
 
@@ -40,6 +41,7 @@ class Speculation:
     adapts: bool = True
 
     def __post_init__(self) -> None:
+        check_int("num_drafts", self.num_drafts)
         if self.num_drafts < 1:
             raise ValueError(f"num_drafts must be at least 1, got {self.num_drafts}")
         if isinstance(self.drafter, str):
