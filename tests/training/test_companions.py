@@ -100,6 +100,19 @@ def test_a_saved_twin_is_a_model_of_transformers(tmp_path: Path):
     assert loaded.config.architectures == [type(theirs).__name__]
 
 
+@pytest.mark.parametrize("was_run", [False, True])
+def test_an_evaluation_leaves_what_a_trainer_saves(was_run: bool):
+    """RWKV's in transformers divides weights, and a checkpoint after it has other logits."""
+    theirs = make_model("rwkv")
+    row, given = make_rows([20])[0], copy.deepcopy(theirs.state_dict())
+    if was_run:
+        theirs.eval()(row)
+    twin = th.make_trainable(theirs)
+    trained = twin.train()(row).logits
+    torch.testing.assert_close(twin.eval()(row).logits, trained)
+    assert all(torch.equal(each, given[name]) for name, each in twin.state_dict().items())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_load_in_place_by_the_names_in_files(family: str, tmp_path: Path):
     twin = make_twin(family)

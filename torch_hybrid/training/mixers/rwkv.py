@@ -1,4 +1,4 @@
-"""Twins of RWKV's mixers, of tokens and of channels."""
+"""Twins of RWKV's mixers, of tokens and of channels, and of its decoder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torch_hybrid.functional import wkv
 from torch_hybrid.packing import Packing
-from torch_hybrid.training.mixers.twin import Submodule, Twin, as_work, earlier
+from torch_hybrid.training.mixers.twin import KnowsPackings, Submodule, Twin, as_work, earlier
 
 
 class StateTwin(Twin):
@@ -64,6 +64,17 @@ class ChannelMix(StateTwin, of=("RwkvFeedForward",)):
     def handed_on(self, packing: Packing) -> Packing | None:
         """Keep the packing from the model's outputs, where its last layer's state stands."""
         return None if self.layer_id == self.config.num_hidden_layers - 1 else packing
+
+
+class Decoder(KnowsPackings, of=("RwkvModel",)):
+    """Decoder whose weights are divided by no evaluation, which a save would write so.
+
+    transformers divides them, and halves residuals, where float16 would overflow.
+    """
+
+    def _rescale_layers(self) -> None:
+        if self.training:  # divided before: multiply them back
+            super()._rescale_layers()  # type: ignore[misc]
 
 
 def mixed(x: Tensor, before: Tensor, mix: Tensor) -> Tensor:

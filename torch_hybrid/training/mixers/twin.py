@@ -57,7 +57,7 @@ class KnowsPackings(
         "BailingMoeV2_5Attention",
     ),
 ):
-    """Mixer of our own, whose forward takes a packing."""
+    """Module whose own forward takes a packing, or none: mixers of ours, and decoders."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """Run that forward."""
