@@ -145,6 +145,7 @@ def test_any_object(server):
             "of the template, got tokenize",
         ),
         ({"chat_template_kwargs": {"effort": 1}}, None, "of the template, got effort"),
+        ({"chat_template_kwargs": {"messages": []}}, None, "of the template, got messages"),
         (
             {"tools": TOOLS, "response_format": {"type": "json_object"}},
             "tool_choice",

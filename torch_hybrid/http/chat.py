@@ -92,7 +92,7 @@ def with_variables(tokenizer: Tokenizer, variables: Json) -> ChatTokenizer:
     if not isinstance(tokenizer, ChatTokenizer):
         raise ValueError("tools and variables need a tokenizer with a chat template")
     told, write = copy(tokenizer), tokenizer.apply_chat_template
-    reserved = signature(write).parameters.keys() - {"tools"}
+    reserved = {*signature(write).parameters, "messages"} - {"tools"}
     for name in variables:
         if name in reserved or name not in str(tokenizer.chat_template):
             raise ValueError(f"chat_template_kwargs must be variables of the template, got {name}")
