@@ -159,6 +159,16 @@ def test_the_assistants_last_message_is_continued(tokenizer):
             ValueError,
             """must have "role" and "content", got ['role']""",
         ),
+        (
+            [{"role": "user", "content": None}],
+            ValueError,
+            """must have "role" and "content", got ['role']""",
+        ),
+        (
+            [{"role": 5, "content": "a"}],
+            TypeError,
+            "the role of message 0 must be a text, got 5 (int)",
+        ),
         ({"input_ids": "text"}, TypeError, "input_ids must be a list or an array of integers"),
         ({"input_ids": 5}, TypeError, "input_ids must be a list or an array of integers, got 5"),
         ({"input_ids": [1, [2]]}, TypeError, "input_ids must be one row or a list of rows"),

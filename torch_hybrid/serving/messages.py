@@ -118,8 +118,10 @@ def _message(message: object, at: int, template: object, sight: Sight) -> Messag
     given = _said(message)
     if "role" not in given or given.keys() <= {"role", *_ABOUT}:
         raise ValueError(
-            f'message {at} must have "role" and "content", got {sorted(map(str, message))}'
+            f'message {at} must have "role" and "content", got {sorted(map(str, given))}'
         )
+    if not isinstance(given["role"], str):
+        raise TypeError(f"the role of message {at} must be a text, got {_shown(given['role'])}")
     for key in given.keys() - {"role", "content", *_ABOUT, *_THOUGHTS}:
         if key in _MEDIA:
             raise ValueError(f"message {at} has {key!r}: what it shows must be parts of a content")
