@@ -228,6 +228,8 @@ def test_models_and_tokens(server):
     assert '"tokens":[5,6]' in text
     _, _, text = server.post("/tokenize", '{"messages": [{"role": "user", "content": "w5"}]}')
     assert '"tokens":[5,3]' in text
+    status, _, text = server.post("/tokenize", '{"prompt": "%s"}' % ("w5 " * (ROOM + 1)))
+    assert (status, f'"count":{ROOM + 1},' in text) == (200, True)
     _, _, text = server.post("/detokenize", '{"tokens": [5, 6, 1]}')
     assert text == '{"prompt":"w5 w6 <1>"}'
 

@@ -52,7 +52,6 @@ from torch_hybrid.serving.engine import Engine
 from torch_hybrid.serving.prompts import Prompt, message_tokens, prompt_tokens, template_of
 from torch_hybrid.serving.request import Request as Pending
 
-ONE_TOKEN = Sampling(max_new_tokens=1)
 ResultT = TypeVar("ResultT")
 
 
@@ -187,8 +186,7 @@ class _Service:
         prompt: Prompt | None = body.prompt if body.messages is None else body.messages
         if prompt is None:
             raise HttpError(400, "you must provide prompt or messages", param="prompt")
-        prepare = self.stepper.engine.prepare
-        tokens = (await self._encode(lambda: prepare(prompt, ONE_TOKEN))).prompt
+        tokens = await self._encode(partial(self.stepper.engine.encode, prompt))
         room = self.stepper.engine.runner.max_seq_len
         return JSONResponse({"count": len(tokens), "max_model_len": room, "tokens": tokens})
 

@@ -343,6 +343,15 @@ class Engine(Shown):
         first.others = tuple(others)
         return first
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Encode one prompt as ``submit`` does; it may be longer than what can be served.
+
+        Raises:
+            TypeError: the prompt is of another kind.
+            ValueError: the prompt cannot be encoded; see ``submit``.
+        """
+        return self._intake.encode(prompt)
+
     def enqueue(self, requests: Iterable[Request]) -> None:
         """Queue prepared requests with all their samples, or none; ``step`` returns their events.
 

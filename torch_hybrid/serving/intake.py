@@ -83,12 +83,11 @@ class Intake:
         if adapter is not None:
             check_loaded(adapter, self.runner.adapters)
         packed = plain_ints(prompt) if isinstance(prompt, list) else None
-        if packed is None and is_conversation(prompt):
-            prompt = read_messages(prompt, self._template, self._sight)
         inputs: Mapping[str, Tensor] = {}
         if isinstance(prompt, list) and packed is not None:
             tokens = prompt.copy()
         else:
+            prompt = self._read(prompt)
             tokens, inputs = self._encoded(prompt)
         sampling = sampling.for_prompt(len(tokens))
         packed = self._checked(tokens, packed, sampling)
@@ -128,6 +127,16 @@ class Intake:
         if self._grammars is None:
             self._grammars = Compiler(self.tokenizer, self._vocab_size)
         return self._grammars.matcher(sampling.grammar, num_prompt=num_prompt, end_token_ids=ends)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Encode one prompt, of any length."""
+        return self._encoded(self._read(prompt))[0]
+
+    def _read(self, prompt: Prompt) -> Prompt:
+        """Check the messages of a conversation; other prompts stay as they are."""
+        if not is_conversation(prompt):
+            return prompt
+        return read_messages(prompt, self._template, self._sight)
 
     def _encoded(self, prompt: Prompt) -> tuple[list[int], Mapping[str, Tensor]]:
         """Encode a prompt: its tokens, and the tower inputs of its images."""
