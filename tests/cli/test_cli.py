@@ -352,6 +352,7 @@ def test_explain_of_passes_and_schedule(run, checkpoint):
         (["CHECKPOINT", "hi", "--chat"], "the tokenizer has no chat template"),
         (["CHECKPOINT", "1", "--chat", "--ids"], "--ids and --chat say different things"),
         (["CHECKPOINT", "hi", "--system", "be brief"], "--system is for --chat"),
+        (["CHECKPOINT", "hi", "--artefact", "steps"], "an artefact has compiled steps, got comp"),
         (["CHECKPOINT", "a\udc80b"], "a text must be valid Unicode"),
     ],
 )

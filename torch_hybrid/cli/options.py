@@ -129,7 +129,7 @@ class ModelOptions:
             check_batch=Agreement().check if self.ranks else None,
             compile=compile,
             backends=Backends(full=self.full, linear=self.linear),
-            artefact=self.artefact if compile else None,
+            artefact=self.artefact if compile or is_off else None,  # off: refused by name
             **options,
         )
 
