@@ -626,6 +626,7 @@ class Runner(Shown):
         self.turn.run("Runner.warm_up", partial(self._warm_up, num_before, on_variant))
         if capture and self._capture is not None:
             self.turn.run("Runner.warm_up", self._capture_ahead)
+        self.turn.run("Runner.warm_up", self._steps.save_if_new)  # with Triton's kernels
 
     def _warm_up(self, num_before: int, on_variant: Callable[[str], None] | None) -> None:
         for variant in self._planner.forms:

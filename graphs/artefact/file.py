@@ -3,10 +3,10 @@
     facts.json   facts that the graphs were made for: a process of other facts cannot use them
     steps        each variant's text, its arguments by name, and its record
     regions      each distinct region as Inductor serializes it
-    libraries    the C++ of the regions, and of the ops that they call
+    kernels, ops the C++ of the regions, and of the ops that they call
+    triton       kernels that Triton has built for ops, and how they are launched
 
-Loading runs code from the file: load no file that you do not trust. Triton keeps its compiled
-kernels in a cache of its own.
+Loading runs code from the file: load no file that you do not trust.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.regions import dump_region, load_region
+from torch_hybrid.graphs.artefact.triton_kernels import bring_kernels, read_kernels
 from torch_hybrid.graphs.compiling.compile import GraphRecord
 from torch_hybrid.graphs.compiling.compile_region import CompiledRegion
 from torch_hybrid.graphs.compiling.compiled_step import Arguments, CompiledGraph
@@ -36,7 +37,7 @@ from torch_hybrid.ops.native.build import bring_libraries, loaded_libraries, unp
 _FORMAT = 1
 _FACTS, _STEPS = "facts.json", "steps.pickle"
 Choices = tuple[tuple[str, str], ...]  # each op with its implementation
-_REGIONS, _KERNELS, _OPS = "regions", "kernels", "ops"
+_REGIONS, _KERNELS, _OPS, _TRITON = "regions", "kernels", "ops", "triton"
 
 
 class StaleArtefactError(RuntimeError):
@@ -123,6 +124,8 @@ def save(
             for kind, libraries in ((_KERNELS, kernels), (_OPS, loaded_libraries())):
                 for key, library in libraries.items():
                     file.write(library, f"{kind}/{key}")
+            for name, kernel in read_kernels().items():
+                file.writestr(f"{_TRITON}/{name}", kernel)
         partial.replace(path)
 
 
@@ -186,6 +189,7 @@ class Artefact:
         self._steps: dict[str, _SavedGraph] = pickle.loads(self._file.read(_STEPS))
         self._kernels = self._unpacked(_KERNELS)
         bring_libraries(self._unpacked(_OPS))
+        self.triton_kernels = frozenset(bring_kernels(self._files(_TRITON)))
         self._regions: dict[int, CompiledRegion] = {}
 
     @property
@@ -230,6 +234,9 @@ class Artefact:
 
     def _unpacked(self, folder: str) -> dict[str, Path]:
         """Unpack the libraries of a folder, each to a file to load it from, by key."""
+        return {name: unpack_library(data) for name, data in self._files(folder).items()}
+
+    def _files(self, folder: str) -> dict[str, bytes]:
         prefix = f"{folder}/"
         names = [name for name in self._file.namelist() if name.startswith(prefix)]
-        return {name.removeprefix(prefix): unpack_library(self._file.read(name)) for name in names}
+        return {name.removeprefix(prefix): self._file.read(name) for name in names}

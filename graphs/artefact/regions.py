@@ -67,8 +67,11 @@ def load_region(data: bytes, kernels: Mapping[str, Path]) -> CompiledRegion:
 def _load(data: bytes, cpp_pybinding: Callable[[Any, list[str], str], Any]) -> Any:
     """Load the graph of these bytes; ``cpp_pybinding`` supplies its C++ kernels."""
     from torch._inductor.output_code import CompiledFxGraphConstants
+    from torch._inductor.triton_bundler import TritonBundler
 
     graph = pickle.loads(data)
+    if bundle := graph._triton_bundle:
+        TritonBundler.read_and_emit(bundle)
     constants = CompiledFxGraphConstants()
     with _LOADING, _kernels_from(cpp_pybinding):
         graph.after_deserialization(constants)

@@ -17,6 +17,7 @@ from torch_hybrid.graphs.artefact.file import (
     named_tensors,
     save,
 )
+from torch_hybrid.graphs.artefact.triton_kernels import noted_kernels
 from torch_hybrid.graphs.compiling.compile import GraphRecord
 from torch_hybrid.graphs.compiling.compiled_step import CompiledGraph, constants_of
 from torch_hybrid.graphs.passes import Pass
@@ -51,6 +52,7 @@ class StepStore:
         self.path = None if path is None else Path(path)
         self._model, self._caches, self._passes, self._sizes = model, caches, passes, sizes
         self._artefacts: list[Artefact] = []
+        self._saved_kernels: set[str] = set()
         if self.path is not None and not self.path.parent.is_dir():
             raise ValueError(f"cannot write an artefact to {self.path}: the folder is not there")
         if self.path is not None and self.path.exists():
@@ -63,6 +65,12 @@ class StepStore:
     def is_open(self) -> bool:
         """Flag: an artefact was found and matches."""
         return bool(self._artefacts)
+
+    @property
+    def lacks_kernels(self) -> bool:
+        """Flag: Triton has used kernels since that no artefact has."""
+        known = self._saved_kernels.union(*(file.triton_kernels for file in self._artefacts))
+        return not noted_kernels() <= known
 
     def open(self, path: Path) -> None:
         """Open one more artefact, and find steps in it too.
@@ -112,7 +120,10 @@ class StepStore:
                 file.
             OSError: the file cannot be written.
         """
+        kernels = noted_kernels()
         save(path, steps, impls_of(choices), self._facts, self._named)
+        if path == self.path:
+            self._saved_kernels = kernels
 
     def note_facts(self) -> None:
         """Note the facts of the model as it is now: a step with adapters has hooks in it."""

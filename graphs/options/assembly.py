@@ -28,6 +28,7 @@ from torch_hybrid.backends.step import LayerBackend, chunk_grid, make_backends
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
+from torch_hybrid.graphs.artefact.triton_kernels import note_kernels
 from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy
 from torch_hybrid.graphs.capturing.launch import LastTokens
 from torch_hybrid.graphs.compiling.toolchain import (
@@ -304,6 +305,8 @@ def _open_store(decided: Decided, cache: HybridCache, given: Caches) -> StepStor
     """
     model, options = decided.model, decided.options
     share_triton_cache(decided.device)
+    if decided.device.type == "cuda":
+        note_kernels()
     facts = artefact_facts(options) | {
         "kv_tokens": decided.kv_tokens,
         "takes_embeds": options.max_tokens if given else 0,

@@ -225,9 +225,10 @@ class Steps:
         return bar(doing)
 
     def save_if_new(self) -> None:
-        """Write newly compiled graphs to the artefact, beside the graphs that its file has."""
-        path = None if self._store is None else self._store.path
-        if path is None or all(graph.is_loaded for graph in self.graphs.values()):
+        """Write newly compiled graphs and kernels to the artefact, beside what its file has."""
+        if self._store is None or (path := self._store.path) is None:
+            return
+        if all(graph.is_loaded for graph in self.graphs.values()) and not self._store.lacks_kernels:
             return
         try:
             self._save(path, self._ready() | self._unused())

@@ -21,6 +21,7 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.tiny_models import COMPILED_SIZES, VOCAB_SIZE, make_hybrid
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.artefact import triton_kernels
 from torch_hybrid.graphs.artefact.facts import facts_of
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, without
 from torch_hybrid.graphs.runner import Runner
@@ -184,6 +185,29 @@ class TestRefused:
         first, *others = DEFAULT_PASSES
         passes = (Pass(first.name, lambda graph: None), *others)
         assert "passes: " in refusal(saved, model, passes=passes)
+
+
+def test_kernels_of_triton_come_with_the_steps(
+    model: th.HybridModel, compiled: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A process that has the artefact finds in its own cache what an op launches."""
+    triton, cache = pytest.importorskip("triton"), pytest.importorskip("triton.runtime.cache")
+    monkeypatch.setattr(triton_kernels, "_USED", set())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "here"))
+    hash_of_kernel = "0f" * 32
+    with triton.knobs.cache.scope():
+        triton_kernels.note_kernels()
+        kept = cache.get_cache_manager(hash_of_kernel)
+        files = {"k.cubin": b"\0\1", "k.ttir": b"to read", "k.json": b"{}"}
+        kept.put_group("k.json", {name: kept.put(data, name) for name, data in files.items()})
+        compiled.save(tmp_path / "steps")
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "there"))
+        Runner(model, artefact=tmp_path / "steps", **SIZES)
+        found = cache.get_cache_manager(hash_of_kernel).get_group("k.json")
+    assert {name: Path(path).read_bytes() for name, path in found.items()} == {
+        name: files[name] for name in ("k.cubin", "k.json")
+    }
+    assert all(Path(path).is_relative_to(tmp_path / "there") for path in found.values())
 
 
 def test_facts_know_the_code_of_a_notebook(monkeypatch: pytest.MonkeyPatch):
