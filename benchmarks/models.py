@@ -8,6 +8,7 @@ have: no state fades at once or overflows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -33,17 +34,19 @@ _DENSE = {
 _TINY = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
 
 
-def _qwen3_next(sizes: dict[str, Any]) -> Any:
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+def _made(name: str, config: dict[str, Any]) -> Any:
+    """A model of transformers' class of that name."""
+    cls = getattr(import_module("transformers"), name)
+    return cls(cls.config_class(**config))
 
+
+def _qwen3_next(sizes: dict[str, Any]) -> Any:
     config = _DENSE | _LINEAR | {"head_dim": 256, "num_experts": 0} | sizes
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**config))
+    return _made("Qwen3NextForCausalLM", config)
 
 
 def _qwen3_next_moe(sizes: dict[str, Any]) -> Any:
     """64 experts, 8 for each token, and a shared one, in fewer and narrower layers."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
     experts = {
         "num_hidden_layers": 8,
         "hidden_size": 768,
@@ -52,15 +55,11 @@ def _qwen3_next_moe(sizes: dict[str, Any]) -> Any:
         "moe_intermediate_size": 128,
         "shared_expert_intermediate_size": 128,
     }
-    return Qwen3NextForCausalLM(
-        Qwen3NextConfig(**_DENSE | _LINEAR | {"head_dim": 256} | experts | sizes)
-    )
+    return _made("Qwen3NextForCausalLM", _DENSE | _LINEAR | {"head_dim": 256} | experts | sizes)
 
 
 def _lara_mini(sizes: dict[str, Any]) -> Any:
     """The same experts; attention to a window of 512 keys, and to all in a layer of five."""
-    from transformers import LaraMiniConfig, LaraMiniForCausalLM
-
     experts = {
         "num_hidden_layers": 10,
         "hidden_size": 768,
@@ -73,14 +72,12 @@ def _lara_mini(sizes: dict[str, Any]) -> Any:
     }
     config = _DENSE | _LINEAR | experts | sizes
     del config["intermediate_size"]
-    return LaraMiniForCausalLM(LaraMiniConfig(**config))
+    return _made("LaraMiniForCausalLM", config)
 
 
 def _qwen4_exp(sizes: dict[str, Any]) -> Any:
     """The same experts, in fewer layers; the published indexer, and four residual streams. The
     table of n-grams is small, as no step reads more than a few of its rows."""
-    from transformers import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
-
     options = {
         "num_hidden_layers": 8,
         "hidden_size": 640,
@@ -107,14 +104,12 @@ def _qwen4_exp(sizes: dict[str, Any]) -> Any:
     config = _DENSE | _LINEAR | {"head_dim": 256} | options | sizes
     config |= {"ple_embed_dim": config["hidden_size"]}
     del config["intermediate_size"]
-    return Qwen4ExpForCausalLM(Qwen4ExpTextConfig(**config))
+    return _made("Qwen4ExpForCausalLM", config)
 
 
 def _glm5_next(sizes: dict[str, Any]) -> Any:
     """GLM-5.3: the same experts, the published blocks and streams; its vision part has next to no
     weights."""
-    from transformers import Glm5NextConfig, Glm5NextForConditionalGeneration
-
     options = {
         "num_hidden_layers": 8,
         "hidden_size": 640,
@@ -134,24 +129,20 @@ def _glm5_next(sizes: dict[str, Any]) -> Any:
     }
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 1, "intermediate_size": 16}
     vision |= {"projection_intermediate_size": 16}
-    config = Glm5NextConfig(
-        text_config=_DENSE | options | sizes,
-        vision_config=vision | {"out_hidden_size": (options | sizes)["hidden_size"]},
-        tie_word_embeddings=True,
-    )
-    return Glm5NextForConditionalGeneration(config)
+    config = {
+        "text_config": _DENSE | options | sizes,
+        "vision_config": vision | {"out_hidden_size": (options | sizes)["hidden_size"]},
+        "tie_word_embeddings": True,
+    }
+    return _made("Glm5NextForConditionalGeneration", config)
 
 
 def _qwen3_5(sizes: dict[str, Any]) -> Any:
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_DENSE | _LINEAR | {"head_dim": 256} | sizes))
+    return _made("Qwen3_5ForCausalLM", _DENSE | _LINEAR | {"head_dim": 256} | sizes)
 
 
 def _olmo_hybrid(sizes: dict[str, Any]) -> Any:
     """Head dims of the delta rule 96 and 192, as many key heads as value heads."""
-    from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
-
     linear = {
         "linear_num_key_heads": 10,
         "linear_num_value_heads": 10,
@@ -161,15 +152,13 @@ def _olmo_hybrid(sizes: dict[str, Any]) -> Any:
         "pad_token_id": 0,
         "eos_token_id": 1,
     }
-    return OlmoHybridForCausalLM(OlmoHybridConfig(**_DENSE | linear | sizes))
+    return _made("OlmoHybridForCausalLM", _DENSE | linear | sizes)
 
 
 def _qwen3(sizes: dict[str, Any]) -> Any:
     """Full attention alone, the control."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    return Qwen3ForCausalLM(Qwen3Config(**_DENSE | heads | {"intermediate_size": 3072} | sizes))
+    return _made("Qwen3ForCausalLM", _DENSE | heads | {"intermediate_size": 3072} | sizes)
 
 
 _MAMBA2 = {"mamba_n_heads": 32, "mamba_n_groups": 1, "mamba_d_state": 128}
@@ -177,17 +166,11 @@ _MAMBA2 = {"mamba_n_heads": 32, "mamba_n_groups": 1, "mamba_d_state": 128}
 
 def _bamba(sizes: dict[str, Any]) -> Any:
     """Mamba2 with heads of 64 and one group, full attention in every fourth layer."""
-    from transformers import BambaConfig, BambaForCausalLM
-
-    return BambaForCausalLM(
-        BambaConfig(**_DENSE | _MAMBA2 | {"attn_layer_indices": [3, 7, 11]} | sizes)
-    )
+    return _made("BambaForCausalLM", _DENSE | _MAMBA2 | {"attn_layer_indices": [3, 7, 11]} | sizes)
 
 
 def _granitemoehybrid(sizes: dict[str, Any]) -> Any:
     """The dense form: the same layers, no positions, and the published multipliers."""
-    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
-
     options = {
         "num_local_experts": 0,
         "embedding_multiplier": 12.0,
@@ -201,13 +184,11 @@ def _granitemoehybrid(sizes: dict[str, Any]) -> Any:
         "layer_types": kinds[: config["num_hidden_layers"]],
         "shared_intermediate_size": config["intermediate_size"],
     }
-    return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**config))
+    return _made("GraniteMoeHybridForCausalLM", config)
 
 
 def _falcon_h1(sizes: dict[str, Any]) -> Any:
     """Attention and Mamba2 in every layer, without a norm after the gate."""
-    from transformers import FalconH1Config, FalconH1ForCausalLM
-
     options = {
         "num_hidden_layers": 13,
         "intermediate_size": 2048,
@@ -220,7 +201,7 @@ def _falcon_h1(sizes: dict[str, Any]) -> Any:
         "key_multiplier": 0.4,
         "embedding_multiplier": 5.7,
     }
-    return FalconH1ForCausalLM(FalconH1Config(**_DENSE | options | sizes))
+    return _made("FalconH1ForCausalLM", _DENSE | options | sizes)
 
 
 def _nemotron_h(sizes: dict[str, Any]) -> Any:
@@ -228,8 +209,6 @@ def _nemotron_h(sizes: dict[str, Any]) -> Any:
 
     Steps have hardly a lower limit: transformers does not keep to it in decode.
     """
-    from transformers import NemotronHConfig, NemotronHForCausalLM
-
     kinds = [*["linear_attention", "mlp"] * 3, "full_attention", "mlp"] * 2
     config = _DENSE | {"intermediate_size": 5376, "num_hidden_layers": len(kinds)} | sizes
     config |= {
@@ -237,7 +216,7 @@ def _nemotron_h(sizes: dict[str, Any]) -> Any:
         "mamba_num_heads": 32,
         "time_step_min": 1e-9,
     }
-    return NemotronHForCausalLM(NemotronHConfig(**config))
+    return _made("NemotronHForCausalLM", config)
 
 
 def _layer_types(sizes: dict[str, Any]) -> dict[str, Any]:
@@ -261,26 +240,20 @@ _LATENT = {
 
 def _deepseek_v3(sizes: dict[str, Any]) -> Any:
     """MLA in every layer, the control of the hybrids with MLA; MLPs without experts."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
     options = {"q_lora_rank": 512, "intermediate_size": 3072}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**_DENSE | _LATENT | options | sizes))
+    return _made("DeepseekV3ForCausalLM", _DENSE | _LATENT | options | sizes)
 
 
 def _kimi_linear(sizes: dict[str, Any]) -> Any:
     """Kimi delta attention and MLA without rotary embedding; MLPs without experts."""
-    from transformers import KimiLinearConfig, KimiLinearForCausalLM
-
     config = _DENSE | _LATENT | {"linear_num_heads": 8} | _layer_types(sizes) | sizes
-    return KimiLinearForCausalLM(KimiLinearConfig(**config))
+    return _made("KimiLinearForCausalLM", config)
 
 
 def _bailing_hybrid(sizes: dict[str, Any]) -> Any:
     """Ling-3: Kimi delta attention of bounded decay and gated MLA; MLPs without experts."""
-    from transformers import BailingHybridConfig, BailingHybridForCausalLM
-
     config = _DENSE | _LATENT | {"intermediate_size": 2048} | _layer_types(sizes) | sizes
-    return BailingHybridForCausalLM(BailingHybridConfig(**config))
+    return _made("BailingHybridForCausalLM", config)
 
 
 def _minimax(sizes: dict[str, Any]) -> Any:
@@ -288,30 +261,24 @@ def _minimax(sizes: dict[str, Any]) -> Any:
 
     The first layer has full attention: with another, transformers' cache loses count of tokens.
     """
-    from transformers import MiniMaxConfig, MiniMaxForCausalLM
-
     options = {"num_local_experts": 1, "num_experts_per_tok": 1}
     kinds = _layer_types(sizes)["layer_types"]
     config = _DENSE | options | {"layer_types": [kinds[-1], *kinds[:-1]]} | sizes
-    return MiniMaxForCausalLM(MiniMaxConfig(**config))
+    return _made("MiniMaxForCausalLM", config)
 
 
 def _mamba2(sizes: dict[str, Any]) -> Any:
     """Mamba2 in every layer, and nothing else."""
-    from transformers import Mamba2Config, Mamba2ForCausalLM
-
     names = ["vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings"]
     own = {name: (_DENSE | {"num_hidden_layers": 24} | sizes)[name] for name in names}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
     heads = {"num_heads": own["hidden_size"] * 2 // 64, "n_groups": 1}
-    return Mamba2ForCausalLM(Mamba2Config(**own | tokens | heads))
+    return _made("Mamba2ForCausalLM", own | tokens | heads)
 
 
 def _zamba2(sizes: dict[str, Any]) -> Any:
     """Mamba2 in every layer; a block of attention and an MLP before every sixth, of one set of
     weights."""
-    from transformers import Zamba2Config, Zamba2ForCausalLM
-
     names = ["vocab_size", "hidden_size", "tie_word_embeddings", "max_position_embeddings"]
     own = {name: (_DENSE | sizes)[name] for name in names}
     kinds = [*["linear_attention"] * 5, "hybrid"]
@@ -324,14 +291,12 @@ def _zamba2(sizes: dict[str, Any]) -> Any:
         "use_shared_attention_adapter": True,
         "use_mem_rope": True,
     }
-    return Zamba2ForCausalLM(Zamba2Config(**own | options))
+    return _made("Zamba2ForCausalLM", own | options)
 
 
 def _zamba(sizes: dict[str, Any]) -> Any:
     """Mamba of two heads in every layer; a block of attention and an MLP before every sixth, of one
     set of weights."""
-    from transformers import ZambaConfig, ZambaForCausalLM
-
     names = ["vocab_size", "hidden_size", "tie_word_embeddings", "max_position_embeddings"]
     own = {name: (_DENSE | sizes)[name] for name in names}
     num_layers = sizes.get("num_hidden_layers", 18)
@@ -342,21 +307,17 @@ def _zamba(sizes: dict[str, Any]) -> Any:
         "num_hidden_layers": num_layers,
         "layers_block_type": [kinds[(i - num_layers) % period] for i in range(num_layers)],
     }
-    return ZambaForCausalLM(ZambaConfig(**own | options))
+    return _made("ZambaForCausalLM", own | options)
 
 
 def _mamba(sizes: dict[str, Any]) -> Any:
     """Mamba in every layer, and nothing else."""
-    from transformers import MambaConfig, MambaForCausalLM
-
-    return MambaForCausalLM(MambaConfig(**_mamba_sizes(sizes)))
+    return _made("MambaForCausalLM", _mamba_sizes(sizes))
 
 
 def _falcon_mamba(sizes: dict[str, Any]) -> Any:
     """The same with norms of what selects."""
-    from transformers import FalconMambaConfig, FalconMambaForCausalLM
-
-    return FalconMambaForCausalLM(FalconMambaConfig(**_mamba_sizes(sizes)))
+    return _made("FalconMambaForCausalLM", _mamba_sizes(sizes))
 
 
 def _mamba_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
@@ -367,31 +328,25 @@ def _mamba_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _jamba(sizes: dict[str, Any]) -> Any:
     """Mamba, full attention in every fourth layer, 8 experts, 2 for each token, in every other."""
-    from transformers import JambaConfig, JambaForCausalLM
-
     options = {
         "intermediate_size": 640,
         "num_experts": 8,
         "attn_layer_period": 4,
         "attn_layer_offset": 3,
     }
-    return JambaForCausalLM(JambaConfig(**_DENSE | options | sizes))
+    return _made("JambaForCausalLM", _DENSE | options | sizes)
 
 
 def _lfm2(sizes: dict[str, Any]) -> Any:
     """Gated short convolutions, full attention in every third layer."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
     options = {"intermediate_size": 3072, "block_auto_adjust_ff_dim": False}
     config = _DENSE | heads | options | _convolutions(sizes) | sizes
-    return Lfm2ForCausalLM(Lfm2Config(**config))
+    return _made("Lfm2ForCausalLM", config)
 
 
 def _lfm2_moe(sizes: dict[str, Any]) -> Any:
     """The same with 32 experts, 4 for each token, in all but the first two layers."""
-    from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
-
     heads = {"num_attention_heads": 12, "num_key_value_heads": 4}
     experts = {
         "hidden_size": 768,
@@ -401,7 +356,7 @@ def _lfm2_moe(sizes: dict[str, Any]) -> Any:
         "moe_intermediate_size": 192,
     }
     config = _DENSE | heads | experts | _convolutions(sizes) | sizes
-    return Lfm2MoeForCausalLM(Lfm2MoeConfig(**config))
+    return _made("Lfm2MoeForCausalLM", config)
 
 
 def _convolutions(sizes: dict[str, Any]) -> dict[str, Any]:
@@ -411,40 +366,32 @@ def _convolutions(sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _lfm3(sizes: dict[str, Any]) -> Any:
     """Convolutions of seven inputs, windows of 256 keys, gated attention, norms on both sides."""
-    from transformers import Lfm3Config, Lfm3ForCausalLM
-
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
     config = _DENSE | {"intermediate_size": 3072} | tokens | sizes
-    return Lfm3ForCausalLM(Lfm3Config(**config))
+    return _made("Lfm3ForCausalLM", config)
 
 
 def _recurrent_gemma(sizes: dict[str, Any]) -> Any:
     """Two recurrent layers to each of attention with one head of keys and a window."""
-    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
-
     options = {
         "intermediate_size": 6144,  # of both halves, as this config counts
         "num_key_value_heads": 1,
         "attention_window_size": 2048,
     }
-    return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**_DENSE | options | sizes))
+    return _made("RecurrentGemmaForCausalLM", _DENSE | options | sizes)
 
 
 def _zaya(sizes: dict[str, Any]) -> Any:
     """16 experts, one for each token, in fewer layers; all of them attend to all keys."""
-    from transformers import ZayaConfig, ZayaForCausalLM
-
     options = {"num_hidden_layers": 10, "head_dim": 128, "moe_intermediate_size": 256}
     config = _DENSE | options | sizes
     del config["intermediate_size"]
-    return ZayaForCausalLM(ZayaConfig(**config))
+    return _made("ZayaForCausalLM", config)
 
 
 def _inkling(sizes: dict[str, Any]) -> Any:
     """Biases by distance, windows of 512 keys in five of six layers; 24 experts, 4 for each token,
     and two that all take."""
-    from transformers import InklingForCausalLM, InklingTextConfig
-
     options = {
         "hidden_size": 768,
         "num_attention_heads": 8,
@@ -459,7 +406,7 @@ def _inkling(sizes: dict[str, Any]) -> Any:
         "logits_mup_width_multiplier": 1.0,
         "tie_word_embeddings": False,
     }
-    return InklingForCausalLM(InklingTextConfig(**_DENSE | options | sizes))
+    return _made("InklingForCausalLM", _DENSE | options | sizes)
 
 
 _INKLING2 = {
@@ -480,18 +427,14 @@ _INKLING2 = {
 
 def _inkling2(sizes: dict[str, Any]) -> Any:
     """The same with sinks and gates, and 26 experts, of which none is everyone's."""
-    from transformers import Inkling2ForCausalLM, Inkling2TextConfig
-
     config = _DENSE | _INKLING2 | sizes
     config["unpadded_vocab_size"] = config["vocab_size"]
     del config["intermediate_size"]
-    return Inkling2ForCausalLM(Inkling2TextConfig(**config))
+    return _made("Inkling2ForCausalLM", config)
 
 
 def _inkling2_loop(sizes: dict[str, Any]) -> Any:
     """The same, of which half of the layers run three times."""
-    from transformers import Inkling2LoopForCausalLM, Inkling2LoopTextConfig
-
     config = _DENSE | _INKLING2 | sizes
     config["unpadded_vocab_size"] = config["vocab_size"]
     num_layers = config["num_hidden_layers"]
@@ -502,25 +445,21 @@ def _inkling2_loop(sizes: dict[str, Any]) -> Any:
         "loop_layer_index_end": 3 * block,
     }
     del config["intermediate_size"]
-    return Inkling2LoopForCausalLM(Inkling2LoopTextConfig(**config))
+    return _made("Inkling2LoopForCausalLM", config)
 
 
 def _rwkv(sizes: dict[str, Any]) -> Any:
     """Head and embedding apart, as published."""
-    from transformers import RwkvConfig, RwkvForCausalLM
-
     names = ["vocab_size", "hidden_size", "num_hidden_layers"]
     own = {name: (_DENSE | sizes)[name] for name in names}
-    return RwkvForCausalLM(RwkvConfig(**own))
+    return _made("RwkvForCausalLM", own)
 
 
 def _xlstm(sizes: dict[str, Any]) -> Any:
     """Heads of half the published width, as the model is a quarter as wide and has half as many."""
-    from transformers import xLSTMConfig, xLSTMForCausalLM
-
     names = ["vocab_size", "hidden_size", "num_hidden_layers"]
     own = {name: (_DENSE | sizes)[name] for name in names}
-    return xLSTMForCausalLM(xLSTMConfig(**own, num_heads=4))
+    return _made("xLSTMForCausalLM", own | {"num_heads": 4})
 
 
 FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
