@@ -133,57 +133,45 @@ def call(op: Callable[..., Tensor], inputs: DeltaRule, impl: str, **options: Any
     )
 
 
+def _of_fla(inputs: DeltaRule) -> dict[str, Any]:
+    """What all of flash-linear-attention's forms are given."""
+    q, k, v = (tensor[None] for tensor in inputs.packed())
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": inputs.g[None],
+        "beta": inputs.beta[None],
+        "scale": inputs.scale,
+        "initial_state": inputs.state[1:],
+        "use_qk_l2norm_in_kernel": True,
+        "state_v_first": True,
+        "cu_seqlens": inputs.long_cu_seqlens,
+    }
+
+
 def _fla(
     package: str, function: str, options: dict[str, Any], inputs: Sequence[DeltaRule]
 ) -> Turns:
     """flash-linear-attention's forms, which leave the state in a new tensor."""
     op = getattr(installed("fla", f"fla.ops.{package}"), function)
-    calls = []
-    for each in inputs:
-        q, k, v = (tensor[None] for tensor in each.packed())
-        calls.append(
-            partial(
-                op,
-                q=q,
-                k=k,
-                v=v,
-                g=each.g[None],
-                beta=each.beta[None],
-                scale=each.scale,
-                initial_state=each.state[1:],
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
-                state_v_first=True,
-                cu_seqlens=each.long_cu_seqlens,
-                **options,
-            )
-        )
+    options = {"output_final_state": True, **options}
+    calls = [partial(op, **_of_fla(each), **options) for each in inputs]
     return Turns(calls=calls, output=lambda result: result[0][0])
 
 
 def _fla_kimi_decode(inputs: Sequence[DeltaRule]) -> Turns:
     """In place, by slot; of several tokens it wants a slot for each."""
     op = installed("fla", "fla.ops.kda.fused_recurrent").fused_recurrent_kda_fwd
-    calls = []
-    for each in inputs:
-        q, k, v = (tensor[None] for tensor in each.packed())
-        calls.append(
-            partial(
-                op,
-                q=q,
-                k=k,
-                v=v,
-                g=each.g[None],
-                beta=each.beta[None],
-                scale=each.scale,
-                initial_state=each.state,
-                inplace_final_state=True,
-                use_qk_l2norm_in_kernel=True,
-                state_v_first=True,
-                cu_seqlens=each.long_cu_seqlens,
-                ssm_state_indices=each.indices,
-            )
+    calls = [
+        partial(
+            op,
+            **_of_fla(each) | {"initial_state": each.state},
+            inplace_final_state=True,
+            ssm_state_indices=each.indices,
         )
+        for each in inputs
+    ]
     return Turns(calls=calls, output=lambda result: result[0][0])
 
 
