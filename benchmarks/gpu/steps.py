@@ -68,8 +68,9 @@ PARTS = {
 # Groups of kernels by what their names contain; the first that fits counts.
 GROUPS = (
     ("generated", ("triton_",)),  # by Inductor, of names that have every op's in them
-    ("experts", ("gate_up", "_down_", "_hidden_kernel", "_out_kernel", "_combine_kernel",
-                 "_count_kernel", "_add_up", "_place_kernel", "_cut_kernel", "grouped", "moe")),
+    ("experts", ("gate_up", "_down_", "_scaled_kernel", "_hidden_kernel", "_out_kernel",
+                 "_combine_kernel", "_count_kernel", "_add_up", "_place_kernel", "_cut_kernel",
+                 "grouped", "moe")),
     ("recurrence", ("_recurrent_kernel", "_prepare_kernel", "_scan_kernel", "_chunk_kernel",
                     "_segment_kernel", "_decay_kernel",
                     "_walk_kernel", "_norm_kernel", "delta", "gdn", "ssd", "ssm")),

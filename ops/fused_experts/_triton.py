@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,44 +17,24 @@ from torch_hybrid.ops.fused_experts._hopper import (
     suits_fp8,
 )
 from torch_hybrid.ops.fused_experts._triton_activation import activate, activated, sizes
-from torch_hybrid.ops.fused_experts._triton_fp8 import (
-    fp8_few_tokens,
-    fp8_products,
-    rounded_products,
-)
+from torch_hybrid.ops.fused_experts._triton_few import multiply_few
+from torch_hybrid.ops.fused_experts._triton_fp8 import FP8, ROUNDED_FP8
 from torch_hybrid.ops.fused_experts._triton_group import group_pairs, num_blocks, rows_of_block
-from torch_hybrid.ops.fused_experts._triton_integers import (
-    integer_few_tokens,
-    integer_products,
-)
-from torch_hybrid.ops.fused_experts._triton_plain import few_tokens
-from torch_hybrid.ops.fused_experts._triton_scaled import Tile, share_of
+from torch_hybrid.ops.fused_experts._triton_integers import INTEGERS
+from torch_hybrid.ops.fused_experts._triton_loader import Loader
+from torch_hybrid.ops.fused_experts._triton_plain import PLAIN
+from torch_hybrid.ops.fused_experts._triton_scaled import scaled_products
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.fused_experts.op_expert_linear import ExpertLinear
-from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.launch import bind
 from torch_hybrid.ops.triton.products import dot
 
 # Up to so many tokens, hardly an expert has two of them.
 _FEW_TOKENS = 4
+_ANY_SHARE = 32  # of tiles for any number of pairs
 
-
-def _tile(share: int, like: Tensor) -> Tile:
-    """Choose a tile for ``share`` pairs of an expert, of the dtype and device of ``like``."""
-    if like.dtype == torch.float32:  # outside the tensor cores, on operands in registers
-        return Tile(block_m=16, block_n=64, block_k=32, num_warps=4, num_stages=2)
-    # Most experts have less than twice their share: then one block holds all their pairs.
-    rows = triton.next_power_of_2(2 * share)
-    if rows <= 16:
-        return Tile(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=3)
-    if rows <= 64:
-        return Tile(block_m=rows, block_n=128, block_k=64, num_warps=4, num_stages=4)
-    block_n, stages = (256, 4) if is_hopper(like.device) else (128, 3)
-    return Tile(block_m=128, block_n=block_n, block_k=64, num_warps=8, num_stages=stages)
-
-
-Products = Callable[[FusedExperts, Tensor, Tensor, Tensor], None]
+Products = Callable[..., None]
 
 
 def fused_experts(x: FusedExperts, *, is_invariant: bool = False) -> Tensor:
@@ -65,12 +44,12 @@ def fused_experts(x: FusedExperts, *, is_invariant: bool = False) -> Tensor:
     """
     if x.num_pairs == 0 or x.num_experts == 0:
         return x.x.new_zeros(x.x.shape)
-    few, products = _kernels(x)
+    loader = _loader(x)
     if len(x.x) <= _FEW_TOKENS and not is_invariant:
-        return few(x)
+        return multiply_few(x, loader)
     if not (is_invariant or x.has_scales) and suits(x):
         return _many_tokens(x, hopper_products)
-    return _many_tokens(x, partial(products, share=share_of(x, is_invariant=is_invariant)))
+    return _many_tokens(x, _products_by(loader, x, is_invariant=is_invariant))
 
 
 def expert_linear(x: ExpertLinear, *, is_invariant: bool = False) -> Tensor:
@@ -79,18 +58,23 @@ def expert_linear(x: ExpertLinear, *, is_invariant: bool = False) -> Tensor:
     if out.numel():
         call = x.as_experts()
         order, starts = group_pairs(call.expert_ids, call.num_experts)
-        share = share_of(call, is_invariant=is_invariant)
-        _kernels(call)[1](call, order, starts, out, share=share, hidden=x.x.contiguous())
+        products = _products_by(_loader(call), call, is_invariant=is_invariant)
+        products(call, order, starts, out, hidden=x.x.contiguous())
     return out
 
 
-def _kernels(x: FusedExperts) -> tuple[Callable[[FusedExperts], Tensor], Callable[..., None]]:
-    """Choose by the weights' format who launches for few tokens, and who for many."""
+def _loader(x: FusedExperts) -> Loader:
+    """Return the loader of the weights' format."""
     if not x.has_scales:
-        return few_tokens, _products
-    if x.down.dtype == block_scales.DTYPE:
-        return fp8_few_tokens, fp8_products
-    return integer_few_tokens, integer_products
+        return PLAIN
+    return FP8 if x.down.dtype == block_scales.DTYPE else INTEGERS
+
+
+def _products_by(loader: Loader, x: FusedExperts, *, is_invariant: bool = False) -> Products:
+    """Choose who launches for many tokens, by tiles for the pairs of an expert; invariant, by one
+    tile for any number."""
+    share = _ANY_SHARE if is_invariant else triton.cdiv(x.num_pairs, x.num_experts)
+    return partial(_products if loader is PLAIN else scaled_products, loader=loader, share=share)
 
 
 def rounded_experts(x: FusedExperts) -> Tensor:
@@ -98,8 +82,8 @@ def rounded_experts(x: FusedExperts) -> Tensor:
     if x.num_pairs == 0 or x.num_experts == 0:
         return x.x.new_zeros(x.x.shape)
     if len(x.x) <= _FEW_TOKENS:  # products take no time: rounding would
-        return fp8_few_tokens(x)
-    return _many_tokens(x, fp8_hopper_products if suits_fp8(x) else rounded_products)
+        return multiply_few(x, FP8)
+    return _many_tokens(x, fp8_hopper_products if suits_fp8(x) else _products_by(ROUNDED_FP8, x))
 
 
 def _many_tokens(x: FusedExperts, products: Products) -> Tensor:
@@ -127,6 +111,7 @@ def _products(
     starts: Tensor,
     results: Tensor,
     *,
+    loader: Loader,
     share: int,
     hidden: Tensor | None = None,
 ) -> None:
@@ -134,7 +119,7 @@ def _products(
 
     Given ``hidden`` [P, I] activations, contiguous, it is the second product alone.
     """
-    tile = _tile(share, x.x)
+    tile = loader.tile(x, share)
     blocks = num_blocks(x.num_pairs, x.num_experts, tile.block_m)
     block_n = tile.block_n // x.num_parts
     constants = {

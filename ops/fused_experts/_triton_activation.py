@@ -9,6 +9,9 @@ import triton.language as tl
 
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 
+# Constants of products whose results are not activated.
+NOT_ACTIVATED = {"ACTIVATES": False, "HAS_GATE": False, "LIMIT": None, "SOFTCAPS": None}
+
 
 def activated(x: FusedExperts) -> dict[str, Any]:
     """Return the constants of ``activate``, which are hashable."""

@@ -11,15 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.fused_experts._triton_activation import activate, activated, sizes
-from torch_hybrid.ops.fused_experts._triton_loader import Loader, Stored
+from torch_hybrid.ops.fused_experts._triton_loader import Loader
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.early import follow
 from torch_hybrid.ops.triton.launch import bind
 
 
-def multiply_few(x: FusedExperts, loader: Loader, weights: tuple[Stored, Stored]) -> Tensor:
+def multiply_few(x: FusedExperts, loader: Loader) -> Tensor:
     """Launch a kernel for the hidden activations of all pairs, and one for tokens' outputs."""
-    gate_up, down = weights
+    gate_up, down = loader.stored(x)
     out = x.x.new_empty(x.x.shape)
     hidden = x.x.new_empty(x.num_pairs, x.width)
     blocks = triton.cdiv(x.width, gate_up.few.rows)

@@ -6,15 +6,16 @@ rounded as they are loaded.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.formats.block_scales import BLOCK
-from torch_hybrid.ops.fused_experts._triton_few import multiply_few
-from torch_hybrid.ops.fused_experts._triton_loader import FewTile, Loader, Stored, unscaled
-from torch_hybrid.ops.fused_experts._triton_scaled import Tile, scaled_products, share_of
+from torch_hybrid.ops.fused_experts._triton_loader import FewTile, Loader, Stored, Tile, unscaled
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.fp8 import fp8_product, readable, widen
 
@@ -22,31 +23,6 @@ _FEW_COLUMNS = 2048  # that a program reads at once, for few tokens
 _MOST_AT_ONCE = 10  # experts whose rows of ``down`` are on their way
 _FEW_PAIRS = 128  # up to so many, programs have half of the rows of weights, and are twice as many
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
-
-
-def fp8_few_tokens(x: FusedExperts) -> Tensor:
-    """Launch the kernels of few tokens."""
-    return multiply_few(x, _LOADER, _stored(x, rounds=False))
-
-
-def fp8_products(
-    x: FusedExperts,
-    order: Tensor,
-    starts: Tensor,
-    results: Tensor,
-    *,
-    share: int,
-    hidden: Tensor | None = None,
-) -> None:
-    """Fill ``results`` as ``scaled_products`` does."""
-    weights, tile = _stored(x, rounds=False), _tile(x, share, rounds=False)
-    scaled_products(x, _LOADER, weights, tile, (order, starts), results, hidden)
-
-
-def rounded_products(x: FusedExperts, order: Tensor, starts: Tensor, results: Tensor) -> None:
-    """Fill ``results`` with FP8 products: tokens and hidden activations are rounded to FP8."""
-    weights, tile = _stored(x, rounds=True), _tile(x, share_of(x), rounds=True)
-    scaled_products(x, _LOADER, weights, tile, (order, starts), results, None)
 
 
 def _stored(x: FusedExperts, *, rounds: bool) -> tuple[Stored, Stored]:
@@ -166,6 +142,14 @@ def _multiply_hidden(
     return widen(w, tl.float32) * (x.to(tl.float32) * (weight * scale))[None, :]
 
 
-_LOADER = Loader(
-    rows=_rows, add=_add, scale=unscaled, multiply=_multiply, multiply_hidden=_multiply_hidden
+FP8 = Loader(
+    stored=partial(_stored, rounds=False),
+    tile=partial(_tile, rounds=False),
+    rows=_rows,
+    add=_add,
+    scale=unscaled,
+    multiply=_multiply,
+    multiply_hidden=_multiply_hidden,
 )
+# Tokens and hidden activations are rounded to FP8.
+ROUNDED_FP8 = replace(FP8, stored=partial(_stored, rounds=True), tile=partial(_tile, rounds=True))

@@ -8,9 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.formats.integers import INT8, depth_of
-from torch_hybrid.ops.fused_experts._triton_few import multiply_few
-from torch_hybrid.ops.fused_experts._triton_loader import FewTile, Loader, Stored
-from torch_hybrid.ops.fused_experts._triton_scaled import Tile, scaled_products
+from torch_hybrid.ops.fused_experts._triton_loader import FewTile, Loader, Stored, Tile
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.integers import (
@@ -25,26 +23,6 @@ from torch_hybrid.ops.triton.integers import (
 from torch_hybrid.ops.triton.products import dot
 
 _FEW_BYTES = 512  # of a row of weights that a program reads at once, for few tokens
-
-
-def integer_few_tokens(x: FusedExperts) -> Tensor:
-    """Launch the kernels of few tokens."""
-    return multiply_few(x, _LOADER, _stored(x))
-
-
-def integer_products(
-    x: FusedExperts,
-    order: Tensor,
-    starts: Tensor,
-    results: Tensor,
-    *,
-    share: int,
-    hidden: Tensor | None = None,
-) -> None:
-    """Fill ``results`` as ``scaled_products`` does."""
-    weights = _stored(x)
-    tile = _tile(x, share, group=weights[1].form[0])
-    scaled_products(x, _LOADER, weights, tile, (order, starts), results, hidden)
 
 
 def _stored(x: FusedExperts) -> tuple[Stored, Stored]:
@@ -70,13 +48,15 @@ def _stored(x: FusedExperts) -> tuple[Stored, Stored]:
     return stored(x.gate_up, x.gate_up_scales), stored(x.down, x.down_scales)
 
 
-def _tile(x: FusedExperts, share: int, *, group: int) -> Tile:
-    """Choose a tile for pairs of such tokens, and groups of so many numbers."""
+def _tile(x: FusedExperts, share: int) -> Tile:
+    """Choose a tile for pairs of such tokens, and groups of as many numbers as weights have."""
     # Outside the tensor cores, on operands in registers; a tile's products are one chain.
     if x.x.dtype == torch.float32:
         return Tile(block_m=16, block_n=16, block_k=32, num_warps=4, num_stages=2)
     # Where tensor cores read memory, sums of 128 pairs fit registers: weights are widened once.
     if share > 64 and is_hopper(x.x.device):
+        assert x.down_scales is not None
+        group, _ = form_of(x.down, x.down_scales)
         block_n, num_warps = (64, 4) if group == 128 else (128, 8)
         return Tile(block_m=128, block_n=block_n, block_k=128, num_warps=num_warps, num_stages=3)
     # Most experts have less than twice their share: then one block holds all their pairs.
@@ -173,6 +153,12 @@ def _multiply_hidden(
     return tl.where(is_there, products * scale[:, None, None], 0.0)
 
 
-_LOADER = Loader(
-    rows=_rows, add=_add, scale=_scale, multiply=_multiply, multiply_hidden=_multiply_hidden
+INTEGERS = Loader(
+    stored=_stored,
+    tile=_tile,
+    rows=_rows,
+    add=_add,
+    scale=_scale,
+    multiply=_multiply,
+    multiply_hidden=_multiply_hidden,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.fused_experts.op import FusedExperts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Tile of ``block_n`` rows of weights and ``block_m`` pairs, ``block_k`` columns at a time.
+
+    Shapes alone decide it, so that a captured graph serves any choice of experts.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """Jit functions by which the kernels read weights of a format.
+    """Format of weights: jit functions by which the kernels read it, and what they are told.
 
     Attributes:
+        stored: describes both weights of an op to the kernels.
+        tile: chooses a tile for so many pairs of an expert.
         rows: finds rows of one expert in a weight: their numbers, their scales, and which exist.
         add: adds products of such rows and of tokens to float32 sums, for a tile's columns. Keeps
             what the sums lose to rounding.
@@ -23,6 +42,8 @@ class Loader:
         multiply_hidden: multiplies rows of one pair's expert by its hidden activations and weight.
     """
 
+    stored: Callable[[FusedExperts], tuple[Stored, Stored]]
+    tile: Callable[[FusedExperts, int], Tile]
     rows: Any
     add: Any
     scale: Any

@@ -1,28 +1,42 @@
-"""Weights of x's dtype in Triton: the loader for few tokens."""
+"""Weights of x's dtype in Triton: the loader, whose functions are for few tokens."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.fused_experts._triton_few import multiply_few
-from torch_hybrid.ops.fused_experts._triton_loader import FewTile, Loader, Stored, unscaled
+from torch_hybrid.ops.fused_experts._triton_loader import FewTile, Loader, Stored, Tile, unscaled
 from torch_hybrid.ops.fused_experts.op import FusedExperts
+from torch_hybrid.ops.triton.devices import is_hopper
 
 _FEW_COLUMNS = 256  # that a program reads at once, for few tokens
 
 
-def few_tokens(x: FusedExperts) -> Tensor:
-    """Launch the kernels of few tokens."""
-    return multiply_few(x, _LOADER, (_stored(x.gate_up), _stored(x.down)))
+def _stored(x: FusedExperts) -> tuple[Stored, Stored]:
+    """Describe both weights to the kernels."""
+
+    def stored(weight: Tensor) -> Stored:
+        block = min(_FEW_COLUMNS, triton.next_power_of_2(weight.shape[-1]))
+        few = FewTile(rows=8, columns=block, shape=(block,), num_stages=4)
+        return Stored(numbers=weight, scales=None, form=(block,), few=few)
+
+    return stored(x.gate_up), stored(x.down)
 
 
-def _stored(weight: Tensor) -> Stored:
-    """Describe a weight to the kernels."""
-    block = min(_FEW_COLUMNS, triton.next_power_of_2(weight.shape[-1]))
-    few = FewTile(rows=8, columns=block, shape=(block,), num_stages=4)
-    return Stored(numbers=weight, scales=None, form=(block,), few=few)
+def _tile(x: FusedExperts, share: int) -> Tile:
+    """Choose a tile for pairs of such tokens."""
+    if x.x.dtype == torch.float32:  # outside the tensor cores, on operands in registers
+        return Tile(block_m=16, block_n=64, block_k=32, num_warps=4, num_stages=2)
+    # Most experts have less than twice their share: then one block holds all their pairs.
+    rows = triton.next_power_of_2(2 * share)
+    if rows <= 16:
+        return Tile(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=3)
+    if rows <= 64:
+        return Tile(block_m=rows, block_n=128, block_k=64, num_warps=4, num_stages=4)
+    block_n, stages = (256, 4) if is_hopper(x.x.device) else (128, 3)
+    return Tile(block_m=128, block_n=block_n, block_k=64, num_warps=8, num_stages=stages)
 
 
 @triton.jit
@@ -89,6 +103,12 @@ def _multiply_hidden(
     return w.to(tl.float32) * (x.to(tl.float32) * weight)[None, :]
 
 
-_LOADER = Loader(
-    rows=_rows, add=None, scale=unscaled, multiply=_multiply, multiply_hidden=_multiply_hidden
+PLAIN = Loader(
+    stored=_stored,
+    tile=_tile,
+    rows=_rows,
+    add=None,
+    scale=unscaled,
+    multiply=_multiply,
+    multiply_hidden=_multiply_hidden,
 )

@@ -382,6 +382,7 @@ def test_an_engine_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None
 def test_kernels_have_a_group() -> None:
     kernels = {
         "_gate_up_kernel": "experts",
+        "_scaled_kernel": "experts",
         "_scan_kernel": "recurrence",
         "_walk_kernel": "recurrence",
         "_linear_kernel": "products",

@@ -85,8 +85,9 @@ def launches_on(target: str, *, gluon: bool = True) -> Iterator[dict[str, Launch
     def keep(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         name = kernel.fn.__name__
         if name in launches:
-            given = launches[name].kwargs.items()
-            name += str({key: value for key, value in kwargs.items() if (key, value) not in given})
+            given = launches[name].kwargs
+            own = {key: value for key, value in kwargs.items() if not torch.is_tensor(value)}
+            name += str({key: value for key, value in own.items() if given.get(key) != value})
         assert not name.endswith("{}"), f"{name} is launched twice"
         launches[name] = Launch(kernel, args, kwargs)
 
