@@ -257,7 +257,7 @@ class LaneProduct {
   static constexpr int64_t DEPTH = AMX ? 256 : 512;  // units
   // Short pieces where five rows come here too (skinny.h): their errors are to be small.
   static constexpr bool SHORT = REGISTER_LANES < LANES;
-  static constexpr int64_t PIECE = SHORT ? 128 : DEPTH, FEW_PIECE = 64;
+  static constexpr int64_t PIECE = SHORT ? 512 / sizeof(T) : DEPTH, FEW_PIECE = 64;
   // Of a tile, at a time: where rows are widened, two panels stay in L1 beside x.
   template <typename U>
   static constexpr int64_t STRETCH = detail::IS_WIDENED<T, U> ? PIECE : DEPTH;
