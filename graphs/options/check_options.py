@@ -112,7 +112,8 @@ def check_head_drafts(max_drafts: int) -> None:
 
 def check_kv_tokens(kv_tokens: KvTokens) -> None:
     """Raise ValueError unless ``kv_tokens`` is a number or "auto"."""
-    if kv_tokens != "auto" and not isinstance(kv_tokens, SupportsIndex):
+    is_int = isinstance(kv_tokens, SupportsIndex) and not isinstance(kv_tokens, bool)
+    if kv_tokens != "auto" and not is_int:
         raise ValueError(f"kv_tokens must be an integer or 'auto', got {kv_tokens!r}")
 
 

@@ -95,8 +95,10 @@ def test_errors_say_bytes(model: th.HybridModel, free: Any) -> None:
     free(3 * 16384)
     with pytest.raises(th.CapacityError) as refused:
         make_runner(model)
-    with pytest.raises(ValueError, match="kv_tokens must be an integer or 'auto', got 'most'"):
-        make_runner(model, kv_tokens="most")
+    for wrong in ("most", True):
+        expected = f"kv_tokens must be an integer or 'auto', got {wrong!r}"
+        with pytest.raises(ValueError, match=expected):
+            make_runner(model, kv_tokens=wrong)
     with pytest.raises(th.CapacityError) as too_many:
         make_runner(model, kv_tokens=1 << 20)
     assert str(refused.value) == (
