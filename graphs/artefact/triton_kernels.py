@@ -64,10 +64,12 @@ def _bring(name: str, files: Mapping[str, bytes]) -> None:
     cache = Path(knobs.cache.dir)
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / name
+    if folder.is_dir() and any(folder.iterdir()):
+        return
     with TemporaryDirectory(dir=cache) as parent:
         whole = Path(parent, name)
         whole.mkdir()
         for file, data in files.items():
             whole.joinpath(file).write_bytes(data.replace(_HERE, os.fsencode(folder)))
-        with suppress(OSError):  # it is there, or another process brings it
+        with suppress(OSError):  # another process has brought it
             whole.rename(folder)
