@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from inspect import getattr_static
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal
 
 import torch
 
@@ -13,6 +13,7 @@ from torch_hybrid.backends.select import Backends
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.stepping.model_choices import modules_of
+from torch_hybrid.host.ints import is_int
 from torch_hybrid.layers.expert_parallel import TokensOfRank
 from torch_hybrid.ops.formats import fp8_kv
 from torch_hybrid.specs import KEPT_HIDDEN, AttentionSpec, LatentSpec, LayerTable
@@ -112,8 +113,7 @@ def check_head_drafts(max_drafts: int) -> None:
 
 def check_kv_tokens(kv_tokens: KvTokens) -> None:
     """Raise ValueError unless ``kv_tokens`` is a number or "auto"."""
-    is_int = isinstance(kv_tokens, SupportsIndex) and not isinstance(kv_tokens, bool)
-    if kv_tokens != "auto" and not is_int:
+    if kv_tokens != "auto" and not is_int(kv_tokens):
         raise ValueError(f"kv_tokens must be an integer or 'auto', got {kv_tokens!r}")
 
 

@@ -16,9 +16,14 @@ from torch import Tensor
 _MANY_INTS = 64  # from this count on, two copies cost less than a look at each type
 
 
+def is_int(given: object) -> bool:
+    """Tell whether an argument is an integer; a bool is none."""
+    return isinstance(given, SupportsIndex) and not isinstance(given, bool)
+
+
 def check_int(name: str, given: object) -> None:
-    """Raise TypeError unless an argument is an integer; a bool is none."""
-    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
+    """Raise TypeError unless an argument is an integer."""
+    if not is_int(given):
         raise TypeError(f"{name} must be an integer, got {given!r}")
 
 
