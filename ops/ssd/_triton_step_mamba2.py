@@ -6,6 +6,7 @@ README.md.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,7 +40,7 @@ def ssd_step(x: SsdStep) -> Tensor:
     if x.chunk is not None and not len(x.xBC):
         close_chunks(x, x.conv_state)
         return empty_outputs(x)
-    mixed = _convolve(x)
+    mixed = _convolve(x) if x.records is None else _convolve_drafts(x, x.records)
     out = empty_outputs(x)
     if x.chunk is None:
         _walk(x, mixed, out)
@@ -57,22 +58,32 @@ def ssd_step(x: SsdStep) -> Tensor:
 
 
 def _convolve(x: SsdStep) -> Tensor:
-    """Convolve the inputs of new tokens; rows of padding tokens are uninitialised.
+    """Convolve the inputs; rows of padding tokens are uninitialised."""
+    mixed = torch.empty_like(x.xBC, memory_format=torch.contiguous_format)
+    num_channels = x.xBC.shape[1]
+    blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS)
+    bind(_conv_kernel, x)[(blocks * x.state_indices.shape[0],)](
+        weight=x.conv_weight,
+        bias=x.conv_bias,
+        mixed=mixed,
+        BLOCK=_BLOCK_CHANNELS,
+        SILU=x.activation == "silu",
+        num_warps=2,
+    )
+    return mixed
 
-    With drafts, those of each sequence's accepted records come after them, and each row also has
-    its raw step sizes, after the channels.
+
+def _convolve_drafts(x: SsdStep, records: Tensor) -> Tensor:
+    """Convolve the inputs of new tokens and, after them, of each sequence's accepted records.
+
+    Each row also has its raw step sizes, after the channels.
     """
-    (num_rows, width), num_seqs = x.xBC.shape, x.state_indices.shape[0]
-    blocks = triton.cdiv(width, _BLOCK_CHANNELS)
-    num_drafts: int | None = None
-    unread: tuple[str, ...] = ("dt", "stride_dt", "num_tokens")
-    if x.records is not None:
-        _, num_drafts, width = x.records.shape
-        num_rows += num_seqs * num_drafts
-        blocks += triton.cdiv(x.state.shape[1], _BLOCK_CHANNELS)
-        unread = ()
-    mixed = x.xBC.new_empty(num_rows, width)
-    bind(_conv_kernel, x)[(blocks * num_seqs,)](
+    num_tokens, num_seqs = x.xBC.shape[0], x.state_indices.shape[0]
+    num_channels, num_heads = x.xBC.shape[1], x.state.shape[1]
+    _, num_drafts, width = records.shape
+    blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS) + triton.cdiv(num_heads, _BLOCK_CHANNELS)
+    mixed = x.xBC.new_empty(num_tokens + num_seqs * num_drafts, width)
+    bind(_verify_conv_kernel, x)[(blocks * num_seqs,)](
         weight=x.conv_weight,
         bias=x.conv_bias,
         mixed=mixed,
@@ -80,7 +91,6 @@ def _convolve(x: SsdStep) -> Tensor:
         BLOCK=_BLOCK_CHANNELS,
         SILU=x.activation == "silu",
         num_warps=2,
-        **dict.fromkeys(unread),
     )
     return mixed
 
@@ -116,6 +126,49 @@ def _gate_of_walk(x: SsdStep) -> Tensor | None:
     return x.z if x.norm_weight is None else None
 
 
+@triton.jit
+def _conv_kernel(
+    xBC: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor | None,
+    conv_state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    mixed: tl.tensor,
+    stride_xBC: tl.tensor,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Convolve BLOCK channels of one sequence's token.
+
+    Grid: blocks of channels times sequences. Tile: BLOCK channels in two warps. No other program
+    reads or writes their state, so it moves in place.
+    """
+    follow(EARLY)
+    if EARLY:
+        gdc_launch_dependents()
+    blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    seq = tl.program_id(0) // blocks
+    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < C
+    begin = tl.load(cu_seqlens + seq)
+    if begin < tl.load(cu_seqlens + seq + 1):
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        token = begin.to(tl.int64)
+        b_x = tl.load(xBC + token * stride_xBC + channel, mask=mask, other=0.0)
+        p_old = conv_state + initial * (W - 1) * C + channel
+        past = last_inputs(p_old, mask & (initial != 0), C, W)
+        b_y = convolve(past, b_x, taps(weight, bias, channel, mask, W), W, SILU)
+        tl.store(mixed + token * C + channel, b_y.to(mixed.dtype.element_ty), mask=mask)
+        p_new = conv_state + slot * (W - 1) * C + channel
+        leave_inputs(p_new, past[1:] + (b_x,), mask & (slot != 0), C, W)  # noqa: RUF005
+
+
 # A state is to have the same bits with drafts and without: nothing is fused in these but what is
 # written as ``fma``, as the compiler would choose by what stands beside.
 @triton.jit
@@ -140,21 +193,21 @@ def _read(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _conv_kernel(
+def _verify_conv_kernel(
     xBC: tl.tensor,
-    dt: tl.tensor | None,
+    dt: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor | None,
     conv_state: tl.tensor,
     cu_seqlens: tl.tensor,
     initial_indices: tl.tensor,
     state_indices: tl.tensor,
-    accepted: tl.tensor | None,
-    records: tl.tensor | None,
+    accepted: tl.tensor,
+    records: tl.tensor,
     mixed: tl.tensor,
-    num_tokens: tl.tensor | None,
+    num_tokens: tl.tensor,
     stride_xBC: tl.tensor,
-    stride_dt: tl.tensor | None,
+    stride_dt: tl.tensor,
     C: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
@@ -165,91 +218,73 @@ def _conv_kernel(
 ) -> None:
     """Convolve BLOCK channels of all tokens of one sequence, or copy raw step sizes of BLOCK heads.
 
-    Grid: (blocks of channels, blocks of heads) times sequences. Tile: BLOCK channels in two warps.
-    No other program reads or writes them in the convolution's state and in records, so both move in
-    place. Step sizes are copied because programs of a head's rows read them later, when its records
-    may be others.
-
-    In decode steps (DRAFTS is None) a sequence has at most one token, and nobody copies step sizes.
+    Grid: (blocks of channels, blocks of heads) times sequences. No other program reads or writes
+    them in the convolution's state and in records. Step sizes are copied because programs of a
+    head's rows read them later, when its records may be others.
     """
     follow(EARLY)
     if EARLY:
         gdc_launch_dependents()
+    R: tl.constexpr = C + H
     of_channels: tl.constexpr = (C + BLOCK - 1) // BLOCK
-    blocks: tl.constexpr = of_channels + (0 if DRAFTS is None else (H + BLOCK - 1) // BLOCK)
+    blocks: tl.constexpr = of_channels + (H + BLOCK - 1) // BLOCK
     seq = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
+    num_new = tl.load(cu_seqlens + seq + 1) - begin
+    num_replayed = tl.load(accepted + seq)
+    initial = tl.load(initial_indices + seq).to(tl.int64)
+    slot = tl.load(state_indices + seq).to(tl.int64)
     token = begin.to(tl.int64)
-    if DRAFTS is None:
+    p_replayed = records + initial * DRAFTS * R
+    p_drafts = records + slot * DRAFTS * R
+    p_mixed = mixed + token * R
+    p_before = mixed + (num_tokens.to(tl.int64) + seq * DRAFTS) * R
+    if block < of_channels:
         channel = block * BLOCK + tl.arange(0, BLOCK)
         mask = channel < C
-        if begin < end:
-            initial = tl.load(initial_indices + seq).to(tl.int64)
-            slot = tl.load(state_indices + seq).to(tl.int64)
-            b_x = tl.load(xBC + token * stride_xBC + channel, mask=mask, other=0.0)
-            p_old = conv_state + initial * (W - 1) * C + channel
-            past = last_inputs(p_old, mask & (initial != 0), C, W)
-            b_y = convolve(past, b_x, taps(weight, bias, channel, mask, W), W, SILU)
-            tl.store(mixed + token * C + channel, b_y.to(mixed.dtype.element_ty), mask=mask)
-            p_new = conv_state + slot * (W - 1) * C + channel
-            leave_inputs(p_new, past[1:] + (b_x,), mask & (slot != 0), C, W)  # noqa: RUF005
+        known = initial != 0
+        p_old = conv_state + initial * (W - 1) * C + channel
+        p_x = xBC + token * stride_xBC + channel
+        tap = taps(weight, bias, channel, mask, W)
+        past = last_inputs(p_old, mask & known, C, W)
+        for i in range(num_replayed + num_new):
+            is_new = i >= num_replayed
+            place = i - num_replayed
+            p_i = tl.where(is_new, p_x + place * stride_xBC, p_replayed + i * R + channel)
+            b_x = tl.load(p_i, mask=mask, other=0.0)
+            b_y = convolve(past, b_x, tap, W, SILU).to(mixed.dtype.element_ty)
+            p_y = tl.where(is_new, p_mixed + place * R, p_before + i * R)
+            tl.store(p_y + channel, b_y, mask=mask)
+            past = past[1:] + (b_x,)  # noqa: RUF005
+        if (slot != 0) & (num_new + num_replayed > 0):
+            leave_channels(
+                p_old,
+                p_replayed + channel,
+                p_x,
+                conv_state + slot * (W - 1) * C + channel,
+                p_drafts + channel,
+                known,
+                num_replayed,
+                num_new,
+                stride_xBC,
+                mask,
+                C,
+                R,
+                W,
+            )
     else:
-        R: tl.constexpr = C + H
-        num_new = end - begin
-        num_replayed = tl.load(accepted + seq)
-        initial = tl.load(initial_indices + seq).to(tl.int64)
-        slot = tl.load(state_indices + seq).to(tl.int64)
-        p_replayed = records + initial * DRAFTS * R
-        p_drafts = records + slot * DRAFTS * R
-        p_mixed = mixed + token * R
-        p_before = mixed + (tl.cast(num_tokens, tl.int64) + seq * DRAFTS) * R
-        if block < of_channels:
-            channel = block * BLOCK + tl.arange(0, BLOCK)
-            mask = channel < C
-            known = initial != 0
-            p_old = conv_state + initial * (W - 1) * C + channel
-            p_x = xBC + token * stride_xBC + channel
-            tap = taps(weight, bias, channel, mask, W)
-            past = last_inputs(p_old, mask & known, C, W)
-            for i in range(num_replayed + num_new):
-                is_new = i >= num_replayed
-                place = i - num_replayed
-                p_i = tl.where(is_new, p_x + place * stride_xBC, p_replayed + i * R + channel)
-                b_x = tl.load(p_i, mask=mask, other=0.0)
-                b_y = convolve(past, b_x, tap, W, SILU).to(mixed.dtype.element_ty)
-                p_y = tl.where(is_new, p_mixed + place * R, p_before + i * R)
-                tl.store(p_y + channel, b_y, mask=mask)
-                past = past[1:] + (b_x,)  # noqa: RUF005
-            if (slot != 0) & (num_new + num_replayed > 0):
-                leave_channels(
-                    p_old,
-                    p_replayed + channel,
-                    p_x,
-                    conv_state + slot * (W - 1) * C + channel,
-                    p_drafts + channel,
-                    known,
-                    num_replayed,
-                    num_new,
-                    stride_xBC,
-                    mask,
-                    C,
-                    R,
-                    W,
-                )
-        else:
-            head = (block - of_channels) * BLOCK + tl.arange(0, BLOCK)
-            mask = head < H
-            for i in range(num_replayed):
-                b_dt = tl.load(p_replayed + i * R + C + head, mask=mask)
-                tl.store(p_before + i * R + C + head, b_dt, mask=mask)
-            tl.debug_barrier()  # all threads of this program have read what is left anew here
-            for i in range(num_new):
-                b_dt = tl.load(dt + (token + i) * stride_dt + head, mask=mask)
-                tl.store(p_mixed + i * R + C + head, b_dt, mask=mask)
-                is_draft = (i > 0) & (slot != 0)
-                tl.store(p_drafts + (i - 1) * R + C + head, b_dt, mask=mask & is_draft)
+        head = (block - of_channels) * BLOCK + tl.arange(0, BLOCK)
+        mask = head < H
+        for i in range(num_replayed):
+            b_dt = tl.load(p_replayed + i * R + C + head, mask=mask)
+            tl.store(p_before + i * R + C + head, b_dt, mask=mask)
+        tl.debug_barrier()  # all threads of this program have read what is left anew here
+        for i in range(num_new):
+            b_dt = tl.load(dt + (token + i) * stride_dt + head, mask=mask)
+            tl.store(p_mixed + i * R + C + head, b_dt, mask=mask)
+            is_draft = (i > 0) & (slot != 0)
+            tl.store(p_drafts + (i - 1) * R + C + head, b_dt, mask=mask & is_draft)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
