@@ -8,6 +8,7 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # some hundredths of a trace
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")  # few shapes of a trace recur
+os.environ.setdefault("TORCH_HYBRID_STEP_CACHE", "0")  # what compiles a step is tested
 os.environ.setdefault("TORCH_WARM_POOL", "0")  # of processes for Triton kernels: none on a CPU
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -29,6 +29,17 @@ def _inductor_settings() -> dict[str, object]:
     return {name: x for name, x in settings.items() if not name.startswith("aot_inductor.")}
 
 
+def _torch_settings() -> tuple[object, ...]:
+    """Read what torch's own arithmetic follows, and kernels that stand for it."""
+    return (
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    )
+
+
 def facts_of(model: Model, passes: Sequence[Pass], **sizes: object) -> dict[str, str]:
     """Collect the facts of this process, its model and its runner, by name."""
     facts = {
@@ -38,6 +49,7 @@ def facts_of(model: Model, passes: Sequence[Pass], **sizes: object) -> dict[str,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "device": _device(model.device),
         "settings of Inductor": _digest(_inductor_settings()),
+        "settings of torch": _digest(_torch_settings()),
         "passes": " ".join(f"{p.name}:{_digest(_unknown(p.apply))[:8]}" for p in passes),
         "model": _model(model),
         "dtype": str(model.dtype),

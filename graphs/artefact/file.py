@@ -31,10 +31,11 @@ from torch_hybrid.graphs.compiling.compile_region import CompiledRegion
 from torch_hybrid.graphs.compiling.compiled_step import Arguments, CompiledGraph
 from torch_hybrid.graphs.compiling.regions import link
 from torch_hybrid.graphs.compiling.signature import own_tensors
+from torch_hybrid.graphs.compiling.sources import changed_sources
 from torch_hybrid.graphs.step import Caches, Model
 from torch_hybrid.ops.native.build import bring_libraries, loaded_libraries, unpack_library
 
-_FORMAT = 1
+_FORMAT = 2
 _FACTS, _STEPS = "facts.json", "steps.pickle"
 Choices = tuple[tuple[str, str], ...]  # each op with its implementation
 _REGIONS, _KERNELS, _OPS, _TRITON = "regions", "kernels", "ops", "triton"
@@ -64,6 +65,7 @@ class _SavedGraph:
     shapes: Mapping[str, tuple[int | str | None, ...]]
     holds: str
     constants: str
+    sources: Mapping[str, str]
     choices: Choices
     record: GraphRecord
 
@@ -156,6 +158,7 @@ def _saved(
         shapes=arguments.shapes,
         holds=arguments.holds,
         constants=graph.constants,
+        sources=graph.sources,
         choices=choices,
         record=record,
     )
@@ -170,7 +173,7 @@ class Artefact:
 
     Raises:
         FileNotFoundError: there is no such file.
-        StaleArtefactError: the file is no artefact, or has other facts.
+        StaleArtefactError: the file is no artefact, has other facts, or was made of other code.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
@@ -187,6 +190,8 @@ class Artefact:
             listed = "; ".join(f"{n}: {made_for.get(n)} there, {here[n]} here" for n in differ)
             raise StaleArtefactError(f"{path} was made for something else ({listed})")
         self._steps: dict[str, _SavedGraph] = pickle.loads(self._file.read(_STEPS))
+        if changed := sorted({m for s in self._steps.values() for m in changed_sources(s.sources)}):
+            raise StaleArtefactError(f"{path} was made of other code ({', '.join(changed)})")
         self._kernels = self._unpacked(_KERNELS)
         bring_libraries(self._unpacked(_OPS))
         self.triton_kernels = frozenset(bring_kernels(self._files(_TRITON)))
@@ -223,6 +228,7 @@ class Artefact:
             ),
             call=link(saved.text, [region.call for region in regions]),
             constants=constants,
+            sources=saved.sources,
         )
         return graph, replace(saved.record, is_loaded=True)
 

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch_hybrid.backends.select import Choice, impls_of
+from torch_hybrid.backends.select import Backends, Choice, impls_of
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.facts import facts_of
 from torch_hybrid.graphs.artefact.file import (
     Artefact,
@@ -17,9 +18,11 @@ from torch_hybrid.graphs.artefact.file import (
     named_tensors,
     save,
 )
+from torch_hybrid.graphs.artefact.kept import drop_oldest, kept_path
 from torch_hybrid.graphs.artefact.triton_kernels import noted_kernels
 from torch_hybrid.graphs.compiling.compile import GraphRecord
 from torch_hybrid.graphs.compiling.compiled_step import CompiledGraph, constants_of
+from torch_hybrid.graphs.compiling.sources import UNKNOWN
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.step import Caches, Inputs, Model
 
@@ -28,13 +31,14 @@ class StepStore:
     """Store of a runner's compiled steps, in the artefact at ``path`` if its facts match.
 
     An artefact that does not match is named in a warning, and will be overwritten; a missing one
-    will be written.
+    will be written. One that the user's cache keeps does both without a word.
 
     Args:
-        path: the file; None finds nothing.
+        path: the file; None: the one that is kept for these facts, if any.
         model: the model that the steps run.
         caches: pools of its layers.
         passes: passes over its graphs.
+        backends: the implementations that were asked for: a kept file has steps of these alone.
         sizes: sizes of the runner, by name.
 
     Raises:
@@ -47,10 +51,16 @@ class StepStore:
         model: Model,
         caches: Caches,
         passes: Sequence[Pass],
+        *,
+        backends: Backends | None,
         **sizes: object,
     ) -> None:
-        self.path = None if path is None else Path(path)
-        self._model, self._caches, self._passes, self._sizes = model, caches, passes, sizes
+        self._model, self._caches = model, caches
+        # Of the model as it is now: a step with adapters has hooks in it.
+        self._facts = facts_of(model, passes, **sizes)
+        self.is_kept = path is None
+        wanted = {"backends": str(backends)}
+        self.path = kept_path(self._facts | wanted) if path is None else Path(path)
         self._artefacts: list[Artefact] = []
         self._saved_kernels: set[str] = set()
         if self.path is not None and not self.path.parent.is_dir():
@@ -59,7 +69,7 @@ class StepStore:
             try:
                 self.open(self.path)
             except StaleArtefactError as error:
-                warnings.warn(f"{error}; steps are compiled anew", stacklevel=5)
+                self._warn(f"{error}; steps are compiled anew", stacklevel=6)
 
     @property
     def is_open(self) -> bool:
@@ -101,9 +111,9 @@ class StepStore:
             if found := file.graph(variant, constants, impls, self._named):
                 return found
         if files:
-            warnings.warn(
+            self._warn(
                 f"{self.path} has {variant} steps of other implementations; they are compiled anew",
-                stacklevel=4,
+                stacklevel=5,
             )
         return None
 
@@ -125,13 +135,24 @@ class StepStore:
         if path == self.path:
             self._saved_kernels = kernels
 
-    def note_facts(self) -> None:
-        """Note the facts of the model as it is now: a step with adapters has hooks in it."""
-        assert self._facts
+    def keep(
+        self, steps: Mapping[str, tuple[CompiledGraph, GraphRecord]], choices: Sequence[Choice]
+    ) -> None:
+        """Write steps to the store's own file, if it has one; a warning says why that fails."""
+        if self.path is None:
+            return
+        if self.is_kept and any(UNKNOWN in graph.sources.values() for graph, _ in steps.values()):
+            return
+        try:
+            self.save(self.path, steps, choices)
+        except (OSError, UnsupportedError) as error:  # the steps themselves are there
+            self._warn(f"no artefact is written to {self.path}: {error}", stacklevel=5)
+        if self.is_kept:
+            drop_oldest(self.path.parent)
 
-    @cached_property
-    def _facts(self) -> dict[str, str]:
-        return facts_of(self._model, self._passes, **self._sizes)
+    def _warn(self, message: str, *, stacklevel: int) -> None:
+        if not self.is_kept:
+            warnings.warn(message, stacklevel=stacklevel)
 
     @cached_property
     def _named(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule
 from torch.utils import _pytree as pytree
 
@@ -29,6 +30,7 @@ from torch_hybrid.graphs.compiling.fixed_arithmetic import check_sums, fixed_ari
 from torch_hybrid.graphs.compiling.instantiate import drop_dead_checks, own_copy
 from torch_hybrid.graphs.compiling.layers_once import LayerCount, LayersOnce
 from torch_hybrid.graphs.compiling.regions import link, plan_regions, step_text
+from torch_hybrid.graphs.compiling.sources import sources_of
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, PassRecord, apply_passes
 from torch_hybrid.graphs.passes.schedule import (
     Stage,
@@ -138,6 +140,7 @@ class StepBackend:
             ops=sum((region.ops for region in in_turn), Counter()),
             arguments=arguments_of(module.graph, added),
             call=link(text, [region.call for region in compiled]),
+            sources=sources_of(TracingContext.get().traced_code),
         )
 
 

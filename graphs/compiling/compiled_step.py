@@ -135,6 +135,7 @@ class CompiledGraph:
         counts: number of calls of each region.
         ops: "op[impl]" to number of calls, over all regions.
         constants: constants of the inputs that the graph was traced with (``constants_of``).
+        sources: digests of the files whose code was traced, by module (``sources_of``).
     """
 
     arguments: Arguments
@@ -144,6 +145,7 @@ class CompiledGraph:
     counts: tuple[int, ...] = ()
     ops: Counter[str] = field(default_factory=Counter)
     constants: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     def fits(self, inputs: Any) -> bool:
         """Tell whether the graph may be called on these inputs."""

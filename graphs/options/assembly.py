@@ -197,8 +197,6 @@ def assemble(decided: Decided, owner: object) -> RunnerParts:
         if adapters is not None:
             caches = {**caches, ADAPTERS: adapters.layers.pools}
         store = _open_store(decided, cache, caches) if options.compile else None
-        if store is not None and adapters is not None:
-            store.note_facts()
         choices = choose(model, decided.backends, compiles=bool(options.compile))
         if adapters is not None:
             choices = (*choices, adapters.choose(decided.backends))
@@ -313,7 +311,9 @@ def _open_store(decided: Decided, cache: HybridCache, given: Caches) -> StepStor
         "batch_invariant": decided.backends.batch_invariant,
     }
     caches = {**cache.pools, **given}
-    store = StepStore(options.artefact, model, caches, decided.passes, **facts)
+    store = StepStore(
+        options.artefact, model, caches, decided.passes, backends=options.backends, **facts
+    )
     if not store.is_open and options.compile != "background":
         check_toolchain(decided.device)
     return store

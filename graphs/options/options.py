@@ -196,7 +196,8 @@ class Options:
         """A file of compiled steps to start from, written where it is not there yet. Steps are
         taken where they were made for the same model, sizes, versions and machine; otherwise a
         warning names what differs, and the file is written anew. It is written as soon as a step
-        is compiled, and has more with each. It is run as code: take none that you do not trust.""",
+        is compiled, and has more with each. It is run as code: take none that you do not trust.
+        None: one that ``~/.cache/torch_hybrid`` keeps for these facts and finds again.""",
         in_artefact=False,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -226,14 +225,11 @@ class Steps:
 
     def save_if_new(self) -> None:
         """Write newly compiled graphs and kernels to the artefact, beside what its file has."""
-        if self._store is None or (path := self._store.path) is None:
+        if self._store is None or self._store.path is None:
             return
         if all(graph.is_loaded for graph in self.graphs.values()) and not self._store.lacks_kernels:
             return
-        try:
-            self._save(path, self._ready() | self._unused())
-        except (OSError, UnsupportedError) as error:  # the steps themselves are there
-            warnings.warn(f"no artefact is written to {path}: {error}", stacklevel=3)
+        self._store.keep(self._ready() | self._unused(), self._choices)
 
     def is_final(self, variant: Variant) -> bool:
         """Tell whether a variant's step stays as it is: always, these steps are never replaced."""
@@ -243,11 +239,8 @@ class Steps:
         """Write the graphs of ready variants to an artefact; by default of all that are ready."""
         ready = self._ready()
         names = ready if variants is None else [variant.name for variant in variants]
-        self._save(path, {name: ready[name] for name in names})
-
-    def _save(self, path: Path, steps: Mapping[str, tuple[CompiledGraph, GraphRecord]]) -> None:
         assert self._store is not None
-        self._store.save(path, steps, self._choices)
+        self._store.save(path, {name: ready[name] for name in names}, self._choices)
 
     def _ready(self) -> dict[str, tuple[CompiledGraph, GraphRecord]]:
         """Map the name of each ready variant to its graph and the graph's record."""

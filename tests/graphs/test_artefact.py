@@ -276,6 +276,7 @@ def test_a_file_that_cannot_be_written_leaves_the_one_that_is_there(
         Runner(model, **SIZES, artefact=path)
     # Steps that were compiled serve, written or not.
     monkeypatch.setattr(compiled._steps._store, "path", path)
+    monkeypatch.setattr(compiled._steps._store, "is_kept", False)
     with pytest.warns(UserWarning, match=r"no artefact is written to .*: full"):
         compiled._steps.save_if_new()
 
