@@ -120,6 +120,7 @@ class StepBackend:
         with (
             torch._functorch.config.patch(_ALWAYS_INDUCTOR),
             torch._inductor.config.patch(options),
+            _cached_by_vectors(),
             _inductor_options(schedule, planned),
             fixed_arithmetic() if self.fixes_arithmetic else nullcontext(),
         ):
@@ -175,6 +176,21 @@ def _inductor_options(
 
     options: AbstractContextManager[None] = keep_order(planned)
     return options
+
+
+def _cached_by_vectors() -> AbstractContextManager[Any]:
+    """Let Inductor find cached code for vectors of this process's width alone.
+
+    Its key does not tell AVX2 from AVX-512, be it another CPU or ``ATEN_CPU_CAPABILITY`` (torch
+    2.13). What it finds is built for the CPU that is here. Code made for vectors of 8 floats then
+    writes 16, past the end of its results.
+    """
+    config: Any = torch.compiler.config
+    capability = torch.backends.cpu.get_cpu_capability()
+    tagged: AbstractContextManager[Any] = config.patch(
+        cache_key_tag=f"{config.cache_key_tag} {capability}"
+    )
+    return tagged
 
 
 def _check_order(sources: Sequence[str], planned: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -49,6 +50,21 @@ def compiled(
 
 def inputs(num_tokens: int, scale: float = 2) -> Inputs:
     return Inputs(torch.randn(num_tokens, WIDTH), Statics(scale))
+
+
+def test_cached_code_is_for_vectors_of_one_width(monkeypatch: pytest.MonkeyPatch):
+    """What Inductor wrote for AVX2 and builds for AVX-512 writes past the end of its results."""
+
+    def hits() -> int:
+        before = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
+        step, _ = compiled(make_step(squared=True))
+        step(inputs(3), torch.ones(WIDTH))
+        return int(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]) - before
+
+    hits()
+    assert hits() == 1
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: str(uuid4()))
+    assert hits() == 0
 
 
 def make_step(*, squared: bool) -> Callable[[Inputs, Tensor], Tensor]:
