@@ -69,7 +69,7 @@ class StepStore:
             try:
                 self.open(self.path)
             except StaleArtefactError as error:
-                self._warn(f"{error}; steps are compiled anew", stacklevel=6)
+                self._warn(f"{error}; steps are compiled anew", stacklevel=7)
 
     @property
     def is_open(self) -> bool:

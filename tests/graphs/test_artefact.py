@@ -137,8 +137,9 @@ def test_an_artefact_is_written_as_soon_as_a_step_is_compiled(tmp_path: Path):
 def refusal(path: Path, model: th.HybridModel, **options: Any) -> str:
     with pytest.warns(UserWarning, match="steps are compiled anew") as caught:
         Runner(model, **{**SIZES, **options}, artefact=path)
-    [message] = [str(w.message) for w in caught if str(path) in str(w.message)]
-    return message.replace(str(path), "FILE")
+    [message] = [w for w in caught if str(path) in str(w.message)]
+    assert message.filename == __file__
+    return str(message.message).replace(str(path), "FILE")
 
 
 @pytest.mark.slow
