@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.graphs.passes.own_functions import with_own_functions
-from torch_hybrid.ops.linear.op import IMPLEMENTATIONS, linear
+from torch_hybrid.ops.core.registration import NAMESPACE
+from torch_hybrid.ops.linear.op import IMPLEMENTATIONS
 
+_LINEAR = getattr(torch.ops, NAMESPACE).linear  # arguments are the model's: not checked once more
 # Numbers of a weight from which the op is worth its call, and those of replacements, by Python:
 # decode of one sequence took 1.20 of torch's time where weights had up to 0.4M, and 0.91 with 1.6M.
 LARGE = 1 << 20
@@ -23,28 +27,51 @@ def has_large_linears(modules: Iterable[nn.Module]) -> bool:
     )
 
 
-def with_own_linears(step: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:
-    """Have a step of a model that runs as it is give its linear layers to ``linear``.
+@dataclass(frozen=True, slots=True)
+class OwnLinears:
+    """Linear layers of a model that the op ``linear`` computes, while they are attached.
 
     torch reads the weights of a few rows at half of the machine's rate or less. Reading them is
-    most of a decode step.
+    most of a decode step. A mode that replaces ``F.linear`` would see all other calls too, ten for
+    each: a tenth of a step.
 
-    Args:
-        step: a function that calls torch.
+    Attributes:
+        layers: the layers.
         impl: an implementation of ``linear``.
     """
 
-    def taken(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if _is_taken(input, weight, bias, impl):
-            return by_rows(input, weight, bias, impl=impl)
-        return F.linear(input, weight, bias)
+    layers: tuple[nn.Linear, ...]
+    impl: str
 
-    return with_own_functions(step, {F.linear: taken})
+    @staticmethod
+    def of(modules: Iterable[nn.Module], impl: str) -> OwnLinears:
+        """Take the modules that are linear layers, as torch has them."""
+        forward, own = nn.Linear.forward, "forward"
+        linears = (m for m in modules if isinstance(m, nn.Linear) and own not in vars(m))
+        return OwnLinears(tuple(m for m in linears if type(m).forward is forward), impl)
+
+    @contextmanager
+    def attached(self, _model: nn.Module) -> Iterator[None]:
+        """Have each layer's own ``forward`` call the op meanwhile."""
+        for layer in self.layers:
+            vars(layer)["forward"] = partial(_forward, layer, self.impl)
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                del vars(layer)["forward"]
+
+
+def _forward(layer: nn.Linear, impl: str, input: Tensor) -> Tensor:
+    weight, bias = layer.weight, layer.bias
+    if _is_taken(input, weight, bias, impl):
+        return by_rows(input, weight, bias, impl=impl)
+    return F.linear(input, weight, bias)
 
 
 def by_rows(input: Tensor, weight: Tensor, bias: Tensor | None, *, impl: str) -> Tensor:
     """Compute ``F.linear`` by an implementation of the op ``linear``, which takes a matrix."""
-    out = linear(input.reshape(-1, input.shape[-1]), [weight], [bias], impl=impl)
+    out: Tensor = _LINEAR.direct(input.reshape(-1, input.shape[-1]), [weight], [bias], impl=impl)
     return out.view(*input.shape[:-1], weight.shape[0])
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import Condition, Lock
-from typing import ClassVar
+from typing import ClassVar, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
@@ -20,7 +20,13 @@ from torch_hybrid.backends.select import Choice
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.graphs.stepping.model_choices import set_choices
-from torch_hybrid.layers.adapted import AdaptedLayers
+
+
+class Attachable(Protocol):
+    """Change of a model's modules for some runners, while these run or trace it."""
+
+    def attached(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Have the modules changed meanwhile."""
 
 
 class ModelUse:
@@ -32,8 +38,8 @@ class ModelUse:
     def __init__(self) -> None:
         self._num_running = 0
         self._choices: Sequence[Choice] = ()
-        self._adapted: AdaptedLayers | None = None  # whose hooks the model has
-        self._hooks = ExitStack()
+        self._attached: Sequence[Attachable] = ()  # what the model's modules have now
+        self._undo = ExitStack()
         self._changed = Condition()
         self.caches: WeakSet[HybridCache] = WeakSet()  # of the model's runners
 
@@ -67,7 +73,7 @@ class ModelUse:
         self,
         model: Model,
         choices: Sequence[Choice] = (),
-        adapted: AdaptedLayers | None = None,
+        attached: Sequence[Attachable] = (),
         *,
         runs_model: bool = False,
     ) -> Iterator[None]:
@@ -77,16 +83,16 @@ class ModelUse:
             model: the model that runs.
             choices: implementations of its modules; none if no module's code runs, or none has a
                 choice.
-            adapted: layers whose hooks the model then has; None: no hooks.
+            attached: what its modules then have, and nothing else.
             runs_model: whether its modules' code runs.
         """
         with self._changed:
             if choices and choices != self._choices:
                 self._changed.wait_for(lambda: not self._num_running)
                 self._set_choices(model, choices)
-            if runs_model and adapted is not self._adapted:
+            if runs_model and attached != self._attached:
                 self._changed.wait_for(lambda: not self._num_running)
-                self._attach(model, adapted)
+                self._attach(model, attached)
             self._num_running += 1
         try:
             yield
@@ -94,7 +100,7 @@ class ModelUse:
             with self._changed:
                 self._num_running -= 1
                 if not self._num_running:
-                    self._attach(model, None)
+                    self._attach(model, ())
                 self._changed.notify_all()
 
     @contextmanager
@@ -111,26 +117,27 @@ class ModelUse:
 
     @contextmanager
     def tracing(
-        self, model: Model, choices: Sequence[Choice], adapted: AdaptedLayers | None = None
+        self, model: Model, choices: Sequence[Choice], attached: Sequence[Attachable] = ()
     ) -> Iterator[None]:
         """Hold the model alone, to trace it; wait until nobody runs it."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_running)
             self._set_choices(model, choices)
-            self._attach(model, adapted)
+            self._attach(model, attached)
             try:
                 yield
             finally:
-                self._attach(model, None)
+                self._attach(model, ())
 
-    def _attach(self, model: Model, adapted: AdaptedLayers | None) -> None:
-        """Have the model's adapted layers call these hooks, and no others."""
-        if adapted is not self._adapted:
-            self._hooks.close()
-            if adapted is not None:
+    def _attach(self, model: Model, attached: Sequence[Attachable]) -> None:
+        """Have the model's modules as these change them, and as nothing else does."""
+        if attached != self._attached:
+            self._undo.close()
+            self._attached = ()
+            for each in attached:
                 assert isinstance(model, nn.Module)
-                self._hooks.enter_context(adapted.attached(model))
-            self._adapted = adapted
+                self._undo.enter_context(each.attached(model))
+            self._attached = attached
 
     def _set_choices(self, model: Model, choices: Sequence[Choice]) -> None:
         if choices:

@@ -22,7 +22,7 @@ from torch_hybrid.graphs.compiling.fixed_arithmetic import fuses_freely
 from torch_hybrid.graphs.compiling.layers_once import LayersOnce
 from torch_hybrid.graphs.compiling.toolchain import named_failures, switched_off_by
 from torch_hybrid.graphs.passes import Pass
-from torch_hybrid.graphs.passes.own_linears import has_large_linears, with_own_linears
+from torch_hybrid.graphs.passes.own_linears import OwnLinears, has_large_linears
 from torch_hybrid.graphs.passes.row_products import in_rows
 from torch_hybrid.graphs.step import (
     Caches,
@@ -36,7 +36,7 @@ from torch_hybrid.graphs.step import (
     map_tensors,
 )
 from torch_hybrid.graphs.stepping.model_choices import choices_of, modules_of
-from torch_hybrid.graphs.stepping.model_use import ModelUse
+from torch_hybrid.graphs.stepping.model_use import Attachable, ModelUse
 from torch_hybrid.graphs.stepping.planner import StepPlanner
 from torch_hybrid.host.progress import bar, be_silent, tell
 from torch_hybrid.layers.adapted import AdaptedLayers
@@ -104,6 +104,7 @@ class Steps:
         self._module_choices = choices_of(model, choices)
         adapted = None if adapted is None else adapted.for_steps()
         self._adapted = adapted
+        self._attached: tuple[Attachable, ...] = ()
         factors = {} if adapted is None else adapted.by_path
         self.layers = LayersOnce(model, cache.pools, factors)
         self._use = ModelUse.of(model)
@@ -123,10 +124,8 @@ class Steps:
                 self.of = {
                     variant: in_rows(step, impl, num_ranks) for variant, step in self.of.items()
                 }
-            elif impl == "cpp" and has_large_linears(modules_of(model)):
-                self.of = {
-                    variant: with_own_linears(step, impl) for variant, step in self.of.items()
-                }
+            elif impl == "cpp" and has_large_linears(modules := modules_of(model)):
+                self._attached = (OwnLinears.of(modules, impl),)
             return
         small = {id(scales) for scales in cache.scales.values()}
         pool_sizes = {pool.numel() for pool in pools if id(pool) not in small}
@@ -168,10 +167,16 @@ class Steps:
         step = self.of[variant]
         runs_model = not isinstance(step, CompiledStep)
         choices = self._module_choices if runs_model else ()
-        adapted = self._adapted if variant.has_adapters else None
-        running = self._use.running(self._model, choices, adapted, runs_model=runs_model)
+        attached = self._attached_to(variant)
+        running = self._use.running(self._model, choices, attached, runs_model=runs_model)
         with running, torch.inference_mode():
             yield partial(self._run, step, variant)
+
+    def _attached_to(self, variant: Variant) -> tuple[Attachable, ...]:
+        """List what the model's modules have in a variant's step."""
+        if self._adapted is None or not variant.has_adapters:
+            return self._attached
+        return (self._adapted, *self._attached)
 
     def _run(self, step: StepFunction, variant: Variant, inputs: Inputs) -> Tensor:
         """Run a step; for inputs that fit none of its graphs Dynamo may trace it, as ``prepare``
@@ -285,8 +290,8 @@ class Steps:
         for part in inputs.parts:
             if part.batch.positions.ndim == 2:
                 torch._dynamo.mark_static(part.batch.positions, 0)
-        adapted = self._adapted if variant.has_adapters else None
-        tracing = self._use.tracing(self._model, self._module_choices, adapted)
+        attached = self._attached_to(variant)
+        tracing = self._use.tracing(self._model, self._module_choices, attached)
         with compiling(), tracing, named_failures():
             yield
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from torch_hybrid.graphs.passes.own_linears import LARGE, has_large_linears, with_own_linears
+from torch_hybrid.graphs.passes.own_linears import LARGE, OwnLinears, has_large_linears
 from torch_hybrid.ops.native import compiler_missing
 
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
@@ -20,8 +20,18 @@ class WeightOfItsOwn(Tensor):
 
 def step_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, bool]:
     """Run a step of one linear layer, and say whether the op computed it."""
-    with torch.inference_mode(), profile() as profiled:
-        out = with_own_linears(F.linear, "cpp")(x, weight, bias)
+    layer = nn.Linear(1, 1, bias=bias is not None)
+    layer.weight, layer.bias = (
+        given if given is None else nn.Parameter(given, requires_grad=False)
+        for given in (weight, bias)
+    )
+    with (
+        torch.inference_mode(),
+        profile() as profiled,
+        OwnLinears.of([layer], "cpp").attached(layer),
+    ):
+        out = layer(x)
+    assert "forward" not in vars(layer)
     return out, "torch_hybrid::linear" in {event.name for event in profiled.events() or ()}
 
 
@@ -29,7 +39,7 @@ def step_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tens
 @pytest.mark.parametrize("leading", [(3,), (2, 3), (0,)])
 def test_rows_of_any_leading_shape(leading: tuple[int, ...], dtype: torch.dtype):
     x, weight = (torch.randint(-2, 3, size).to(dtype) for size in ((*leading, 32), (8, 32)))
-    out, is_own = step_of(x, nn.Parameter(weight), torch.ones(8, dtype=dtype))
+    out, is_own = step_of(x, weight, torch.ones(8, dtype=dtype))
     assert is_own
     assert torch.equal(out, F.linear(x, weight) + 1)  # sums of few bits
 
