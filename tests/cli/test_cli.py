@@ -353,6 +353,7 @@ def test_explain_of_passes_and_schedule(run, checkpoint):
         (["CHECKPOINT", "1", "--chat", "--ids"], "--ids and --chat say different things"),
         (["CHECKPOINT", "hi", "--system", "be brief"], "--system is for --chat"),
         (["CHECKPOINT", "hi", "--artefact", "steps"], "an artefact has compiled steps, got comp"),
+        (["CHECKPOINT", "hi", "--compile", "on"], "--eager is --compile off, got --compile on too"),
         (["CHECKPOINT", "a\udc80b"], "a text must be valid Unicode"),
     ],
 )

@@ -89,6 +89,10 @@ class ModelOptions:
     linear: str = option("Implementation of linear attention.", default="auto")
     artefact: str | None = option(OF_RUNNER, type=click.Path(dir_okay=False))
 
+    def __post_init__(self) -> None:
+        if self.eager and self.compile in ("on", "background"):
+            raise click.UsageError(f"--eager is --compile off, got --compile {self.compile} too")
+
     def load(self, *, vision: bool = False, mtp: bool = False) -> HybridModel | Ring25:
         """Load the checkpoint with a progress bar; add its vision tower or MTP head on request."""
         group, device = join_ranks(self.device) if self.ranks else (None, self.device)
