@@ -108,6 +108,9 @@ def define(
 ) -> Callable[P, R]:
     """Register a declared op, and return its public function.
 
+    A declaration of the same name replaces an earlier one of the same module, as a cell of a
+    notebook does that runs again.
+
     Args:
         op: a dataclass derived from ``Op``.
         implementations: by name. Each launcher takes an instance of ``op``.
@@ -121,8 +124,17 @@ def define(
         backward: of an op without pools; see ``autograd.register_with_backward``.
         saves_results: likewise.
         cpp: names of a C++ kernel that do not follow from the fields.
+
+    Raises:
+        ValueError: another module has declared an op of this name.
     """
     declaration = Declaration(cast(type[Op], op))
+    earlier, module = DECLARED.get(declaration.name), op.__module__
+    if earlier is not None and earlier.cls.__module__ != module:
+        raise ValueError(
+            f"op {declaration.name!r} of {module} needs another name: "
+            f"{earlier.cls.__module__} has declared one"
+        )
     CPP_LOADERS[declaration.name] = partial(load_cpp, declaration, returns, cpp or Cpp())
     DECLARED[declaration.name] = declaration
     cls, first, make_fake = declaration.cls, declaration.first, returns.fake

@@ -27,7 +27,7 @@ NAMESPACE = "torch_hybrid"
 REGISTERED: dict[str, Mapping[str, Implementation]] = {}
 # Launchers of traced implementations by op, entered when first called.
 LAUNCHERS: dict[str, dict[str, Callable[..., Any]]] = {}
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LIBRARIES: dict[str, torch.library.Library] = {}  # one for each op, with which it goes
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -75,13 +75,16 @@ def define_op(
         return out[0] if returns_one and isinstance(out, tuple) else out
 
     REGISTERED[name], LAUNCHERS[name] = implementations, {}
-    _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, launch, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    if name in _LIBRARIES:  # declared again, by a cell of a notebook
+        _LIBRARIES.pop(name)._destroy()
+    library = _LIBRARIES[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, launch, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     if backward is None:
-        register_without_backward(_LIBRARY, name, launch)
+        register_without_backward(library, name, launch)
     else:
-        register_with_backward(_LIBRARY, name, backward, saves_results=saves_results)
+        register_with_backward(library, name, backward, saves_results=saves_results)
     op = getattr(getattr(torch.ops, NAMESPACE), name)
     register_formula(op, lambda *args, **options: flops(value(*args, **options)))
     overload: torch._ops.OpOverload = op.default

@@ -21,6 +21,7 @@ from torch_hybrid.ops.core import cpp_launcher
 from torch_hybrid.ops.core.capability import NO_FEATURES, Capability, Implementation
 from torch_hybrid.ops.core.declaration import Declaration
 from torch_hybrid.ops.core.declare import (
+    DECLARED,
     MUTATED,
     NO_DEFAULT,
     NOTHING,
@@ -804,3 +805,32 @@ def test_a_value_is_a_call_with_all_its_fields():
     value.impl = "none"
     with pytest.raises(ValueError, match="impl must be one of"):
         declared_twice(value)
+
+
+def declare_times(factor: int) -> Callable[..., Tensor]:
+    """Run a cell of a notebook, which declares an op."""
+
+    @dataclass(slots=True)
+    class DeclaredTimes(Op):
+        """Multiply rows by a number."""
+
+        x: Annotated[Tensor, Rows("D")]
+
+    launchers = {"torch": Implementation(capability=ON_A_CPU, launcher=lambda x: x.x * factor)}
+    times = define(DeclaredTimes, launchers, returns=like("x"))
+    REGISTERED.pop("declared_times")
+    return times
+
+
+def test_a_declaration_that_runs_again_replaces_the_earlier(monkeypatch: pytest.MonkeyPatch):
+    x = torch.ones(2, 3)
+    for factor in (2, 3):
+        times = declare_times(factor)
+        compiled = torch.compile(lambda x, times=times: times(x, impl="torch") + 1, fullgraph=True)
+        assert torch.equal(times(x, impl="torch"), x * factor)
+        assert torch.equal(compiled(x), x * factor + 1)
+        torch.library.opcheck(torch.ops.torch_hybrid.declared_times, (x,), {"impl": "torch"})
+    monkeypatch.setattr(DECLARED["declared_times"].cls, "__module__", "another")
+    with pytest.raises(ValueError, match=r"'declared_times' of .* needs another name: another has"):
+        declare_times(4)
+    assert torch.equal(times(x, impl="torch"), x * 3)
