@@ -41,10 +41,6 @@ class LayerCount:
     copied: int
     why_not_copied: str = ""  # the reason if ``copied`` is 0
 
-    def __str__(self) -> str:
-        traced = f"{self.traced} traced, {self.copied} copied"
-        return f"{traced}: {self.why_not_copied}" if self.why_not_copied else traced
-
 
 class LayersOnce:
     """Tracer of a model's steps with the first layers alone; it also completes the graphs.

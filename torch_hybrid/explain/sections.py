@@ -103,9 +103,9 @@ def graphs(report: Report) -> Section:
     rows = [
         (
             name,
-            str(graph.num_nodes),
             "loaded" if graph.is_loaded else f"{graph.seconds:.1f} s",
-            f"{graph.layers}\n{sum(graph.regions)} calls of {len(graph.regions)} regions",
+            f"{graph.num_nodes} nodes\n{graph.layers.traced} layers\n{graph.layers.copied} copied\n"
+            f"{len(graph.regions)} regions\n{sum(graph.regions)} calls",
             "\n".join(f"{count} x {op}" for op, count in sorted(graph.ops.items())),
             str(len(graph.pool_clones)),
         )
@@ -115,7 +115,9 @@ def graphs(report: Report) -> Section:
         f"{len(report.graphs)} graphs, {report.graph_breaks} breaks, "
         f"{report.recompiles} recompiles, {len(report.pool_clones)} pool clones"
     )
-    columns = ("step", "nodes", "compiled in", "layers", "ops", "pool clones")
+    refused = {graph.layers.why_not_copied for graph in report.graphs.values()} - {""}
+    title = "\n".join([title, *(f"no layer is copied: {why}" for why in sorted(refused))])
+    columns = ("step", "compiled in", "graph", "ops", "pool clones")
     return Section(title, columns, tuple(rows))
 
 
