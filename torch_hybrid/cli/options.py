@@ -122,7 +122,7 @@ class ModelOptions:
         from torch_hybrid.graphs.agreement import Agreement
         from torch_hybrid.graphs.runner import Runner
 
-        is_off = self.eager or self.compile == "off"
+        is_off = self._is_off()
         compile: Compile = not is_off and (self._has_steps() or can_compile(model.device))
         chosen = self.compile or ("on" if self.ranks else "background")
         if compile and chosen == "background":
@@ -139,7 +139,11 @@ class ModelOptions:
 
     def compiled_first(self) -> ModelOptions:
         """Return options that compile before the first step, for a command that inspects graphs."""
-        return self if self.compile == "off" else replace(self, compile="on")
+        return self if self._is_off() else replace(self, compile="on")
+
+    def _is_off(self) -> bool:
+        """Tell whether steps run without compiling."""
+        return self.eager or self.compile == "off"
 
     def _has_steps(self) -> bool:
         """Tell whether an artefact may hold compiled steps, which need no compiler."""
