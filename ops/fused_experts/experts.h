@@ -71,6 +71,91 @@ inline bool ids_are_valid(const Call& call) {
   return true;
 }
 
+// Tokens of T, whose experts a call asks for, and what does not depend on how weights are stored.
+template <typename T>
+class Tokens {
+ protected:
+  explicit Tokens(const Call& call) : call_(call), routing_(call) {}
+
+  // hidden[pair, i ...] = silu(gate) * up, both within the limit, or sigmoid(gate) and both capped,
+  // or relu(up)^2, of the pairs from p on.
+  TH_NOINLINE void write_hidden(int64_t p, int rows, int64_t i, int64_t count, const float* gate,
+                                const float* up) const {
+    for (int r = 0; r < rows; ++r)
+      for (int64_t j = 0; j < count; j += th::LANES) {
+        const int left = int(std::min<int64_t>(th::LANES, count - j));
+        th::f32x16 u = th::load(up + r * count + j, left), a = th::max(u, th::f32x16{});
+        if (call_.has_gate) {
+          const th::f32x16 g = th::load(gate + r * count + j, left);
+          if (call_.gate_softcap != 0) {
+            a = capped(g, call_.gate_softcap) * th::sigmoid(g);
+            u = capped(u, call_.up_softcap);
+          } else {
+            a = th::silu(at_most(g));
+            u = -at_most(-at_most(u));
+          }
+        }
+        th::store(typed(call_.hidden) + (p + r) * call_.width + i + j, a * u, left);
+      }
+  }
+
+  // Adds y of the pairs from p on, times their weights, to the sums of their tokens.
+  TH_NOINLINE void add(int64_t p, int rows, int64_t count, const float* y, float* sums) const {
+    for (int r = 0; r < rows; ++r, y += count) {
+      const int64_t pair = routing_.pairs[p + r];
+      float* its = sums + pair / call_.top_k * count;
+      const float weight = !call_.expert_weights ? 1.0f
+                           : call_.weights_are_float
+                               ? static_cast<const float*>(call_.expert_weights)[pair]
+                               : th::to_float(typed(call_.expert_weights)[pair]);
+      for (int64_t j = 0; j < count; ++j) its[j] = th::fma(weight, y[j], its[j]);
+    }
+  }
+
+  // out[:, d ...] = sums, of all tokens.
+  TH_NOINLINE void write_out(int64_t d, int64_t count, const float* sums) const {
+    for (int64_t t = 0; t < call_.num_tokens; ++t)
+      for (int64_t j = 0; j < count; j += th::LANES) {
+        const int left = int(std::min<int64_t>(th::LANES, count - j));
+        th::store(typed(call_.out) + t * call_.dim + d + j, th::load(sums + t * count + j, left),
+                  left);
+      }
+  }
+
+  template <typename Block>
+  void for_blocks(int64_t expert, const Block& block) const {
+    const int64_t last = routing_.first[expert + 1];
+    for (int64_t p = routing_.first[expert]; p < last; p += ROWS)
+      block(p, int(std::min<int64_t>(ROWS, last - p)));
+  }
+
+  // Hidden activations of a pair; without a first product, they are the tokens.
+  const T* hidden_row(int64_t p) const {
+    return call_.gate_up ? typed(call_.hidden) + p * call_.width : token_row(p);
+  }
+  const T* token_row(int64_t p) const {
+    return typed(call_.x) + routing_.pairs[p] / call_.top_k * call_.ldx;
+  }
+
+  static T* typed(void* data) { return static_cast<T*>(data); }
+  static const T* typed(const void* data) { return static_cast<const T*>(data); }
+
+  const Call& call_;
+  const th::Reading reading_{call_.streams, call_.by_hardware != 0};
+  const Routing routing_;
+
+ private:
+  // A NaN stays one.
+  th::f32x16 at_most(th::f32x16 x) const {
+    const th::f32x16 limit = th::splat(float(call_.limit));
+    return th::select(x > limit, limit, x);
+  }
+
+  static th::f32x16 capped(th::f32x16 x, double softcap) {
+    return float(softcap) * th::tanh(x * float(1.0 / softcap));
+  }
+};
+
 template <typename T, typename W>
 struct Scratch {
   th::Rows<T, W> rows;
@@ -78,9 +163,9 @@ struct Scratch {
 };
 
 template <typename T, typename W>
-class Experts {
+class Experts : Tokens<T> {
  public:
-  explicit Experts(const Call& call) : call_(call), routing_(call) {}
+  explicit Experts(const Call& call) : Tokens<T>(call) {}
 
   void run() {
     std::atomic<int64_t> hidden_taken{0}, out_taken{0};
@@ -103,70 +188,41 @@ class Experts {
   }
 
  private:
+  using Tokens<T>::call_, Tokens<T>::reading_, Tokens<T>::routing_, Tokens<T>::typed;
+
   // Of the weight rows that all threads share, up to `most` at a time.
   int64_t chunk(int64_t rows, int64_t most) const {
     const int64_t share = std::min(rows / (call_.num_threads * CHUNKS_PER_THREAD), most);
     return std::max<int64_t>(share / MIN_CHUNK, 1) * MIN_CHUNK;
   }
 
-  // hidden[pair, i ...] = silu(gate) * up, both within the limit, or sigmoid(gate) and both capped,
-  // or relu(up)^2, for all tokens of an expert.
+  // Hidden activations [i, i + count) of all tokens of an expert.
   void hidden_chunk(Scratch<T, W>& s, int64_t expert, int64_t i, int64_t count) {
-    const int64_t D = call_.dim, I = call_.width;
     const int64_t gate = expert * (1 + call_.has_gate), up = gate + call_.has_gate;
     s.gate.resize(ROWS * count), s.up.resize(ROWS * count);
-    for_blocks(expert, [&](int64_t p, int rows) {
-      s.rows.pack(rows, D, [&](int r) { return token_row(p + r); }, call_.is_invariant);
+    this->for_blocks(expert, [&](int64_t p, int rows) {
+      s.rows.pack(rows, call_.dim, [&](int r) { return this->token_row(p + r); },
+                  call_.is_invariant);
       if (call_.has_gate)
         s.rows.multiply(gate_up(gate), i, count, s.gate.data(), count, reading_);
       s.rows.multiply(gate_up(up), i, count, s.up.data(), count, reading_);
-      for (int r = 0; r < rows; ++r)
-        for (int64_t j = 0; j < count; j += th::LANES) {
-          const int left = int(std::min<int64_t>(th::LANES, count - j));
-          th::f32x16 u = th::load(&s.up[r * count + j], left), a = th::max(u, th::f32x16{});
-          if (call_.has_gate) {
-            const th::f32x16 g = th::load(&s.gate[r * count + j], left);
-            if (call_.gate_softcap != 0) {
-              a = capped(g, call_.gate_softcap) * th::sigmoid(g);
-              u = capped(u, call_.up_softcap);
-            } else {
-              a = th::silu(at_most(g));
-              u = -at_most(-at_most(u));
-            }
-          }
-          th::store(typed(call_.hidden) + (p + r) * I + i + j, a * u, left);
-        }
+      this->write_hidden(p, rows, i, count, s.gate.data(), s.up.data());
     });
   }
 
   // out[:, d ...] of all tokens: one thread owns the columns, so nothing is added concurrently,
   // and each token's experts are added in the order of their numbers.
   void out_chunk(Scratch<T, W>& s, int64_t d, int64_t count) {
-    const int64_t D = call_.dim, I = call_.width;
     s.sums.assign(call_.num_tokens * count, 0.0f);
     s.up.resize(ROWS * count);
     for (int64_t expert : routing_.experts)
-      for_blocks(expert, [&](int64_t p, int rows) {
-        s.rows.pack(rows, I, [&](int r) { return hidden_row(p + r); },
+      this->for_blocks(expert, [&](int64_t p, int rows) {
+        s.rows.pack(rows, call_.width, [&](int r) { return this->hidden_row(p + r); },
                     call_.is_invariant);
         s.rows.multiply(down(expert), d, count, s.up.data(), count, reading_);
-        for (int r = 0; r < rows; ++r) add(s, p + r, &s.up[r * count], count);
+        this->add(p, rows, count, s.up.data(), s.sums.data());
       });
-    for (int64_t t = 0; t < call_.num_tokens; ++t)
-      for (int64_t j = 0; j < count; j += th::LANES) {
-        const int left = int(std::min<int64_t>(th::LANES, count - j));
-        th::store(typed(call_.out) + t * D + d + j, th::load(&s.sums[t * count + j], left), left);
-      }
-  }
-
-  // A NaN stays one.
-  th::f32x16 at_most(th::f32x16 x) const {
-    const th::f32x16 limit = th::splat(float(call_.limit));
-    return th::select(x > limit, limit, x);
-  }
-
-  static th::f32x16 capped(th::f32x16 x, double softcap) {
-    return float(softcap) * th::tanh(x * float(1.0 / softcap));
+    this->write_out(d, count, s.sums.data());
   }
 
   W gate_up(int64_t n) const {
@@ -193,38 +249,6 @@ class Experts {
     all.data = all.row(n * rows), all.scales = all.scales_of(n * rows);
     return all;
   }
-
-  void add(Scratch<T, W>& s, int64_t p, const float* y, int64_t count) {
-    const int64_t pair = routing_.pairs[p];
-    float* sums = &s.sums[pair / call_.top_k * count];
-    const float weight = !call_.expert_weights ? 1.0f
-                         : call_.weights_are_float
-                             ? static_cast<const float*>(call_.expert_weights)[pair]
-                             : th::to_float(typed(call_.expert_weights)[pair]);
-    for (int64_t j = 0; j < count; ++j) sums[j] = th::fma(weight, y[j], sums[j]);
-  }
-
-  template <typename Block>
-  void for_blocks(int64_t expert, const Block& block) {
-    const int64_t last = routing_.first[expert + 1];
-    for (int64_t p = routing_.first[expert]; p < last; p += ROWS)
-      block(p, int(std::min<int64_t>(ROWS, last - p)));
-  }
-
-  // Hidden activations of a pair; without a first product, they are the tokens.
-  const T* hidden_row(int64_t p) {
-    return call_.gate_up ? typed(call_.hidden) + p * call_.width : token_row(p);
-  }
-
-  const T* token_row(int64_t p) {
-    return typed(call_.x) + routing_.pairs[p] / call_.top_k * call_.ldx;
-  }
-  static T* typed(void* data) { return static_cast<T*>(data); }
-  static const T* typed(const void* data) { return static_cast<const T*>(data); }
-
-  const Call& call_;
-  const th::Reading reading_{call_.streams, call_.by_hardware != 0};
-  const Routing routing_;
 };
 
 }  // namespace experts

@@ -33,6 +33,20 @@ _RUN = kernel("linear", SOURCE, **FIELDS)
 _RUN_INTEGERS = kernel("linear_of_integers", INTEGERS, **FIELDS)
 
 
+def multiply(x: Tensor, weight: Tensor, out: Tensor, *, streams: int, by_hardware: bool) -> None:
+    """Multiply by one weight in x's dtype, on one thread, in the form that the caller names.
+
+    Args:
+        x: [M, K], dense.
+        weight: [N, K], dense.
+        out: [M, N], dense; mutated.
+        streams, by_hardware: the form, as ``CpuTuning`` has it.
+    """
+    sizes = (*x.shape, x.stride(0), out.stride(0), 1)
+    forms = (streams, by_hardware, format_of(weight.dtype), x.dtype is torch.bfloat16, False, 1)
+    _RUN(x, out, *sizes, *forms, weight.data_ptr(), 0, 0, len(weight), *_UNSCALED[1:])
+
+
 def linear(x: Linear, *, is_invariant: bool = False) -> Tensor:
     """Run the C++ kernel of the weights' format, or many rows by torch.
 

@@ -26,9 +26,6 @@ from torch_hybrid.ops.native.build import BuildError, cache_folder, key_of_sourc
 from torch_hybrid.ops.native.call import kernel
 
 _SOURCE = Path(__file__).with_name("cpu_tuning.cpp")
-_MULTIPLY = kernel(
-    "multiply", _SOURCE, tensors="x W y", integers="M K N streams by_hardware is_bf16"
-)
 _ADVANCE = kernel("advance", _SOURCE, tensors="state", integers="num_heads streams")
 
 _DEPTH, _BYTES = 1024, 128 << 20  # of weights that no cache holds
@@ -132,7 +129,8 @@ def tuning(dtype: torch.dtype) -> CpuTuning:
     One thread measures, by its own time, so that what else runs on the machine counts little.
     """
     try:  # loaded in any case: an artefact has the libraries that were
-        load_library(_SOURCE.parent.name, _SOURCE)
+        for source in _sources():
+            load_library(source.parent.name, source)
     except BuildError:
         return _UNMEASURED
     file = _file(dtype)
@@ -159,9 +157,17 @@ def state_figures(dtype: torch.dtype) -> str:
     return tuning(dtype).of_states()
 
 
+def _sources() -> tuple[Path, Path]:
+    """List the C++ files whose forms are measured: of products and of states."""
+    from torch_hybrid.ops.linear._cpu import SOURCE
+
+    return SOURCE, _SOURCE
+
+
 def _file(dtype: torch.dtype) -> Path:
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")  # torch's products keep to it
-    known = (key_of_source("forms", _SOURCE), _cpu(), torch.__version__, str(dtype), limit)
+    keys = (key_of_source("forms", source) for source in _sources())
+    known = (*keys, _cpu(), torch.__version__, str(dtype), limit)
     digest = hashlib.sha256(" ".join(known).encode()).hexdigest()[:20]
     return cache_folder() / f"forms-{digest}.json"
 
@@ -191,10 +197,8 @@ def _measure(dtype: torch.dtype) -> CpuTuning:
     [memory] = weight_memory([(shape, dtype)], torch.device("cpu"))  # in pages as a model's
     memory.fill_(1)
     row, rows = memory[:1].clone(), memory[:_NUM_ROWS].clone()
-    weight, y_of_torch = memory[:_WIDTH], rows.new_empty(_NUM_ROWS, _WIDTH)
-    y = rows.new_empty(_NUM_ROWS, _WIDTH, dtype=torch.float32)
-    y_of_row = rows.new_empty(1, len(memory), dtype=torch.float32)
-    y_of_few = rows.new_empty(_FEW_ROWS, len(memory), dtype=torch.float32)
+    weight, y = memory[:_WIDTH], rows.new_empty(_NUM_ROWS, _WIDTH)
+    y_of_row, y_of_few = (rows.new_empty(count, len(memory)) for count in (1, _FEW_ROWS))
     times = _fastest(*(partial(_run, row, memory, y_of_row, streams) for streams in _NAMES))
     seconds = dict(zip(_NAMES, times, strict=True))
     in_turn, four, eight = (memory.nbytes / each for each in times)
@@ -210,7 +214,7 @@ def _measure(dtype: torch.dtype) -> CpuTuning:
     try:
         ours, torchs = _fastest(
             lambda: _run(rows, weight, y),
-            lambda: torch.mm(rows, weight.T, out=y_of_torch),
+            lambda: torch.mm(rows, weight.T, out=y),
         )
     finally:
         torch.set_num_threads(threads)
@@ -233,8 +237,9 @@ def _measure(dtype: torch.dtype) -> CpuTuning:
 
 
 def _run(x: Tensor, weight: Tensor, y: Tensor, streams: int = 4, by_hardware: bool = False) -> None:
-    sizes = (*x.shape, weight.shape[0])
-    _MULTIPLY(x, weight, y, *sizes, streams, by_hardware, x.dtype is torch.bfloat16)
+    from torch_hybrid.ops.linear._cpu import multiply  # which asks this module for its form
+
+    multiply(x, weight, y, streams=streams, by_hardware=by_hardware)
 
 
 def _advance(memory: Tensor, streams: int) -> None:

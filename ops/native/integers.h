@@ -607,14 +607,7 @@ class IntegerRows {
     reserve(M * steps_);
     for (int i = 0; i < M; ++i) {
       const int first = i / INTEGER_GROUP * INTEGER_GROUP, rows = std::min(INTEGER_GROUP, M - first);
-      Widened* to = data_ + first * steps_ + (i - first) * PARTS;
-      const auto* x = row(i);
-      int64_t k = 0;
-      for (; k + STEP <= K; k += STEP, to += rows * PARTS) Q::order(x + k, to);
-      if (k == K) continue;
-      std::decay_t<decltype(*x)> last[STEP] = {};
-      std::memcpy(last, x + k, sizeof(*x) * (K - k));
-      Q::order(last, to);
+      pack_row(row(i), K, data_ + first * steps_ + (i - first) * PARTS, rows * PARTS);
     }
   }
 
@@ -628,6 +621,16 @@ class IntegerRows {
 
  private:
   static constexpr int STEP = Q::X_STEP, PARTS = STEP / INTEGER_STEP;
+
+  template <typename T>
+  static TH_NOINLINE void pack_row(const T* x, int64_t K, Widened* to, int64_t stride) {
+    int64_t k = 0;
+    for (; k + STEP <= K; k += STEP, to += stride) Q::order(x + k, to);
+    if (k == K) return;
+    T last[STEP] = {};
+    std::memcpy(last, x + k, sizeof(T) * (K - k));
+    Q::order(last, to);
+  }
 
   template <int STEPS>
   void run(const Integers<Q>& W, int64_t first, int64_t N, float* y, int64_t ldy) const {

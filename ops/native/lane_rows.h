@@ -83,10 +83,13 @@ class LaneRows {
   // Transposes rows [ROWS v, ROWS v + ROWS); lanes past the last row become 0.
   template <typename Row>
   void pack(int v, const Row& row) {
-    constexpr int STEP = Units<T>::STEP;
     const T* rows[ROWS];
     const int count = int(std::min<int64_t>(ROWS, rows_ - v * ROWS));
     for (int i = 0; i < count; ++i) rows[i] = row(v * ROWS + i);
+    pack_rows(v, rows, count);
+  }
+  TH_NOINLINE void pack_rows(int v, const T* const* rows, int count) {
+    constexpr int STEP = Units<T>::STEP;
     float* to = memory_->data() + v * units_ * LANES;
     for (int64_t k = 0; k < depth_; k += STEP, to += ROWS * LANES) {
       f32x16 x[ROWS];

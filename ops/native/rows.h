@@ -103,7 +103,8 @@ class Rows {
     for (int v = 0; v < many_.vectors(); ++v) many_.pack(v, row);
   }
 
-  void multiply(const W& weight, int64_t first, int64_t N, float* y, int64_t ldy, Reading reading) {
+  TH_NOINLINE void multiply(const W& weight, int64_t first, int64_t N, float* y, int64_t ldy,
+                            Reading reading) {
     if (is_few_) return few_.multiply(weight, first, N, y, ldy, reading);
     with_lane_product<T>([&](auto& product) {
       pieces_.each(weight, first, N, many_.rows(), [&](const auto* rows, int64_t at, int64_t count) {

@@ -42,7 +42,7 @@ def test_the_flags_of_a_cpu_choose_its_instructions(
     monkeypatch.setenv(build.MARCH, march)
     compiler, assembly = build._find_compiler(), tmp_path / "forms.s"
     assert compiler is not None
-    source = build.HEADERS / "cpu_tuning.cpp"
+    source = _cpu.SOURCE
     command = [compiler, *build._flags(), "-O0", f"-I{build.HEADERS}", "-S", str(source)]
     done = subprocess.run(
         [*command, "-o", str(assembly)], capture_output=True, text=True, check=False
