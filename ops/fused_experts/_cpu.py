@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch_hybrid.ops.formats.stored_weights import (
 )
 from torch_hybrid.ops.fused_experts.op import FusedExperts
 from torch_hybrid.ops.fused_experts.op_expert_linear import ExpertLinear
+from torch_hybrid.ops.linear._cpu import INTEGERS, SOURCE
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.cpu_tuning import tuning
 
@@ -31,10 +31,8 @@ _FIELDS = {
     "format gate_up_group down_group gate_up_has_zeros down_has_zeros",
     "numbers": "limit gate_softcap up_softcap",
 }
-_RUN = kernel("fused_experts", Path(__file__).with_name("_cpu.cpp"), **_FIELDS)
-_RUN_INTEGERS = kernel(
-    "experts_of_integers", Path(__file__).with_name("_cpu_integers.cpp"), **_FIELDS
-)
+_RUN = kernel("fused_experts", SOURCE, **_FIELDS)
+_RUN_INTEGERS = kernel("experts_of_integers", INTEGERS, **_FIELDS)
 
 
 def fused_experts(x: FusedExperts, *, is_invariant: bool = False) -> Tensor:

@@ -1,15 +1,16 @@
-// Sibling linears of one input, with weights that are integers or FP4: see README.md.
+// The same with weights that are integers or FP4.
+#include "experts.h"
 #include "products.h"
 
 namespace {
 
-template <typename T>
-void multiply(const products::Call& call, const products::Group* groups) {
-  switch (call.format) {
-    case th::INT8: return products::multiply<T, th::Integers<th::Int8>>(call, groups);
-    case th::INT4: return products::multiply<T, th::Integers<th::Int4>>(call, groups);
-    default: groups[0].group == 32 ? products::multiply<T, th::Integers<th::Fp4<32>>>(call, groups)
-                                   : products::multiply<T, th::Integers<th::Fp4<16>>>(call, groups);
+// body(W{}): how the call's weights are stored; `group` of a scale tells kinds of FP4 apart.
+template <typename Body>
+void with_format(int64_t format, int64_t group, const Body& body) {
+  switch (format) {
+    case th::INT8: return body(th::Integers<th::Int8>{});
+    case th::INT4: return body(th::Integers<th::Int4>{});
+    default: group == 32 ? body(th::Integers<th::Fp4<32>>{}) : body(th::Integers<th::Fp4<16>>{});
   }
 }
 
@@ -17,6 +18,20 @@ void multiply(const products::Call& call, const products::Group* groups) {
 
 TH_EXPORT_CALL_OF_ROWS(linear_of_integers, products::Call, products::Group) {
   const auto* groups = th::rows_of<products::Group>(*call);
-  call->is_bf16 ? multiply<th::bf16>(*call, groups) : multiply<float>(*call, groups);
+  with_format(call->format, groups[0].group, [&](auto stored) {
+    using W = decltype(stored);
+    call->is_bf16 ? products::multiply<th::bf16, W>(*call, groups)
+                  : products::multiply<float, W>(*call, groups);
+  });
+  return true;
+}
+
+TH_EXPORT_CALL(experts_of_integers, experts::Call) {
+  using namespace experts;
+  if (!ids_are_valid(*call)) return false;
+  with_format(call->format, call->down_group, [&](auto stored) {
+    using W = decltype(stored);
+    call->is_bf16 ? Experts<th::bf16, W>(*call).run() : Experts<float, W>(*call).run();
+  });
   return true;
 }
