@@ -17,7 +17,7 @@ from pathlib import Path
 from torch_hybrid.ops.native.build import SANITIZE, _find_compiler
 
 CHECKS = "address,undefined"
-FAMILIES = sorted({path.parent.name for path in Path("ops").glob("*/_cpu*.cpp")})
+FAMILIES = sorted({path.parent.name for path in Path("ops").glob("*/_cpu*")})
 TRAINED = "functional and (test_contract and (gated or kimi) or conv1d)"
 SUITES = (
     *(f"tests/ops/{family}" for family in FAMILIES),
