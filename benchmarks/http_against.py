@@ -11,8 +11,9 @@ warms up; a server that takes longer than ``--patience`` is not asked again, and
 stands.
 
 ``llama-server`` is built from the source of llama-cpp-python (``vendor/llama.cpp``), for this
-machine: ``cmake -B build && cmake --build build --target llama-server``; ``pip install gguf``. On
-a slow machine ``--rounds 1 --new 32`` asks for little, and each time is printed as it is taken.
+machine: ``cmake -B build && cmake --build build --target llama-server``; ``pip install gguf``.
+``transformers serve`` needs ``pip install fastapi python-multipart``. On a slow machine
+``--rounds 1 --new 32`` asks for little, and each time is printed as it is taken.
 """
 
 from __future__ import annotations
