@@ -33,7 +33,9 @@ _RUN = kernel("linear", SOURCE, **FIELDS)
 _RUN_INTEGERS = kernel("linear_of_integers", INTEGERS, **FIELDS)
 
 
-def multiply(x: Tensor, weight: Tensor, out: Tensor, *, streams: int, by_hardware: bool) -> None:
+def multiply(
+    x: Tensor, weight: Tensor, out: Tensor, *, streams: int = 4, by_hardware: bool = False
+) -> None:
     """Multiply by one weight in x's dtype, on one thread, in the form that the caller names.
 
     Args:
@@ -44,7 +46,7 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, *, streams: int, by_hardwar
     """
     sizes = (*x.shape, x.stride(0), out.stride(0), 1)
     forms = (streams, by_hardware, format_of(weight.dtype), x.dtype is torch.bfloat16, False, 1)
-    _RUN(x, out, *sizes, *forms, weight.data_ptr(), 0, 0, len(weight), *_UNSCALED[1:])
+    _RUN(x, out, *sizes, *forms, weight.data_ptr(), 0, 0, len(weight), 0, False)  # no scales, bias
 
 
 def linear(x: Linear, *, is_invariant: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-// The same with weights that are integers or FP4.
+// Linears and experts, as in _cpu.cpp, with weights that are integers or FP4.
 #include "experts.h"
 #include "products.h"
 

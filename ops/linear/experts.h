@@ -164,8 +164,10 @@ struct Scratch {
 
 template <typename T, typename W>
 class Experts : Tokens<T> {
+  using Base = Tokens<T>;
+
  public:
-  explicit Experts(const Call& call) : Tokens<T>(call) {}
+  explicit Experts(const Call& call) : Base(call) {}
 
   void run() {
     std::atomic<int64_t> hidden_taken{0}, out_taken{0};
@@ -188,7 +190,9 @@ class Experts : Tokens<T> {
   }
 
  private:
-  using Tokens<T>::call_, Tokens<T>::reading_, Tokens<T>::routing_, Tokens<T>::typed;
+  using Base::add, Base::write_hidden, Base::write_out;
+  using Base::call_, Base::reading_, Base::routing_;
+  using Base::for_blocks, Base::hidden_row, Base::token_row, Base::typed;
 
   // Of the weight rows that all threads share, up to `most` at a time.
   int64_t chunk(int64_t rows, int64_t most) const {
@@ -200,13 +204,13 @@ class Experts : Tokens<T> {
   void hidden_chunk(Scratch<T, W>& s, int64_t expert, int64_t i, int64_t count) {
     const int64_t gate = expert * (1 + call_.has_gate), up = gate + call_.has_gate;
     s.gate.resize(ROWS * count), s.up.resize(ROWS * count);
-    this->for_blocks(expert, [&](int64_t p, int rows) {
-      s.rows.pack(rows, call_.dim, [&](int r) { return this->token_row(p + r); },
+    for_blocks(expert, [&](int64_t p, int rows) {
+      s.rows.pack(rows, call_.dim, [&](int r) { return token_row(p + r); },
                   call_.is_invariant);
       if (call_.has_gate)
         s.rows.multiply(gate_up(gate), i, count, s.gate.data(), count, reading_);
       s.rows.multiply(gate_up(up), i, count, s.up.data(), count, reading_);
-      this->write_hidden(p, rows, i, count, s.gate.data(), s.up.data());
+      write_hidden(p, rows, i, count, s.gate.data(), s.up.data());
     });
   }
 
@@ -216,13 +220,13 @@ class Experts : Tokens<T> {
     s.sums.assign(call_.num_tokens * count, 0.0f);
     s.up.resize(ROWS * count);
     for (int64_t expert : routing_.experts)
-      this->for_blocks(expert, [&](int64_t p, int rows) {
-        s.rows.pack(rows, call_.width, [&](int r) { return this->hidden_row(p + r); },
+      for_blocks(expert, [&](int64_t p, int rows) {
+        s.rows.pack(rows, call_.width, [&](int r) { return hidden_row(p + r); },
                     call_.is_invariant);
         s.rows.multiply(down(expert), d, count, s.up.data(), count, reading_);
-        this->add(p, rows, count, s.up.data(), s.sums.data());
+        add(p, rows, count, s.up.data(), s.sums.data());
       });
-    this->write_out(d, count, s.sums.data());
+    write_out(d, count, s.sums.data());
   }
 
   W gate_up(int64_t n) const {

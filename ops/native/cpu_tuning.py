@@ -159,7 +159,7 @@ def state_figures(dtype: torch.dtype) -> str:
 
 def _sources() -> tuple[Path, Path]:
     """List the C++ files whose forms are measured: of products and of states."""
-    from torch_hybrid.ops.linear._cpu import SOURCE
+    from torch_hybrid.ops.linear._cpu import SOURCE  # a module that imports this one
 
     return SOURCE, _SOURCE
 
@@ -193,19 +193,26 @@ def _keep(file: Path, found: CpuTuning) -> None:
 
 
 def _measure(dtype: torch.dtype) -> CpuTuning:
+    from torch_hybrid.ops.linear._cpu import multiply
+
     shape = (_BYTES // (_DEPTH * dtype.itemsize), _DEPTH)
     [memory] = weight_memory([(shape, dtype)], torch.device("cpu"))  # in pages as a model's
     memory.fill_(1)
     row, rows = memory[:1].clone(), memory[:_NUM_ROWS].clone()
     weight, y = memory[:_WIDTH], rows.new_empty(_NUM_ROWS, _WIDTH)
     y_of_row, y_of_few = (rows.new_empty(count, len(memory)) for count in (1, _FEW_ROWS))
-    times = _fastest(*(partial(_run, row, memory, y_of_row, streams) for streams in _NAMES))
+    times = _fastest(
+        *(partial(multiply, row, memory, y_of_row, streams=streams) for streams in _NAMES)
+    )
     seconds = dict(zip(_NAMES, times, strict=True))
     in_turn, four, eight = (memory.nbytes / each for each in times)
     fastest = min(seconds, key=seconds.__getitem__)
     streams = fastest if seconds[fastest] * _STREAMS_GAIN <= seconds[4] else 4
     kernel_seconds, hardware_seconds = _fastest(
-        *(partial(_run, rows[:_FEW_ROWS], memory, y_of_few, by_hardware=by) for by in (False, True))
+        *(
+            partial(multiply, rows[:_FEW_ROWS], memory, y_of_few, by_hardware=by)
+            for by in (False, True)
+        )
     )
     state_seconds = _fastest(*(partial(_advance, memory, streams) for streams in _STATE_STREAMS))
     state_rate, state_streams_rate = (memory.nbytes / each for each in state_seconds)
@@ -213,7 +220,7 @@ def _measure(dtype: torch.dtype) -> CpuTuning:
     torch.set_num_threads(1)
     try:
         ours, torchs = _fastest(
-            lambda: _run(rows, weight, y),
+            lambda: multiply(rows, weight, y),
             lambda: torch.mm(rows, weight.T, out=y),
         )
     finally:
@@ -234,12 +241,6 @@ def _measure(dtype: torch.dtype) -> CpuTuning:
         ours_rate=flops / ours,
         torch_rate=flops / torchs,
     )
-
-
-def _run(x: Tensor, weight: Tensor, y: Tensor, streams: int = 4, by_hardware: bool = False) -> None:
-    from torch_hybrid.ops.linear._cpu import multiply  # which asks this module for its form
-
-    multiply(x, weight, y, streams=streams, by_hardware=by_hardware)
 
 
 def _advance(memory: Tensor, streams: int) -> None:
