@@ -8,8 +8,7 @@ import pytest
 from tests.ops.registered import public_ops
 from tests.tiny_models import BUILDERS, MISSING
 from torch_hybrid.backends.step import _BACKENDS
-from torch_hybrid.models.families import FAMILIES, NOT_SERVED, architecture_of
-from torch_hybrid.models.ring_2_5.config import ARCHITECTURE as RING_2_5
+from torch_hybrid.models.families import BY_ARCHITECTURE, FAMILIES, NOT_SERVED, architecture_of
 from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.core.recurrence import CHUNK, RECURRENT, of_form
 from torch_hybrid.ops.core.registration import REGISTERED
@@ -126,15 +125,14 @@ def _model_rows() -> Iterator[str]:
     mixers: dict[tuple[str, ...], dict[str, None]] = {}
     axes: dict[tuple[str, ...], int] = {}
     for build in BUILDERS.values():
-        config = build().config
-        family = FAMILIES[config.model_type]
-        kinds = mixers.setdefault(family.model_types, {})
-        kinds.update(dict.fromkeys(architecture_of(config).table.kinds))
-        axes[family.model_types] = family.num_position_axes
-    assert {model_type for types in mixers for model_type in types} == set(FAMILIES)
+        architecture = architecture_of(build().config)
+        family = architecture.family
+        types = (family.hf_architecture,) if family.hf_architecture else family.model_types
+        mixers.setdefault(types, {}).update(dict.fromkeys(architecture.table.kinds))
+        axes[types] = family.num_position_axes
+    assert {name for types in mixers for name in types} == FAMILIES.keys() | BY_ARCHITECTURE.keys()
     for types, kinds in mixers.items():
         yield _row(types, kinds, axes[types])
-    yield _row([RING_2_5], ("latent_attention", "lightning_attention"), 1)
 
 
 def _row(types: Iterable[str], kinds: Iterable[str], num_axes: int) -> str:

@@ -630,6 +630,18 @@ def kimi_k3(**options: Any) -> nn.Module:
     return KimiK3ForCausalLM(KimiK3TextConfig(**{**sizes, **options}))
 
 
+def ring_2_5(**options: Any) -> nn.Module:
+    """Two whole groups of layers and one layer past them, with a draft layer."""
+    from tests.models.ring_checkpoint import CONFIG
+    from torch_hybrid.models.families.ring_2_5.classes import (
+        BailingMoeV2_5Config,
+        BailingMoeV2_5ForCausalLM,
+    )
+
+    sizes = {**CONFIG, **LATENT, "num_attention_heads": 4, "group_norm_size": 2}
+    return BailingMoeV2_5ForCausalLM(BailingMoeV2_5Config(**{**sizes, **options}))
+
+
 # Families that the installed transformers does not have: their cases are left out.
 _YOUNGER_THAN_5_20 = {
     "lfm3": "Lfm3Config",

@@ -17,17 +17,10 @@ from torch_hybrid.ops.core.capability import FLOATS, Need
 from torch_hybrid.ops.route.op import IMPLEMENTATIONS, ROUTE
 
 # Spellings of the choice, from scores to expert ids: among all experts, and among those of the best
-# groups (DeepSeek-V3 and its kin in transformers; Ring-2.5).
+# groups (DeepSeek-V3 and its kin).
 _BY_ALL = ("topk", "getitem")
-_BY_GROUPS = tuple(
-    (*spelling.split(), *_BY_ALL)
-    for spelling in (
-        "view topk getitem sum topk getitem zeros_like scatter_ unsqueeze expand reshape bool "
-        "invert masked_fill",
-        "unflatten topk getitem sum topk getitem getitem zeros_like scatter getitem "
-        "invert masked_fill flatten",
-    )
-)
+_OF_GROUPS = "view topk getitem sum topk getitem zeros_like scatter_ unsqueeze expand reshape bool"
+_BY_GROUPS = (*_OF_GROUPS.split(), "invert", "masked_fill", *_BY_ALL)
 
 
 def own_routers(graph: Graph) -> None:
@@ -96,7 +89,7 @@ def _groups(choice: Sequence[Node]) -> dict[str, Any] | None:
     ranks = [_k(node) for node in choice if called_name(node) == "topk"]
     if names == _BY_ALL and None not in ranks:
         return {"num_groups": 1, "num_best_groups": 1}
-    if names in _BY_GROUPS and None not in ranks and ranks[0] == 2:
+    if names == _BY_GROUPS and None not in ranks and ranks[0] == 2:
         return {"num_groups": value_of(choice[0]).shape[1], "num_best_groups": ranks[1]}
     return None
 

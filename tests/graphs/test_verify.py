@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.devices import needs_cuda
 from tests.graphs.as_traced import run_as_traced
-from tests.models import ring_checkpoint
 from tests.ops.triton_interpreter import needs_triton
 from tests.tiny_models import (
     BUILDERS,
@@ -40,17 +37,12 @@ from torch_hybrid.sampling import Draw, Sampling
 
 SIZES = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 512}
 DRAFTS = 3
-# Every kind of mixer that replays, a family without any, and one that transformers lacks.
+# Every kind of mixer that replays, and a family without any.
 NEW = sorted({"lara_mini", "inkling2_loop"} & BUILDERS.keys())
 FAMILIES = (*EACH_KIND, "qwen3", "inkling", "ring_2_5", *NEW)
 
 
 def small(family: str, device: str = "cpu") -> Any:
-    if family == "ring_2_5":
-        with TemporaryDirectory() as folder:
-            config = ring_checkpoint.CONFIG
-            ring_checkpoint.save(Path(folder), config, ring_checkpoint.make_weights(config, seed=0))
-            return th.from_pretrained(folder, device=device)
     return adapt(make_model(family, **FEWEST_LAYERS[family]).to(device))
 
 

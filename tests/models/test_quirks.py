@@ -141,7 +141,7 @@ def test_decay_of_each_layer_of_ring(tmp_path: Path):
     model = th.from_pretrained(tmp_path)
     for layer_id in (0, 2):
         factor = 1 - layer_id / 4 + 1e-5
-        slopes = model.layers[layer_id].mixer.slopes
+        slopes = model.layers[layer_id].self_attn.mixer.slopes
         torch.testing.assert_close(slopes, alibi_slopes(6) * factor, rtol=1e-6, atol=0)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 import torch_hybrid as th
-from tests.models import ring_checkpoint
 from tests.parallel.processes import results, run_ranks
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, VOCAB_SIZE, make_model
 
@@ -26,11 +25,6 @@ Weights = dict[str, Tensor]
 
 def save(folder: Path, family: str, seed: int) -> Path:
     """A checkpoint of a tiny model."""
-    if family == "ring_2_5":
-        folder.mkdir()
-        config = ring_checkpoint.CONFIG
-        ring_checkpoint.save(folder, config, ring_checkpoint.make_weights(config, seed))
-        return folder
     make_model(family, seed=seed, **FEWEST_LAYERS[family]).save_pretrained(folder)
     return folder
 
@@ -51,7 +45,7 @@ def logits(runner: th.Runner) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("family", [*BUILDERS, "ring_2_5"])
+@pytest.mark.parametrize("family", BUILDERS)
 def test_new_weights_are_those_of_a_model_that_is_loaded_with_them(family: str, tmp_path: Path):
     old, new = save(tmp_path / "old", family, 0), save(tmp_path / "new", family, 1)
     runner = th.Runner(th.from_pretrained(old), **SIZES)

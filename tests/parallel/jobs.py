@@ -17,7 +17,6 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
 from tests.graphs.test_batch_invariant import assert_same_bits
-from tests.models import ring_checkpoint
 from tests.models.oracle import Step, make_texts, serve
 from tests.tiny_models import make_model
 from torch_hybrid.models.shard import Experts
@@ -46,19 +45,8 @@ class Shared:
 
 
 def make(family: str, **options: Any) -> Any:
-    if family == "ring_2_5":
-        return make_ring()
     options = {"vocab_size": VOCAB_SIZE, **OPTIONS.get(family, {}), **options}
     return th.adapt(make_model(family, seed=SEEDS.get(family, 0), **options))
-
-
-def make_ring() -> Any:
-    """Ring-2.5, which is loaded from files, with heads and groups that four ranks can share."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "group_norm_size": 2}
-    config = {**ring_checkpoint.CONFIG, **heads}
-    with TemporaryDirectory() as folder:
-        ring_checkpoint.save(Path(folder), config, ring_checkpoint.make_weights(config, seed=0))
-        return th.from_pretrained(folder)
 
 
 def share(

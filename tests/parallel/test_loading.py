@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.models import fp8_checkpoint, mtp_checkpoint, packed_checkpoint, ring_checkpoint
+from tests.models import fp8_checkpoint, mtp_checkpoint, packed_checkpoint
 from tests.models.checkpoint.test_block_fp8 import OPTIONS
 from tests.parallel import loading
 from tests.parallel.jobs import SEEDS, VOCAB_SIZE
@@ -22,19 +22,12 @@ WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
 def save(family: str, folder: Path) -> Path:
     folder.mkdir()
-    if family == "ring_2_5":
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "group_norm_size": 2}
-        config = {**ring_checkpoint.CONFIG, **heads}
-        ring_checkpoint.save(folder, config, ring_checkpoint.make_weights(config, seed=0))
-    else:
-        model = make_model(family, seed=SEEDS.get(family, 0), vocab_size=VOCAB_SIZE)
-        model.save_pretrained(folder)
+    model = make_model(family, seed=SEEDS.get(family, 0), vocab_size=VOCAB_SIZE)
+    model.save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize(
-    ("families", "experts"), [([*FAMILIES, "ring_2_5"], "tensor"), (MIXTURES, "all_to_all")]
-)
+@pytest.mark.parametrize(("families", "experts"), [(FAMILIES, "tensor"), (MIXTURES, "all_to_all")])
 def test_logits_are_those_of_one_process(families: list[str], experts: str, tmp_path: Path):
     folders = {family: save(family, tmp_path / family) for family in families}
     first, second = results(

@@ -13,7 +13,7 @@ from tests.tiny_models import BUILDERS, EACH_KIND, make_hybrid
 
 # Four ranks divide every kind of mixer; what families make of them is divided by two as well.
 FAMILIES = {
-    2: [*BUILDERS, "ring_2_5"],
+    2: [*BUILDERS],
     4: [*EACH_KIND, "olmo_hybrid", "nemotron_h", "ring_2_5"],
 }
 MIXTURES = ["qwen3_next", "deepseek_v3", "granitemoehybrid", "nemotron_h", "ring_2_5"]

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import torch_hybrid as th
-from tests.models.ring_checkpoint import CONFIG, make_weights, save
 from tests.serving.fuzz import FAMILIES, SIZES
 from tests.tiny_models import make_model
 
@@ -46,13 +45,3 @@ def test_an_adapted_model_says_what_runs_it(model, call):
 def test_an_adapted_model_says_what_can_be_saved(model, tmp_path):
     with pytest.raises(th.UnsupportedError, match="Call save_pretrained before adapt"):
         model.save_pretrained(tmp_path)
-
-
-def test_ring_2_5_says_the_same(tmp_path):
-    save(tmp_path, CONFIG, make_weights(CONFIG, 0))
-    ring = th.from_pretrained(tmp_path)
-    for call in (ring.generate, lambda: ring(input_ids=torch.tensor([[1]]))):
-        with pytest.raises(th.UnsupportedError, match=r"use th\.Engine\(th\.Runner"):
-            call()
-    with pytest.raises(th.UnsupportedError, match="Call save_pretrained before adapt"):
-        ring.save_pretrained(tmp_path)

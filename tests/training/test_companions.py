@@ -19,7 +19,6 @@ import torch_hybrid as th
 from tests.tiny_models import cast, in_double, make_model
 from tests.training.twins import (
     FAMILIES,
-    OURS,
     flattened,
     furthest,
     grads,
@@ -287,7 +286,7 @@ def test_a_model_whose_forward_was_replaced_is_refused():
     th.make_trainable(model)
 
 
-@pytest.mark.parametrize("family", OURS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_of_all_projections_train_as_those_of_transformers(family: str):
     config: dict[str, Any] = {"target_modules": "all-linear", **LORA}
     if any(name in family for name in ("falcon", "mamba", "jamba", "nemotron_h")):
@@ -301,7 +300,7 @@ def test_adapters_of_all_projections_train_as_those_of_transformers(family: str)
     assert mine.keys() == trained(adapted)
 
 
-ONCE = [(family, False) for family in OURS]
+ONCE = [(family, False) for family in FAMILIES]
 # Layers of Kimi-K3 hand on more than one sum.
 REENTRANT = [("qwen3_next_dense", True), ("kimi_k3", True)]
 
@@ -325,7 +324,7 @@ def trained(model: Any) -> set[str]:
     return {n for n, p in named if p.requires_grad and not any(part in n for part in UNTRAINED)}
 
 
-@pytest.mark.parametrize("family", OURS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_autocast_is_near_float32(family: str):
     twin = make_twin(family)
     with torch.autocast("cpu", torch.bfloat16):
@@ -335,7 +334,7 @@ def test_autocast_is_near_float32(family: str):
     assert grads(twin, loss).keys() == trained(twin)
 
 
-@pytest.mark.parametrize("family", OURS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_other_dtypes_train(family: str):
     twin = make_twin(family)
     exact = loss_of(in_double(twin))

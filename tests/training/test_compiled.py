@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.tiny_models import EACH_KIND
-from tests.training.twins import OURS, flattened, furthest, grads, make_rows, make_twin
+from tests.training.twins import FAMILIES, flattened, furthest, grads, make_rows, make_twin
 
 TOKENS = 128
 COUNTS = (64, 16, 3, 1, TOKENS, 2, 100, 31)  # of sequences
@@ -63,7 +63,7 @@ def new_counts() -> None:
     counters.clear()
 
 
-@pytest.mark.parametrize("family", [each for each in OURS if each != "qwen3_next_dense"])
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each != "qwen3_next_dense"])
 def test_one_graph_of_any_size_has_the_gradients_of_eager(family: str):
     """Dynamo traces every family, the default one below, and AOTAutograd each kind of mixer."""
     twin = make_twin(family)

@@ -17,7 +17,6 @@ from tests.tiny_vision import make_seen, make_vision_model
 from tests.training.twins import (
     FAMILIES,
     LENGTHS,
-    OURS,
     flattened,
     furthest,
     grads,
@@ -26,7 +25,7 @@ from tests.training.twins import (
 )
 
 
-@pytest.mark.parametrize("family", OURS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_sequences_are_those_of_transformers_one_by_one(family: str):
     theirs, ours = make_pair(family)
     rows = make_rows()
@@ -46,7 +45,7 @@ def test_packed_sequences_are_those_of_transformers_one_by_one(family: str):
     assert furthest(grads(ours, fused.loss), grads(theirs, loss)) < 2e-4
 
 
-@pytest.mark.parametrize("family", OURS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_rows_padded_at_either_side_are_those_without(family: str):
     ours = make_pair(family)[1]
     rows = make_rows([33, 20])

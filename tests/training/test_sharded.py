@@ -10,7 +10,7 @@ import pytest
 from tests.models.mtp_checkpoint import make_checkpoint
 from tests.parallel.processes import results, run_ranks
 from tests.training.sharded import train, train_each
-from tests.training.twins import OURS
+from tests.training.twins import FAMILIES
 
 STEPS = 4
 
@@ -29,7 +29,7 @@ def test_two_ranks_have_the_losses_of_one(alone: list[float], by: str):
 
 def test_two_ranks_have_the_losses_of_one_in_each_family(tmp_path: Path):
     make_checkpoint("qwen3_next_dense", tmp_path)
-    given = (OURS, str(tmp_path))
+    given = (FAMILIES, str(tmp_path))
     (one,) = results(run_ranks(train_each, 1, *given))
     for losses in results(run_ranks(train_each, 2, *given)):
         assert losses == {name: pytest.approx(each, rel=1e-5) for name, each in one.items()}

@@ -11,7 +11,6 @@ from transformers import DataCollatorWithFlattening
 
 import torch_hybrid as th
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_model
-from tests.training.ring import make_ring, with_forward_of_reference
 
 FAMILIES = (
     "qwen3_next_dense",
@@ -48,9 +47,9 @@ FAMILIES = (
     "zaya",
     "jet_nemotron",
     "kimi_k3",
+    "ring_2_5",
 )
 FAMILIES = tuple(family for family in FAMILIES if family in BUILDERS)
-OURS = (*FAMILIES, "ring_2_5")  # with those that transformers has no class for
 # So many heads of indexers that no score is 0: of equal ones transformers picks any.
 INDEX_HEADS = {"qwen4_exp": {"indexer_n_heads": 32}, "glm5_next": {"index_n_heads": 32}}
 LENGTHS = [70, 1, 3, 33]
@@ -58,10 +57,6 @@ LENGTHS = [70, 1, 3, 33]
 
 def make_pair(family: str = "qwen3_next_dense", **options: Any) -> tuple[Any, Any]:
     """Make a model as transformers has it, and a copy that trains."""
-    if family == "ring_2_5":
-        theirs = make_ring(**options).requires_grad_().train()
-        ours = th.make_trainable(copy.deepcopy(theirs))
-        return with_forward_of_reference(theirs), ours
     sizes = {**FEWEST_LAYERS[family], **INDEX_HEADS.get(family, {}), **options}
     theirs = make_model(family, **sizes).requires_grad_().train()
     return theirs, th.make_trainable(copy.deepcopy(theirs))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.models.load import transformers_class
 from torch_hybrid.models.shared_weights import adapt_shared
 from torch_hybrid.packing import Packing
 from torch_hybrid.sampling import Sampling, token_logprobs
@@ -40,10 +41,8 @@ def trainer_and_server(path: str, dtype: Any, device: str, **options: Any) -> tu
     Raises:
         ValueError: there is none.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+        model = transformers_class(path).from_pretrained(path, dtype=dtype).to(device)
     except OSError as error:
         raise ValueError(f"cannot read a model from {path}: {error}") from error
     trainer = make_trainable(model, batch_invariant=options)

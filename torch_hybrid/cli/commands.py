@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch_hybrid.models.hybrid_model import HybridModel
-    from torch_hybrid.models.ring_2_5 import Ring25
     from torch_hybrid.serving.engine import Engine
 
 
@@ -236,7 +235,7 @@ def open_for_serving(
 
 def _engine(
     options: ModelOptions,
-    model: HybridModel | Ring25,
+    model: HybridModel,
     tokenizer: Any,
     prefix_cache: int,
     speculate: str | None,

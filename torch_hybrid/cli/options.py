@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch_hybrid.graphs.runner import Runner
     from torch_hybrid.graphs.stepping.background import Compile
     from torch_hybrid.models.hybrid_model import HybridModel
-    from torch_hybrid.models.ring_2_5 import Ring25
     from torch_hybrid.sampling import Sampling
     from torch_hybrid.serving.speculation import Speculation
 
@@ -93,7 +92,7 @@ class ModelOptions:
         if self.eager and self.compile in ("on", "background"):
             raise click.UsageError(f"--eager is --compile off, got --compile {self.compile} too")
 
-    def load(self, *, vision: bool = False, mtp: bool = False) -> HybridModel | Ring25:
+    def load(self, *, vision: bool = False, mtp: bool = False) -> HybridModel:
         """Load the checkpoint with a progress bar; add its vision tower or MTP head on request."""
         group, device = join_ranks(self.device) if self.ranks else (None, self.device)
         return load_model(
@@ -116,7 +115,7 @@ class ModelOptions:
         model = smaller.load()
         return Speculation(smaller.runner(model, max_snapshots=self.max_seqs), num_drafts=DRAFTS)
 
-    def runner(self, model: HybridModel | Ring25, **options: Any) -> Runner:
+    def runner(self, model: HybridModel, **options: Any) -> Runner:
         """Make a runner of these sizes; it is uncompiled on request, or without a compiler."""
         from torch_hybrid.backends.select import Backends
         from torch_hybrid.graphs.agreement import Agreement
@@ -170,7 +169,7 @@ class SamplingOptions:
     )
     ignore_eos: bool = option("Go on past the end of a sequence.", is_flag=True)
 
-    def of(self, model: HybridModel | Ring25, *, has_texts: bool = True) -> Sampling:
+    def of(self, model: HybridModel, *, has_texts: bool = True) -> Sampling:
         """Combine the checkpoint's sampling with the options that were given, for one output.
 
         Args:
@@ -352,7 +351,7 @@ def load_model(
     *,
     vision: bool = False,
     mtp: bool = False,
-) -> HybridModel | Ring25:
+) -> HybridModel:
     """Load a checkpoint, or this rank's shard of it, with a bar while its weights are read."""
     if ranks is None:
         refuse_ranks_apart()

@@ -20,7 +20,6 @@ from torch_hybrid.host.progress import bar
 if TYPE_CHECKING:
     from torch_hybrid.explain.sections import Section
     from torch_hybrid.models.hybrid_model import HybridModel
-    from torch_hybrid.models.ring_2_5 import Ring25
     from torch_hybrid.serving.engine import Engine
     from torch_hybrid.serving.request import Output, Request, TokenEvent
 
@@ -74,7 +73,7 @@ def print_section(section: Section) -> None:
     out.print(table)
 
 
-def print_model(title: str, model: HybridModel | Ring25) -> None:
+def print_model(title: str, model: HybridModel) -> None:
     """Print a model: its title, its size and its pattern of layers."""
     from torch_hybrid.caches.room import byte_count
     from torch_hybrid.explain.sections import pattern

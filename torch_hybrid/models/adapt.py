@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host.memory import keep_weights, replace_inference_tensors
 from torch_hybrid.host.surroundings import in_isolation
 from torch_hybrid.models.architecture import Architecture
@@ -20,7 +19,6 @@ from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.merge_adapters import check_of_transformers, merge_adapters
 from torch_hybrid.models.mtp import MtpHead, put_back, take_head
 from torch_hybrid.models.quantized import refuse_modules
-from torch_hybrid.models.ring_2_5.config import ARCHITECTURE as RING_2_5
 from torch_hybrid.models.taken_weights import check_weights_say_all
 from torch_hybrid.models.text_part import (
     check_has_tower,
@@ -66,15 +64,11 @@ def adapt_where_it_lies(hf_model: Any, *, vision: bool = False) -> HybridModel:
     if isinstance(hf_model, nn.Module):
         replace_inference_tensors(hf_model)
     hf_model = merge_adapters(hf_model)
-    names = [base.__name__ for base in type(hf_model).__mro__]
-    if RING_2_5 in names:
-        raise UnsupportedError(
-            f"{RING_2_5} is served from files: save_pretrained, then th.from_pretrained"
-        )
     if isinstance(hf_model, nn.Module):
         undo_make_trainable(hf_model)
         _stop_recording(hf_model)
     check_of_transformers(hf_model)
+    names = (base.__name__ for base in type(hf_model).__mro__)
     is_causal = any(name.endswith("ForCausalLM") for name in names)
     trained = dict(hf_model.named_children()).get("mtp")
     head = trained if isinstance(trained, MtpHead) else None

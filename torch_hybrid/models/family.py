@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -13,7 +14,6 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
-from torch_hybrid.layers.rotary import mscale
 from torch_hybrid.models.backbone import Backbone
 from torch_hybrid.models.mtp import MtpLayout
 from torch_hybrid.models.tower import Modality
@@ -74,6 +74,7 @@ class Family:
         num_position_axes: 3 where rotary positions are 3-D (mrope).
         vision: modalities of its tower; empty where it has none.
         mtp: place of the MTP head in checkpoints; None: no head is known.
+        hf_architecture: class that configs name, where another family has their model type.
         hf_layers: attribute of the headless model that has the decoder layers.
         hf_num_layers: field of the config that counts them.
         hf_takes_masks: whether the model takes a mask for each type of layer.
@@ -90,6 +91,7 @@ class Family:
     num_position_axes: int = 1
     vision: tuple[Modality, ...] = ()
     mtp: MtpLayout | None = None
+    hf_architecture: str | None = None
     hf_layers: str = "layers"
     hf_num_layers: str = "num_hidden_layers"
     hf_takes_masks: bool = True
@@ -120,6 +122,12 @@ class Family:
 
     def register(self) -> None:
         """Register the family's classes with transformers, where it has none."""
+
+    def config_class(self, model_type: str) -> Any:
+        """Return the class of the config of a model type."""
+        from transformers import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[model_type]
 
     def text_class(self) -> Any:
         """Return the class of the text part with its head; None where transformers has one that
@@ -267,13 +275,15 @@ def latent_spec(config: Any, rope: Mapping[str, Any]) -> LatentSpec:
     """
     require(config, "rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
     qk_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    factor, slope = rope.get("factor", 1.0), rope.get("mscale_all_dim")  # of YaRN
+    mscale = 0.1 * slope * math.log(factor) + 1.0 if slope and factor > 1 else 1.0
     return LatentSpec(
         num_heads=config.num_attention_heads,
         latent_rank=config.kv_lora_rank,
         nope_dim=config.qk_nope_head_dim,
         rope_dim=config.qk_rope_head_dim,
         v_dim=config.v_head_dim,
-        scale=qk_dim**-0.5 * mscale(rope, "mscale_all_dim") ** 2,
+        scale=qk_dim**-0.5 * mscale**2,
     )
 
 

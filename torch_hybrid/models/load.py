@@ -39,17 +39,10 @@ from torch_hybrid.models.quantize import (
     plan_integers,
     quantize_unread,
 )
-from torch_hybrid.models.ring_2_5 import (
-    Ring25,
-    Ring25Config,
-    is_ring_2_5,
-    make_unread_ring_2_5,
-)
 from torch_hybrid.models.scaled_weights import hold_scales
 from torch_hybrid.models.shard import Experts, check_can_be_cut, cut, ranks_of
 from torch_hybrid.models.text_part import (
     check_has_tower,
-    no_tower,
     text_and_tower,
     warn_of_dropped,
 )
@@ -71,8 +64,8 @@ def from_pretrained(
     experts: Experts = "tensor",
     vision: bool = False,
     tables: str = "device",
-) -> HybridModel | Ring25:
-    """Load a checkpoint of safetensors: a transformers model with our mixers, or our own module.
+) -> HybridModel:
+    """Load a checkpoint of safetensors: a transformers model with our mixers.
 
     Weights in block-FP8 (``quant_method: fp8``), integers of compressed-tensors, GPTQ and AWQ, and
     MXFP4 and NVFP4 of compressed-tensors stay as small as they are stored, with their scales.
@@ -176,20 +169,11 @@ def unread(
     *,
     vision: bool = False,
     mtp: bool = False,
-) -> tuple[Checkpoint, HybridModel | Ring25]:
+) -> tuple[Checkpoint, HybridModel]:
     """Open a checkpoint by its headers, and make a model with unread weights."""
     if vision and mtp:
         raise UnsupportedError("a model that is given images cannot have its MTP head: load either")
     folder, fields = _read_config(path_or_id)
-    if is_ring_2_5(fields):
-        if vision:
-            raise UnsupportedError(no_tower(fields["model_type"]))
-        if mtp:
-            raise UnsupportedError("Ring-2.5 has no MTP head that is known here")
-        sizes = Ring25Config.from_dict(fields)
-        named = fields.get("transformers_weights")
-        checkpoint = open_checkpoint(fetch_weights(path_or_id, folder, named), named)
-        return checkpoint, make_unread_ring_2_5(checkpoint, sizes, fields, dtype, device)
     checkpoint, architecture, hf_model = unread_model(
         path_or_id, folder, fields, dtype, device, vision=vision, mtp=mtp
     )
@@ -199,6 +183,18 @@ def unread(
     else:
         hf_model, tower = text_and_tower(hf_model, architecture.family)
     return checkpoint, adapted(hf_model, architecture, tower)
+
+
+def transformers_class(path_or_id: str) -> Any:
+    """Return the class of transformers, or of ours in its form, that a checkpoint's model has.
+
+    Raises:
+        UnsupportedError, ValueError: as ``from_pretrained``.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    _, config = _transformers_config(path_or_id, _read_config(path_or_id)[1])
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), AutoModelForCausalLM)
 
 
 def unread_head(
@@ -221,7 +217,7 @@ def unread_model(
 ) -> tuple[Checkpoint, Architecture, Any]:
     """Open a checkpoint of transformers by its headers, and make a model with unread weights."""
     named = fields.get("transformers_weights")
-    family, config = _transformers_config(path_or_id, folder, fields)
+    family, config = _transformers_config(path_or_id, fields)
     made_weights = take_quantization(config)
     architecture = Architecture.of(config, family, mtp=mtp)
     if vision:
@@ -249,23 +245,18 @@ def _read_config(path_or_id: str) -> tuple[Path, dict[str, Any]]:
     return folder, dict(config)
 
 
-def _transformers_config(
-    path_or_id: str, folder: Path, fields: dict[str, Any]
-) -> tuple[Family, Any]:
+def _transformers_config(path_or_id: str, fields: dict[str, Any]) -> tuple[Family, Any]:
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING, AutoConfig
 
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"the config of {path_or_id} names no model_type, got {model_type!r}")
-    family = family_of(model_type)
+    family = family_of(model_type, fields.get("architectures"))
     family.register()
+    known = fields.keys() - {*family.hf_kernel_fields}
     try:
-        if family.hf_kernel_fields:
-            known = fields.keys() - {*family.hf_kernel_fields}
-            config = CONFIG_MAPPING[model_type].from_dict({name: fields[name] for name in known})
-            return family, config
-        return family, AutoConfig.from_pretrained(folder)
+        config = family.config_class(model_type).from_dict({name: fields[name] for name in known})
+        return family, config
     except (
         OSError,
         ValueError,

@@ -27,7 +27,6 @@ from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.read import progress_bar, read_rows
 from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.models.ring_2_5 import Ring25
 from torch_hybrid.ops.formats.integers import (
     FP4,
     GROUPS,
@@ -61,7 +60,7 @@ ReadRows = Callable[[Tensor, int, int], Tensor]
 
 @in_isolation
 def quantize(
-    model: HybridModel | Ring25,
+    model: HybridModel,
     weights: str,
     *,
     group: int = 32,
@@ -91,7 +90,7 @@ def quantize(
             divide the rows of a weight.
         UnsupportedError: the model has quantized weights already.
     """
-    if not isinstance(model, HybridModel | Ring25):
+    if not isinstance(model, HybridModel):
         raise TypeError(
             f"model must come from th.from_pretrained or th.adapt, got {type(model).__name__}"
         )
@@ -125,7 +124,7 @@ class QuantizationPlan:
 
 
 def plan_integers(
-    model: HybridModel | Ring25,
+    model: HybridModel,
     weights: str,
     *,
     group: int = 32,
@@ -154,7 +153,7 @@ def plan_integers(
 
 
 def quantize_unread(
-    model: HybridModel | Ring25,
+    model: HybridModel,
     plan: QuantizationPlan,
     checkpoint: Checkpoint,
     device: torch.device,

@@ -19,7 +19,7 @@ several decoder layers share is cut once, and stays shared.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -32,11 +32,9 @@ from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.layers.vocabulary import EmbeddingOverRanks, HeadOverRanks
 from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.models.ring_2_5 import Ring25
 from torch_hybrid.ranks import OwnColumns, Ranks, RMSNormOverRanks, SumOverRanks, divide
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerEntry, PreviousHiddenSpec
 
-M = TypeVar("M", HybridModel, Ring25)
 Experts = Literal["tensor", "all_to_all"]
 Cut = Callable[[Any], nn.Module]  # a module to this rank's part of it
 Done = dict[nn.Module, nn.Module]  # the part of each module: several layers may share one
@@ -52,7 +50,9 @@ _HOLDERS = frozenset({"mamba_decoder", "shared_transformer", "shared_transf"})
 
 
 @in_isolation
-def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts = "tensor") -> M:
+def shard(
+    model: HybridModel, group: dist.ProcessGroup | None = None, *, experts: Experts = "tensor"
+) -> HybridModel:
     """Keep this rank's part of a model, which the ranks of a group then run together.
 
     Every rank calls ``shard`` on a model of its own, with the same weights. Afterwards all ranks
@@ -80,7 +80,7 @@ def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts 
     return model
 
 
-def check_can_be_cut(model: HybridModel | Ring25, experts: str) -> None:
+def check_can_be_cut(model: HybridModel, experts: str) -> None:
     """Raise ValueError or UnsupportedError, as ``shard`` does, whatever the ranks are."""
     if experts not in ("tensor", "all_to_all"):
         raise ValueError(f"experts must be 'tensor' or 'all_to_all', got {experts!r}")
@@ -98,7 +98,7 @@ def _has_scales(module: nn.Module) -> bool:
     return is_scaled or isinstance(module, ScaledLinear)
 
 
-def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
+def cut(model: HybridModel, ranks: Ranks, experts: Experts) -> None:
     """Keep the part of one rank of a model, whose weights may be unread.
 
     Raises:
@@ -132,7 +132,7 @@ def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
     model.table, model.ranks = table, ranks
 
 
-def _shard_vocabulary(model: HybridModel | Ring25, ranks: Ranks) -> None:
+def _shard_vocabulary(model: HybridModel, ranks: Ranks) -> None:
     """Cut the embedding and the head, which may be one weight, unless they are more than that."""
     embedding: Any = model.embedding
     head: Any = model.head

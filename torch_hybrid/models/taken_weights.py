@@ -10,8 +10,8 @@ from torch_hybrid.errors import UnsupportedError
 _KNOWN = (
     *("torch.nn.modules.", "transformers.models.", "transformers.activations", "fla."),
     *(
-        "torch_hybrid.models.families.jet_nemotron.classes.",
-        "torch_hybrid.models.families.kimi_k3.classes.",
+        f"torch_hybrid.models.families.{family}.classes."
+        for family in ("jet_nemotron", "kimi_k3", "ring_2_5")
     ),
 )
 

@@ -55,7 +55,7 @@ def make_trainable(
     serves the adapter beside that. Calls with a cache are as without.
 
     Ring-2.5, which transformers has no class for, is a
-    ``torch_hybrid.training.ring_2_5.BailingMoeV2_5ForCausalLM``.
+    ``torch_hybrid.models.families.ring_2_5.classes.BailingMoeV2_5ForCausalLM``.
 
     Args:
         model: a model of transformers, or of PEFT around one; changed in place.

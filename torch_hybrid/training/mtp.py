@@ -92,7 +92,7 @@ class MtpCausalLM(CausalLM):
         return super().load_state_dict(found, *args, **options)
 
     def _names(self) -> dict[str, str]:
-        layout = family_of(self.config.model_type).mtp
+        layout = family_of(self.config.model_type, self.config.architectures).mtp
         assert layout is not None
         num_layers = self.config.num_hidden_layers
         return names_of(layout, self.config, num_layers, layers="mtp.layers", first=0)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tests.graphs.passes.test_passes import run
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.passes.own_routers import own_routers
-from torch_hybrid.models.ring_2_5.moe import GroupLimitedRouter
 from torch_hybrid.ops.core.capability import Capability
 from torch_hybrid.ops.route import op
 
@@ -70,12 +69,10 @@ class WithBias(nn.Module):
 
 def make_router(family: str, **changes: Any) -> nn.Module:
     config = SimpleNamespace(**{**vars(CONFIG), **changes})
-    if family == "ring_2_5":
-        router: nn.Module = GroupLimitedRouter(config, torch.float32).to_empty(device="cpu")
-    else:
-        models = pytest.importorskip("transformers").models
-        module = getattr(getattr(models, family), f"modeling_{family}")
-        router = getattr(module, ROUTERS[family][0])(config)
+    module = getattr(
+        getattr(pytest.importorskip("transformers").models, family), f"modeling_{family}"
+    )
+    router: nn.Module = getattr(module, ROUTERS[family][0])(config)
     if family == "lfm2_moe":
         router = WithBias(router)
     generator = torch.Generator().manual_seed(0)
@@ -94,7 +91,7 @@ def routed(outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
 @pytest.mark.usefixtures("native_on_a_cpu")
 def test_routers_of_models() -> None:
     """All in one graph: to trace each by itself takes longer."""
-    routers = nn.ModuleList(map(make_router, [*ROUTERS, "ring_2_5"]))
+    routers = nn.ModuleList(map(make_router, ROUTERS))
 
     def route_all(x: Tensor) -> list[tuple[Tensor, ...]]:
         return [router(x) for router in routers]
@@ -113,10 +110,8 @@ def test_routers_of_models() -> None:
 
 @pytest.mark.usefixtures("native_on_a_cpu")
 def test_text() -> None:
-    graphs = [
-        run(make_router(f), torch.randn(9, DIM), passes=(OWN,))[1]
-        for f in ("qwen3_next", "ring_2_5")
-    ]
+    families = ("qwen3_next", "bailing_hybrid")
+    graphs = [run(make_router(f), torch.randn(9, DIM), passes=(OWN,))[1] for f in families]
     assert_expected_inline(
         "\n\n".join(graphs),
         """\
@@ -126,12 +121,13 @@ route_default = route.default(router_logits, None, 4)
 getitem_2 = getitem(route_default, 0)
 getitem_3 = getitem(route_default, 1)
 
-float_1 = float(x)
-float_2 = float(l_selfweight_)
-linear = linear(float_1, float_2)
-route_default = route.default(linear, l_self_buffers_expert_bias_, 4)
-getitem_8 = getitem(route_default, 0)
-getitem_9 = getitem(route_default, 1)""",
+hidden_states = view(l_hidden_states_, -1, 16)
+type_1 = type(hidden_states, torch.float32)
+type_2 = type(l_selfweight_, torch.float32)
+router_logits = linear(type_1, type_2)
+route_default = route.default(router_logits, l_self_buffers_e_score_correction_bias_, 4)
+getitem_6 = getitem(route_default, 0)
+getitem_7 = getitem(route_default, 1)""",
     )
 
 

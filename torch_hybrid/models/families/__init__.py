@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -21,11 +21,15 @@ def _defined(family: type[Family]) -> Iterator[type[Family]]:
         yield from _defined(each)
 
 
+_ALL = [family() for family in _defined(Family)]
 FAMILIES: dict[str, Family] = {
     model_type: family
-    for family in (each() for each in _defined(Family))
+    for family in _ALL
+    if family.hf_architecture is None
     for model_type in family.model_types
 }
+# Families that share their model type with another.
+BY_ARCHITECTURE = {family.hf_architecture: family for family in _ALL if family.hf_architecture}
 
 # Hybrids that transformers has and this package has no op for.
 NOT_SERVED = {
@@ -37,12 +41,15 @@ NOT_SERVED = {
 }
 
 
-def family_of(model_type: Any) -> Family:
-    """Return the family of a model type.
+def family_of(model_type: Any, architectures: Sequence[str] | None = None) -> Family:
+    """Return the family of a model type, and of the classes that its config names.
 
     Raises:
         UnsupportedError: no family that is served has this model type.
     """
+    for name in architectures or ():
+        if name in BY_ARCHITECTURE:
+            return BY_ARCHITECTURE[name]
     if model_type in NOT_SERVED:
         raise UnsupportedError(
             f"model type {model_type!r} is not supported: it has {NOT_SERVED[model_type]}"
@@ -60,4 +67,4 @@ def architecture_of(config: Any, *, mtp: bool = False) -> Architecture:
     Raises:
         UnsupportedError: the model type, or a field of the config, is not known here.
     """
-    return Architecture.of(config, family_of(config.model_type), mtp=mtp)
+    return Architecture.of(config, family_of(config.model_type, config.architectures), mtp=mtp)

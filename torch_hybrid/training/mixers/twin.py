@@ -54,7 +54,6 @@ class KnowsPackings(
         "JetBlock",
         "KimiK3DeltaAttention",
         "BailingMoeV2_5LinearAttention",
-        "BailingMoeV2_5Attention",
     ),
 ):
     """Module whose own forward takes a packing, or none: mixers of ours, and decoders."""
