@@ -29,6 +29,8 @@ The life of a step, and where each part of it stands:
       |      regions              cut into regions, of which each distinct one is compiled by
       |                           Inductor (compile_region, keep_order, fixed_arithmetic), and none
       |                           may copy a pool (clone_check)
+      |      kernels_ahead        on a GPU threads build the ops' kernels meanwhile, for the sizes
+      |                           that come first, and for others before these are captured
       |    compiled_step        what remains: a function of regions, and where its arguments
       |                         stand in the inputs; Dynamo is not asked again
       |

@@ -111,6 +111,7 @@ class CapturePolicy:
         static: StaticInputs,
         value: StepInputs,
         planned: StepInputs,
+        build_kernels: Callable[[Variant, Inputs], None],
     ) -> Tensor:
         """Replay the captured graph of a step's bucket; capture the graph first if there is none.
 
@@ -120,6 +121,7 @@ class CapturePolicy:
             static: static storage of the inputs.
             value: inputs as views of ``static``, which holds them now.
             planned: the same inputs on the host.
+            build_kernels: builds kernels that a captured step calls.
 
         Returns:
             The logits; the next replay overwrites them.
@@ -128,6 +130,7 @@ class CapturePolicy:
         if key not in self._steps:
             static.refresh(map_tensors(torch.zeros_like, planned))
             name = _bucket_name(variant, value.inputs)
+            build_kernels(variant, value.inputs)
             self._steps.capture(key, lambda: step(value), name=name)
             static.refresh(planned)
         return self._steps.replay(key)

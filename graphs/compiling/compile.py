@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -25,9 +25,15 @@ from torch.utils import _pytree as pytree
 
 from torch_hybrid.graphs.compiling.clone_check import PoolClone, find_pool_clones
 from torch_hybrid.graphs.compiling.compile_region import compile_region
-from torch_hybrid.graphs.compiling.compiled_step import CompiledGraph, CompiledStep, arguments_of
+from torch_hybrid.graphs.compiling.compiled_step import (
+    CompiledGraph,
+    CompiledStep,
+    arguments_of,
+    arguments_on,
+)
 from torch_hybrid.graphs.compiling.fixed_arithmetic import check_sums, fixed_arithmetic
 from torch_hybrid.graphs.compiling.instantiate import drop_dead_checks, own_copy
+from torch_hybrid.graphs.compiling.kernels_ahead import KernelsAhead
 from torch_hybrid.graphs.compiling.layers_once import LayerCount, LayersOnce
 from torch_hybrid.graphs.compiling.regions import link, plan_regions, step_text
 from torch_hybrid.graphs.compiling.sources import sources_of
@@ -75,7 +81,19 @@ class StepBackend:
     # adds the layers that were not traced; None if the model was traced whole
     layers: LayersOnce | None = None
     passes: Sequence[Pass] = DEFAULT_PASSES  # graph passes, run in order on the whole graph
+    builds_ahead: bool = False  # whether threads build kernels of ops (``KernelsAhead``)
+    # padding of the sizes that come first: kernels are built for these, and a trace runs nothing
+    first: Any = None
     fixes_arithmetic: bool = False  # whether a value must have the same bits in all graphs
+
+    @contextmanager
+    def building_for(self, first: Any) -> Iterator[None]:
+        """Build kernels for ``first`` where a step is traced meanwhile."""
+        self.first = first
+        try:
+            yield
+        finally:
+            self.first = None
 
     def compile(self, module: GraphModule) -> CompiledGraph:
         """Compile one traced graph."""
@@ -116,6 +134,8 @@ class StepBackend:
 
         planned = opaque_ops(module.graph)
         plan = plan_regions(module.graph)
+        kernels = KernelsAhead(module.graph) if self.builds_ahead else None
+        arguments = arguments_on(self.first, module.graph, added)
         options = _ANY_SIZE | _options_of_ranks(module.graph) | direct_calls()
         with (
             torch._functorch.config.patch(_ALWAYS_INDUCTOR),
@@ -123,6 +143,7 @@ class StepBackend:
             _cached_by_vectors(),
             _inductor_options(schedule, planned),
             fixed_arithmetic() if self.fixes_arithmetic else nullcontext(),
+            kernels.building(arguments) if kernels else nullcontext(),
         ):
             compiled = [
                 compile_region(region, module, rounds_every_value=self.fixes_arithmetic)
@@ -142,6 +163,7 @@ class StepBackend:
             arguments=arguments_of(module.graph, added),
             call=link(text, [region.call for region in compiled]),
             sources=sources_of(TracingContext.get().traced_code),
+            kernels=kernels,
         )
 
 
@@ -251,9 +273,17 @@ class _Tracer:
         def compile_graph(module: GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
             tracer = itself()
             assert tracer is not None
-            number = len(tracer.graphs)
+            number, num_outputs = len(tracer.graphs), len(module.graph.output_node().args[0])  # type: ignore[arg-type]
             tracer.graphs.append(tracer._backend.compile(module))
-            return lambda *given: itself().graphs[number].call_of_traced(*given)  # type: ignore[union-attr]
+
+            def call(*given: Any) -> Sequence[Any]:
+                tracer = itself()
+                assert tracer is not None
+                if tracer._backend.first is not None:
+                    return (None,) * num_outputs
+                return tracer.graphs[number].call_of_traced(*given)
+
+            return call
 
         self._traced = torch.compile(
             _with_own_code(step),

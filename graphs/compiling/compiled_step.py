@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.compiling.compile_region import CompiledRegion
+from torch_hybrid.graphs.compiling.kernels_ahead import KernelsAhead
 from torch_hybrid.graphs.passes.values import value_of
 
 INPUTS = "inputs"  # the step's argument that holds all that changes from step to step
@@ -107,6 +108,20 @@ def arguments_of(graph: Graph, added: Sequence[Tensor]) -> Arguments:
     )
 
 
+def arguments_on(inputs: Any, graph: Graph, added: Sequence[Tensor]) -> list[Any]:
+    """Collect the arguments of a traced graph for other inputs; of None, those of the trace."""
+    placeholders = graph.find_nodes(op="placeholder")
+    graphargs = [n.meta["grapharg"] for n in placeholders[: len(placeholders) - len(added)]]
+    found = []
+    for grapharg in graphargs:
+        place: str = grapharg.source.name
+        if inputs is not None and place.startswith(_TRACED_INPUTS):
+            found.append(_at(INPUTS + place.removeprefix(_TRACED_INPUTS), inputs))
+        else:
+            found.append(grapharg.example)
+    return [*found, *added]
+
+
 def _size(size: int | torch.SymInt, places: Mapping[str, str]) -> int | str | None:
     return size if isinstance(size, int) else places.get(str(size))
 
@@ -136,6 +151,7 @@ class CompiledGraph:
         ops: "op[impl]" to number of calls, over all regions.
         constants: constants of the inputs that the graph was traced with (``constants_of``).
         sources: digests of the files whose code was traced, by module (``sources_of``).
+        kernels: builder of its ops' kernels; None on a CPU, and of a graph that was loaded.
     """
 
     arguments: Arguments
@@ -146,6 +162,7 @@ class CompiledGraph:
     ops: Counter[str] = field(default_factory=Counter)
     constants: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
+    kernels: KernelsAhead | None = None
 
     def fits(self, inputs: Any) -> bool:
         """Tell whether the graph may be called on these inputs."""
@@ -186,6 +203,13 @@ class CompiledStep:
                 return False
             self._bound[id(inputs)] = inputs, graph.call, graph.arguments.of(inputs)
         return True
+
+    def build_kernels(self, inputs: Any) -> None:
+        """Build the kernels of the ops that inputs of padding call, many at once."""
+        graph = next((graph for graph in self.graphs if graph.fits(inputs)), None)
+        if graph is not None and graph.kernels is not None:
+            with graph.kernels.building(graph.arguments.of(inputs)):
+                pass
 
     def trace(self, inputs: Any, caches: Any) -> Tensor:
         """Run one step through Dynamo, which traces it unless a graph of such inputs exists."""

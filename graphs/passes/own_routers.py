@@ -104,10 +104,13 @@ def _is_float_scores(scores: Node) -> bool:
 
 
 def _choice(scores: Node) -> list[Node]:
-    """Collect the nodes from the scores, in order, up to the ids of the chosen experts."""
+    """Collect the nodes from the scores, in order, up to the ids of the chosen experts.
+
+    Of scores that choose nothing these are more than a choice has.
+    """
     reached, found = {scores}, list[Node]()
     node = scores
-    while (node := node.next).op != "output":
+    while (node := node.next).op != "output" and len(found) <= 1 + len(_BY_GROUPS):
         if reached.isdisjoint(node.all_input_nodes):
             continue  # reads no scores: a node of the other half, for example
         if _is_behind(node, found):

@@ -143,7 +143,7 @@ class BackgroundSteps:
         """Tell whether ``prepare`` has neither a compiled step nor a warning for a variant."""
         return variant not in self._brought and not self._must_warn
 
-    def prepare(self, variant: Variant) -> GraphRecord | None:
+    def prepare(self, variant: Variant, _first: Inputs | None = None) -> GraphRecord | None:
         """Take up a variant's compiled step if it is ready.
 
         Returns:
@@ -173,6 +173,12 @@ class BackgroundSteps:
             return self._compiled.running(variant)
         self._num_eager += 1
         return self._running_eagerly(variant)
+
+    def build_kernels(self, variant: Variant, inputs: Inputs) -> None:
+        """Build the kernels of the ops that a variant's step of padding calls, many at once."""
+        if variant in self._switched:
+            assert self._compiled is not None
+            self._compiled.build_kernels(variant, inputs)
 
     @contextmanager
     def _running_eagerly(self, variant: Variant) -> Iterator[Callable[[Inputs], Tensor]]:

@@ -122,7 +122,8 @@ class Execution:
             run = self.last.reading(step) if fills else lambda value: step(value.inputs)
             if self.capture is None or not is_captured:
                 return run(value), value, False
-            return self.capture.run(variant, run, static, value, planned), value, True
+            build = self.steps.build_kernels
+            return self.capture.run(variant, run, static, value, planned, build), value, True
 
     def _captures(self, variant: Variant) -> bool:
         """Tell whether a variant's steps are captured and replayed."""

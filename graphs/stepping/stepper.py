@@ -89,7 +89,7 @@ class Stepper:
         )
         self.check(batch)
         variant, planned = self.planner.plan(batch, mode, logits)
-        self.compile(variant)
+        self.compile(variant, planned)
         if self.given is not None and embeds is not None:
             self.given.write(embeds)
         return variant, planned
@@ -98,7 +98,7 @@ class Stepper:
         """Plan and compile a step without sequences."""
         idle, planned = self.planner.plan_idle()
         self.check(planned.parts[0].batch)
-        self.compile(idle)
+        self.compile(idle, planned)
         return idle, planned
 
     def check(self, batch: Batch) -> None:
@@ -106,21 +106,24 @@ class Stepper:
         if self.check_batch is not None:
             self.check_batch(batch)
 
-    def compile(self, variant: Variant) -> None:
-        """Compile a variant if steps are compiled, and wait for the kernels of first steps."""
+    def compile(self, variant: Variant, first: Inputs | None = None) -> None:
+        """Compile a variant if steps are compiled, and wait for the kernels of first steps.
+
+        ``first`` are the inputs of the step that will run first, if they are known.
+        """
         if not self.steps.is_ready(variant):
-            self._prepare(variant)
+            self._prepare(variant, first)
             self.steps.save_if_new()
         if not self._is_built:
             self.builds.wait_for_first()
             self._is_built = True
 
-    def _prepare(self, variant: Variant) -> None:
+    def _prepare(self, variant: Variant, first: Inputs | None) -> None:
         if self.capture is None:
-            self.steps.prepare(variant)
+            self.steps.prepare(variant, first)
             return
         with on_capture_stream(self.device):  # tracing runs a step once
-            record = self.steps.prepare(variant)
+            record = self.steps.prepare(variant, first)
         if record is not None:
             self.capture.check(variant, record.ops)
 

@@ -19,6 +19,7 @@ from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.compiling.compile import CompileLog, GraphRecord, StepBackend, compile_step
 from torch_hybrid.graphs.compiling.compiled_step import CompiledGraph, CompiledStep
 from torch_hybrid.graphs.compiling.fixed_arithmetic import fuses_freely
+from torch_hybrid.graphs.compiling.kernels_ahead import start_workers
 from torch_hybrid.graphs.compiling.layers_once import LayersOnce
 from torch_hybrid.graphs.compiling.toolchain import named_failures, switched_off_by
 from torch_hybrid.graphs.passes import Pass
@@ -129,18 +130,20 @@ class Steps:
             return
         small = {id(scales) for scales in cache.scales.values()}
         pool_sizes = {pool.numel() for pool in pools if id(pool) not in small}
-        backends = {
+        self._backends = {
             mode: StepBackend(
                 self._log,
                 pool_sizes=pool_sizes,
                 layers=None if mode.num_chained else self.layers,
                 passes=own,
+                builds_ahead=model.device.type == "cuda",
                 fixes_arithmetic=by_row and fuses_freely(model.device),
             )
             for mode, own in passes.items()
         }
         self.of = {
-            variant: compile_step(step, backends[variant.mode]) for variant, step in self.of.items()
+            variant: compile_step(step, self._backends[variant.mode])
+            for variant, step in self.of.items()
         }
 
     @property
@@ -172,6 +175,12 @@ class Steps:
         with running, torch.inference_mode():
             yield partial(self._run, step, variant)
 
+    def build_kernels(self, variant: Variant, inputs: Inputs) -> None:
+        """Build the kernels of the ops that a variant's step of padding calls, many at once."""
+        step = self.of[variant]
+        if isinstance(step, CompiledStep):
+            step.build_kernels(inputs)
+
     def _attached_to(self, variant: Variant) -> tuple[Attachable, ...]:
         """List what the model's modules have in a variant's step."""
         if self._adapted is None or not variant.has_adapters:
@@ -190,13 +199,16 @@ class Steps:
         """Tell whether a variant can run without ``prepare``."""
         return variant.name in self._place or not isinstance(self.of[variant], CompiledStep)
 
-    def prepare(self, variant: Variant, *, tells: bool = True) -> GraphRecord | None:
+    def prepare(
+        self, variant: Variant, first: Inputs | None = None, *, tells: bool = True
+    ) -> GraphRecord | None:
         """Load a variant's graph from the artefact, or trace and compile it.
 
         Tracing runs on padding alone, so it changes no state.
 
         Args:
             variant: kind of step to make ready.
+            first: inputs on the host of the step that will run first, if they are known.
             tells: print a line and a progress bar when the step has to be compiled.
 
         Returns:
@@ -212,7 +224,7 @@ class Steps:
         found = self._store.find(variant.name, inputs, self._choices)
         if found is None:
             with self._telling(variant) if tells else nullcontext():
-                self._trace(step, inputs, variant)
+                self._trace(step, inputs, variant, first)
         else:
             step.graphs.append(found[0])
             self._log.graphs.append(found[1])
@@ -267,7 +279,9 @@ class Steps:
         traced = self._planner.traced(variant)
         return map_tensors(lambda leaf: leaf.to(self._model.device), traced)
 
-    def _trace(self, step: CompiledStep, inputs: Inputs, variant: Variant) -> None:
+    def _trace(
+        self, step: CompiledStep, inputs: Inputs, variant: Variant, first: Inputs | None
+    ) -> None:
         """Trace and compile a step once for inputs of all sizes.
 
         Raises:
@@ -278,7 +292,13 @@ class Steps:
                 f"a step of a runner with compile=True is to be compiled, and {setting} switches "
                 f"torch.compile off: set it before the runner is made, or not before warm_up()"
             )
-        with self._tracing(inputs, variant), torch.inference_mode():
+        device, padding = self._model.device, None
+        if device.type == "cuda":
+            start_workers()
+            if first is not None:
+                padding = map_tensors(lambda leaf: torch.zeros_like(leaf, device=device), first)
+        building = self._backends[variant.mode].building_for(padding)
+        with building, self._tracing(inputs, variant), torch.inference_mode():
             if variant.mode.num_chained:  # the draft head's layers are not traced once for all
                 step.trace(inputs, self._caches)
             else:
