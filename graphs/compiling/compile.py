@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils import _pytree as pytree
 
 from torch_hybrid.graphs.compiling.clone_check import PoolClone, find_pool_clones
-from torch_hybrid.graphs.compiling.compile_region import compile_region
+from torch_hybrid.graphs.compiling.compile_region import built_together, compile_region
 from torch_hybrid.graphs.compiling.compiled_step import (
     CompiledGraph,
     CompiledStep,
@@ -143,7 +143,7 @@ class StepBackend:
             _cached_by_vectors(),
             _inductor_options(schedule, planned),
             fixed_arithmetic() if self.fixes_arithmetic else nullcontext(),
-            kernels.building(arguments) if kernels else nullcontext(),
+            kernels.building(arguments) if kernels else built_together(),
         ):
             compiled = [
                 compile_region(region, module, rounds_every_value=self.fixes_arithmetic)

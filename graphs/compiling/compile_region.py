@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 from torch.fx import Graph, GraphModule
@@ -72,6 +75,34 @@ def compile_region(
         sources=tuple(sources),
         ops=ops,
     )
+
+
+@contextmanager
+def built_together() -> Iterator[None]:
+    """Let the C++ kernels of all regions be built at once, and wait for them at the end.
+
+    Inductor waits for the kernels of a region where it loads the region's code, and writes none
+    meanwhile.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    inductor: Any = AsyncCompile
+    own = inductor.wait
+    thread, waits = get_ident(), list[Callable[[], None]]()
+
+    def wait(kernels: Any, scope: dict[str, Any]) -> None:
+        if get_ident() == thread:
+            waits.append(partial(own, kernels, scope))
+        else:
+            own(kernels, scope)
+
+    inductor.wait = wait
+    try:
+        yield
+    finally:
+        inductor.wait = own
+    for each in waits:
+        each()
 
 
 def _num_inputs_and_outputs(graph: Graph) -> tuple[int, int]:

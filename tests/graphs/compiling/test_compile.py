@@ -7,18 +7,21 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.devices import needs_cuda
 from torch_hybrid.graphs.compiling.compile import CompileLog, StepBackend, compile_step
+from torch_hybrid.graphs.compiling.compile_region import built_together
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 from torch_hybrid.ops.linear.op import linear
@@ -65,6 +68,23 @@ def test_cached_code_is_for_vectors_of_one_width(monkeypatch: pytest.MonkeyPatch
     assert hits() == 1
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: str(uuid4()))
     assert hits() == 0
+
+
+def test_kernels_of_all_regions_are_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch):
+    """Those that another thread of the process compiles are waited for where they are loaded."""
+    waits: list[str] = []
+    monkeypatch.setattr(AsyncCompile, "wait", lambda _, scope: waits.append(scope["name"]))
+    own = AsyncCompile.wait
+    with built_together():
+        AsyncCompile().wait({"name": "first"})
+        AsyncCompile().wait({"name": "second"})
+        assert waits == []
+        other = Thread(target=AsyncCompile().wait, args=({"name": "another's"},))
+        other.start()
+        other.join()
+        assert waits == ["another's"]
+    assert waits == ["another's", "first", "second"]
+    assert AsyncCompile.wait is own
 
 
 def make_step(*, squared: bool) -> Callable[[Inputs, Tensor], Tensor]:
