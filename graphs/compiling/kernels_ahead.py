@@ -1,8 +1,8 @@
 """Kernels of a graph's ops, built by threads before the ops are called, or while Inductor compiles.
 
-An op builds its Triton kernels at its first call, one after the other. For all ops of a model that
-takes as long as Inductor does. Nearly all of it happens in LLVM, ptxas and a C compiler, beside the
-interpreter. So on a GPU each op of a graph is called ahead, on padding, by a thread of its own:
+An op in Triton builds its kernels at its first call, one after the other. For all ops of a model
+that takes as long as Inductor does. Nearly all of it happens in LLVM, ptxas and a C compiler, and
+needs no interpreter. So on a GPU threads call each such op ahead, on padding:
 
     tensors of the model, pools, inputs:  those of the step, whose inputs name null slots and pages
     values between ops:                   zeros of the shapes and strides that the step gives them
@@ -23,8 +23,6 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from torch_hybrid.graphs.passes.values import value_of
-from torch_hybrid.ops.core.registration import NAMESPACE, REGISTERED
-from torch_hybrid.ops.linear.op import linear
 
 
 def start_workers() -> None:
@@ -48,7 +46,7 @@ class KernelsAhead:
 
     def __init__(self, graph: Graph) -> None:
         self._given = [_Value(node) for node in graph.find_nodes(op="placeholder")]
-        calls = {str(call): call for call in map(_Call, filter(_is_own_op, graph.nodes))}
+        calls = {str(call): call for call in map(_Call, filter(_is_in_triton, graph.nodes))}
         in_order = sorted(calls.values(), key=lambda call: str(call.op))
         # Calls of one op have kernels in common.
         self.of_ops = [[*same] for _, same in groupby(in_order, key=lambda call: str(call.op))]
@@ -82,11 +80,9 @@ class KernelsAhead:
             yield
 
 
-def _is_own_op(node: Node) -> bool:
-    """Tell whether a node calls an op with implementations: none that waits for other ranks."""
-    namespace, _, name = str(node.target).partition(".")
-    is_registered = namespace == NAMESPACE and name.partition(".")[0] in REGISTERED
-    return node.target is linear or (node.op == "call_function" and is_registered)
+def _is_in_triton(node: Node) -> bool:
+    """Tell whether a node calls an op that Triton computes: one of ours that waits for no rank."""
+    return node.op == "call_function" and "triton" in str(node.kwargs.get("impl"))
 
 
 class _Call:

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from torch_hybrid.graphs.compiling.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.compiling.compiled_step import CompiledStep
-from torch_hybrid.ops.core.registration import NAMESPACE, REGISTERED
+from torch_hybrid.ops.core.registration import NAMESPACE
 
 WIDTH = 4
-NAME = "called_ahead_in_tests"
+NAME = f"{NAMESPACE}::called_ahead_in_tests"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that calls an op on two values alike, and on one with other strides."""
+    """A step that calls an op on two values alike, on one with other strides, and in torch."""
 
     compiled: CompiledStep
     backend: StepBackend
@@ -53,13 +53,12 @@ class Step:
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
     monkeypatch.setattr("torch_hybrid.graphs.compiling.direct_calls.direct_calls", dict)
-    monkeypatch.setitem(REGISTERED, NAME, {})
     torch._dynamo.reset()
     pool, calls = torch.ones(WIDTH), list[Call]()
     with torch.library._scoped_library(NAMESPACE, "FRAGMENT"):
 
-        @torch.library.custom_op(f"{NAMESPACE}::{NAME}", mutates_args=("state",))
-        def op(x: Tensor, state: Tensor, factor: int) -> Tensor:
+        @torch.library.custom_op(NAME, mutates_args=("state",))
+        def op(x: Tensor, state: Tensor, factor: int, *, impl: str) -> Tensor:
             is_ahead = current_thread() is not main_thread()
             is_pool = state.data_ptr() == pool.data_ptr()
             calls.append(Call(x.tolist(), x.stride(), is_pool, is_ahead))
@@ -69,14 +68,15 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
             return factor * x
 
         @op.register_fake
-        def _(x: Tensor, state: Tensor, factor: int) -> Tensor:
+        def _(x: Tensor, state: Tensor, factor: int, *, impl: str) -> Tensor:
             return torch.empty_like(x)
 
         def run(inputs: Inputs, caches: Tensor) -> Tensor:
-            y = op(inputs.x + 1, caches, 2)
-            y = op(y + 1, caches, 2)
+            y = op(inputs.x + 1, caches, 2, impl="triton")
+            y = op(y + 1, caches, 2, impl="triton")
             wide = torch.cat([y, y], dim=1)
-            return op(wide[:, :WIDTH], caches, 2)
+            y = op(wide[:, :WIDTH], caches, 2, impl="chunk_triton")
+            return op(y, caches, 1, impl="torch")
 
         backend = StepBackend(CompileLog(), pool_sizes=(), builds_ahead=True)
         yield Step(compile_step(run, backend), backend, pool, calls)
@@ -93,13 +93,13 @@ def padding(num_rows: int) -> Inputs:
 def test_each_distinct_call_is_made_once_while_the_graph_is_compiled(step: Step):
     x = torch.randn(3, WIDTH)
     assert torch.equal(step.compiled(Inputs(x), step.pool), expected(x))
-    assert len(step.calls) == 2 + 3
+    assert len(step.calls) == 2 + 4
     zeros = torch.zeros(3, WIDTH).tolist()
     assert {(str(call.x), call.strides, call.is_pool) for call in step.ahead()} == {
         (str(zeros), (WIDTH, 1), True),
         (str(zeros), (2 * WIDTH, 1), True),
     }
-    assert step.pool.tolist() == [4.0] * WIDTH
+    assert step.pool.tolist() == [5.0] * WIDTH
 
 
 def test_a_trace_for_the_first_step_runs_nothing_else(step: Step):
