@@ -134,8 +134,10 @@ class StepBackend:
 
         planned = opaque_ops(module.graph)
         plan = plan_regions(module.graph)
-        kernels = KernelsAhead(module.graph) if self.builds_ahead else None
-        arguments = arguments_on(self.first, module.graph, added)
+        kernels, building = None, built_together()
+        if self.builds_ahead:
+            kernels = KernelsAhead(module.graph)
+            building = kernels.building(arguments_on(self.first, module.graph, added))
         options = _ANY_SIZE | _options_of_ranks(module.graph) | direct_calls()
         with (
             torch._functorch.config.patch(_ALWAYS_INDUCTOR),
@@ -143,7 +145,7 @@ class StepBackend:
             _cached_by_vectors(),
             _inductor_options(schedule, planned),
             fixed_arithmetic() if self.fixes_arithmetic else nullcontext(),
-            kernels.building(arguments) if kernels else built_together(),
+            building,
         ):
             compiled = [
                 compile_region(region, module, rounds_every_value=self.fixes_arithmetic)

@@ -198,7 +198,7 @@ class CompiledStep:
     def fits(self, inputs: Any) -> bool:
         """Tell whether these inputs run without Dynamo."""
         if id(inputs) not in self._bound:
-            graph = next((graph for graph in self.graphs if graph.fits(inputs)), None)
+            graph = self._graph_of(inputs)
             if graph is None:
                 return False
             self._bound[id(inputs)] = inputs, graph.call, graph.arguments.of(inputs)
@@ -206,10 +206,13 @@ class CompiledStep:
 
     def build_kernels(self, inputs: Any) -> None:
         """Build the kernels of the ops that inputs of padding call, many at once."""
-        graph = next((graph for graph in self.graphs if graph.fits(inputs)), None)
+        graph = self._graph_of(inputs)
         if graph is not None and graph.kernels is not None:
             with graph.kernels.building(graph.arguments.of(inputs)):
                 pass
+
+    def _graph_of(self, inputs: Any) -> CompiledGraph | None:
+        return next((graph for graph in self.graphs if graph.fits(inputs)), None)
 
     def trace(self, inputs: Any, caches: Any) -> Tensor:
         """Run one step through Dynamo, which traces it unless a graph of such inputs exists."""

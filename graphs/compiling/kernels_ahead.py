@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import groupby
 from threading import Thread
 from typing import Any
 
@@ -47,9 +46,9 @@ class KernelsAhead:
     def __init__(self, graph: Graph) -> None:
         self._given = [_Value(node) for node in graph.find_nodes(op="placeholder")]
         calls = {str(call): call for call in map(_Call, filter(_is_in_triton, graph.nodes))}
-        in_order = sorted(calls.values(), key=lambda call: str(call.op))
-        # Calls of one op have kernels in common.
-        self.of_ops = [[*same] for _, same in groupby(in_order, key=lambda call: str(call.op))]
+        self._of_ops: dict[str, list[_Call]] = {}  # calls of one op have kernels in common
+        for call in calls.values():
+            self._of_ops.setdefault(str(call.op), []).append(call)
 
     @contextmanager
     def building(self, arguments: Sequence[Any]) -> Iterator[None]:
@@ -74,8 +73,8 @@ class KernelsAhead:
                     with suppress(Exception):
                         call(given, sizes)
 
-        with ThreadPoolExecutor(len(self.of_ops) or 1, "kernels-ahead") as pool:
-            for calls in self.of_ops:
+        with ThreadPoolExecutor(len(self._of_ops) or 1, "kernels-ahead") as pool:
+            for calls in self._of_ops.values():
                 pool.submit(make, calls)
             yield
 

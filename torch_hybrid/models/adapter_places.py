@@ -38,7 +38,7 @@ from torch_hybrid.models.checkpoint.content import (
 )
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.unread import Unread
-from torch_hybrid.models.families import family_of
+from torch_hybrid.models.families import architecture_of
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.shard import cut
 from torch_hybrid.models.transformers_weights import make_unread
@@ -324,7 +324,7 @@ def _unread_twin(model: Any) -> tuple[Any, Architecture]:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # as in the files of the whole model
         weights = {re.sub(r"^model\.", "model.language_model.", k): v for k, v in weights.items()}
     stored = {name: _stored(name, weight) for name, weight in weights.items()}
-    architecture = Architecture.of(config, family_of(config.model_type, config.architectures))
+    architecture = architecture_of(config)
     checkpoint = Checkpoint(folder=Path(), tensors=stored, stamps={})
     host = torch.device("cpu")
     twin = make_unread(checkpoint, architecture, config.dtype or torch.float32, host)

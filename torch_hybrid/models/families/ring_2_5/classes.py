@@ -4,8 +4,8 @@
     model = th.make_trainable(model)
 
 Names in configs and checkpoints are the published ones, as are those that ``save_pretrained``
-writes. The model runs whole texts; a runner serves it. Importing this registers the classes with
-transformers.
+writes of a model that was read. The model runs whole texts; a runner serves it. Importing this
+registers the classes with transformers.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class BailingMoeV2_5RotaryEmbedding(nn.Module):
         """Make tables of positions [B, S]: in x's dtype [B, S, R], for the op [B, S, R / 2]."""
         linear = None
         if self.linear is not None:
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))  # whose dtype tables have
-            tables = self.linear(wide, position_ids)
+            like = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+            tables = self.linear(like, position_ids)
             linear = Rotary(*(table.chunk(2, dim=-1)[0] for table in tables))
         return {"full_attention": self.full(x, position_ids), "linear_attention": linear}
 
