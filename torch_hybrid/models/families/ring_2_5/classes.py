@@ -98,7 +98,7 @@ class BailingMoeV2_5RotaryEmbedding(nn.Module):
         """Make tables of positions [B, S]: in x's dtype [B, S, R], for the op [B, S, R / 2]."""
         linear = None
         if self.linear is not None:
-            like = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+            like = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
             tables = self.linear(like, position_ids)
             linear = Rotary(*(table.chunk(2, dim=-1)[0] for table in tables))
         return {"full_attention": self.full(x, position_ids), "linear_attention": linear}
